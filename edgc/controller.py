@@ -1,0 +1,249 @@
+"""The central controller: windows of entropy in, one frozen rank plan out. No tensors, no collectives."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from edgc.alignment import CommCost, aligned_ranks
+from edgc.config import EDGCConfig
+from edgc.rank_model import StageRankModel
+
+MULTIPLE = 4  # ranks in multiples of 4 suit tensor cores
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds that a stage's data-parallel reduction takes: compressed as a function of rank, and dense."""
+
+    compressed: CommCost
+    dense_seconds: float
+
+    def scaled(self, factor: float) -> "StageCost":
+        """The same link under other traffic."""
+        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor)
+
+    def seconds(self, rank: int | None) -> float:
+        return self.dense_seconds if rank is None else self.compressed.seconds(rank)
+
+
+@dataclass(frozen=True)
+class StageObservation:
+    """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured."""
+
+    entropy: float = math.nan
+    reduce_seconds: float = math.nan
+    micro_backward_seconds: float = math.nan
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank."""
+
+    version: int
+    first_iteration: int
+    ranks: tuple[int | None, ...]
+    entropy: tuple[float, ...] = ()
+    proposed: tuple[float | None, ...] = ()
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "RankPlan":
+        lists = {name: tuple(fields[name]) for name in ("ranks", "entropy", "proposed")}
+        return cls(**{**fields, **lists})
+
+
+class Controller:
+    """Sets a rank per pipeline stage from its entropy history (DESIGN: warm-up, CQM, constraints, DAC).
+
+    Call ``observe`` once at the end of every window and then ``decide``. Stage 0 here is the paper's stage 1: it
+    holds the embedding and finishes its backward pass last.
+
+    Args:
+        config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
+        iterations: length of the run.
+        stages: rank model of each stage, over the matrices that one of its ranks compresses; None for a stage that
+            has none, which stays dense.
+        costs: communication cost of each stage; None where it was not measured.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        iterations: int,
+        stages: Sequence[StageRankModel | None],
+        costs: Sequence[StageCost | None],
+    ):
+        if len(stages) != len(costs) or not stages:
+            raise ValueError(
+                f"{len(stages)} rank models and {len(costs)} costs: one of each per stage is needed"
+            )
+        if config.dynamic and (config.rmin is None or config.rmax is None):
+            raise ValueError("rmin and rmax must be resolved before the controller is built")
+        self.config = config
+        self.iterations = iterations
+        self.stages = tuple(stages)
+        self.costs = list(costs)
+        self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
+        self.micro_backward_seconds = math.nan
+        self.anchor: tuple[float, ...] | None = None  # entropy at which compression began, with rank rmax
+        self.plan = self._first_plan()
+
+    def _first_plan(self) -> RankPlan:
+        dense = RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
+        if self.config.static_rank is None or self.config.engine == "dense":
+            return dense
+        first = math.ceil(self.config.warmup_fraction * self.iterations)
+        return replace(
+            dense, first_iteration=first, ranks=(self.config.static_rank,) * len(self.stages), reason="static"
+        )
+
+    def observe(self, observations: Sequence[StageObservation]) -> None:
+        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
+        if len(observations) != len(self.stages):
+            raise ValueError(f"{len(observations)} observations for {len(self.stages)} stages")
+        self.history.append(tuple(observation.entropy for observation in observations))
+        # The slowest stage sets the pace of the pipeline.
+        backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
+        if backward:
+            self.micro_backward_seconds = max(backward)
+        if self.config.link_gbps is None:
+            for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
+                if cost is not None and observation.reduce_seconds > 0:
+                    predicted = cost.seconds(self.plan.ranks[stage])
+                    self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
+
+    def decide(self, iteration: int) -> RankPlan:
+        """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
+        if not self.config.dynamic:
+            return self.plan
+        entropy = self.history[-1]
+        if self.anchor is None:
+            ready = iteration >= self.config.warmup_fraction * self.iterations and self._stable()
+            if ready:
+                self.anchor = entropy
+            ranks = tuple(None if model is None or not ready else self.config.rmax for model in self.stages)
+            proposed: tuple[float | None, ...] = (None,) * len(self.stages)
+            reason = "entropy is stable" if ready else "warm-up"
+        else:
+            proposed = tuple(self._proposed(stage, entropy[stage]) for stage in range(len(self.stages)))
+            ranks, reason = self._constrained(proposed)
+        changed = ranks != self.plan.ranks
+        self.plan = RankPlan(
+            version=self.plan.version + changed,
+            first_iteration=iteration if changed else self.plan.first_iteration,
+            ranks=ranks,
+            entropy=entropy,
+            proposed=proposed,
+            reason=reason,
+        )
+        return self.plan
+
+    def _stable(self) -> bool:
+        """Whether no stage's entropy changed by more than the threshold between the last two windows."""
+        if len(self.history) < 2:
+            return False
+        # Written so that a NaN, which compares false, counts as not stable.
+        return all(
+            abs(now - before) < self.config.entropy_stability * abs(before)
+            for before, now in zip(*self.history[-2:], strict=True)
+        )
+
+    def _proposed(self, stage: int, entropy: float) -> float | None:
+        """CQM: the rank that drops the same norm as rmax did when compression began; None without an entropy."""
+        assert self.anchor is not None and self.config.rmax is not None
+        model = self.stages[stage]
+        if model is None or not math.isfinite(entropy):
+            return None
+        return model.adjusted_rank(self.config.rmax, self.anchor[stage], entropy)
+
+    def _constrained(self, proposed: Sequence[float | None]) -> tuple[tuple[int | None, ...], str]:
+        """Bounds, rounding, step limit, and alignment of the later stages to the first."""
+        assert self.config.rmin is not None and self.config.rmax is not None
+        own = [
+            before if wanted is None else self._step(before, self._bounded(wanted))
+            for before, wanted in zip(self.plan.ranks, proposed, strict=True)
+        ]
+        first, first_cost = own[0], self.costs[0]
+        if (
+            not self.config.align
+            or first is None
+            or first_cost is None
+            or math.isnan(self.micro_backward_seconds)
+        ):
+            return tuple(own), "entropy"
+        ranks = own[:1]
+        for stage, cost in enumerate(self.costs[1:], start=1):
+            if cost is None:
+                ranks.append(own[stage])
+                continue
+            budget = first_cost.seconds(first) + stage * self.micro_backward_seconds
+            aligned: int | None = None
+            if budget < cost.dense_seconds:
+                # eta is the stage's own: links and stages differ
+                aligned = aligned_ranks(
+                    first, cost.compressed, self.micro_backward_seconds, stage + 1, self.config.rmax
+                )[stage]
+            ranks.append(self._step(self.plan.ranks[stage], aligned))
+        return tuple(ranks), "entropy and alignment"
+
+    def _bounded(self, rank: float) -> int:
+        assert self.config.rmin is not None and self.config.rmax is not None
+        rounded = MULTIPLE * round(rank / MULTIPLE)
+        return min(max(rounded, self.config.rmin), self.config.rmax)
+
+    def _step(self, before: int | None, wanted: int | None) -> int | None:
+        """Move from ``before`` towards ``wanted`` by at most the step limit. Dense lies one step beyond rmax."""
+        rmax, limit = self.config.rmax, self.config.rank_step
+        assert rmax is not None
+        if limit >= MULTIPLE:
+            limit = MULTIPLE * (limit // MULTIPLE)
+        if wanted == before:
+            return before
+        if before is None:
+            return rmax
+        if wanted is None:
+            return None if before == rmax else min(before + limit, rmax)
+        return min(max(wanted, before - limit), before + limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on, as plain numbers and lists."""
+        return {
+            "history": [list(entropy) for entropy in self.history],
+            "anchor": None if self.anchor is None else list(self.anchor),
+            "micro_backward_seconds": self.micro_backward_seconds,
+            "costs": [None if cost is None else asdict(cost) for cost in self.costs],
+            "plan": self.plan.to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of another number of stages."""
+        if len(state["costs"]) != len(self.stages):
+            raise ValueError(
+                f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}"
+            )
+        self.history = [tuple(entropy) for entropy in state["history"]]
+        self.anchor = None if state["anchor"] is None else tuple(state["anchor"])
+        self.micro_backward_seconds = state["micro_backward_seconds"]
+        self.costs = [
+            None if cost is None else StageCost(CommCost(**cost["compressed"]), cost["dense_seconds"])
+            for cost in state["costs"]
+        ]
+        self.plan = RankPlan.from_dict(state["plan"])
+
+
+def resolve_ranks(config: EDGCConfig, break_even: int) -> EDGCConfig:
+    """Fill in ``rmax`` from the break-even rank and ``rmin`` as a quarter of it (paper: r_max/4 to r_max/6).
+
+    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense.
+    """
+    rmax = config.rmax if config.rmax is not None else max(MULTIPLE, MULTIPLE * (break_even // MULTIPLE))
+    rmin = (
+        config.rmin
+        if config.rmin is not None
+        else min(rmax, max(MULTIPLE, MULTIPLE * (rmax // 4 // MULTIPLE)))
+    )
+    return replace(config, rmin=rmin, rmax=rmax)

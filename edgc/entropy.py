@@ -1,0 +1,212 @@
+"""GDS, the gradient data sampler: which entries of which iterations are looked at, and their entropy.
+
+Three estimators of differential entropy in nats share one contract. ``x`` is a tensor of any shape, device
+and floating dtype, read as n independent draws; the result is a Python float, so a GPU is synchronised.
+
+- Multiplying x by c adds log |c|, up to rounding of the scaled values.
+- Fewer than two elements raise ValueError: they have no spread.
+- A constant x gives -inf; any entry that is not finite gives nan, so that the controller holds its rank.
+
+Source: arXiv 2511.10333 (gradient data sampling) as stated in DESIGN 2.1.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+_TAIL = 0.005  # share of the entries that the histogram leaves to each tail
+_RANGE_SAMPLE = 1 << 16  # entries that the histogram sorts to find its range
+_MAX_DENOMINATOR = 10**6  # sampling rates are fractions of at most this denominator
+
+
+def gaussian_entropy(x: Tensor) -> float:
+    """Entropy in nats of the normal distribution with the variance of x: log sigma + 1/2 log(2 pi e).
+
+    Of all distributions with that variance the normal has the largest entropy, so on other data this is an
+    upper bound. The cheapest estimator: no sort, no counting. Errors and special values: module docstring.
+    """
+    values, log_scale = _unit_scaled(x)
+    if values is None:
+        return log_scale
+    # Shifted by an entry, values that differ in their last bits only keep a variance above 0.
+    variance = float((values - values[0]).var())
+    return log_scale + 0.5 * math.log(2 * math.pi * math.e * variance)
+
+
+def histogram_entropy(x: Tensor, bins: int = 256) -> float:
+    """Entropy in nats of a ``bins``-bin histogram density of x, with exponential tails.
+
+    The bins share the range between two outer quantiles (0.5 % each side, estimated from a strided subset of
+    at most 2^17 entries), so that a few large entries cannot widen them. If the two coincide, nearly all
+    entries being equal, the range is [min, max]. The estimate is the sum of
+
+    - for a bin with share p of the entries: -p log(p / width);
+    - for a tail with share p and mean excess mu over its edge: -p log(p / mu) + p, the exponential density,
+      which has the largest entropy for a given mean excess;
+    - (occupied bins - 1) / 2n, the Miller-Madow (1955) correction of the counting bias.
+
+    Wants n well above ``bins``: normal data reads 0.19 nats low at n = 300, 0.01 at n = 2000. Data rounded to
+    a grid as coarse as the bins reads low too: in bf16, uniform data by 0.11 nats, normal by 0.01.
+
+    Errors and special values: module docstring; also ValueError when bins < 1.
+    """
+    if bins < 1:
+        raise ValueError(f"bins = {bins}: must be at least 1")
+    values, log_scale = _unit_scaled(x)
+    if values is None:
+        return log_scale
+    low, high = _central_range(values)
+    total = values.numel()
+
+    below, above = values[values < low], values[values > high]
+    inside = values[(values >= low) & (values <= high)]
+    index = ((inside - low) * (bins / (high - low))).to(torch.int32).clamp_(max=bins - 1)
+    shares = torch.bincount(index, minlength=bins).double() / total
+
+    entropy = float(torch.special.entr(shares).sum() + shares.sum() * math.log((high - low) / bins))
+    for excess in (low - below, above - high):
+        if excess.numel() > 0:
+            share = excess.numel() / total
+            entropy += share * (1 + math.log(float(excess.mean()) / share))
+    return log_scale + entropy + (int(shares.count_nonzero()) - 1) / (2 * total)
+
+
+def spacing_entropy(x: Tensor) -> float:
+    """Vasicek's (1976) m-spacing estimate of the entropy in nats, m = sqrt(n). Assumes no shape; sorts.
+
+    The mean of log(x_(i+m) - x_(i-m)) over the order statistics, indices clamped to the ends. The expected
+    value of the same mean for n uniform draws, digamma(k_i) - digamma(n + 1) with k_i steps between the two
+    indices, is subtracted: the usual bias correction, which makes the estimate exact for uniform data.
+
+    Rounded data has ties, and a spacing inside a tie would be log 0. Equal entries are therefore spread
+    evenly between the neighbouring distinct values; entries without ties stay as they are.
+    Errors and special values: module docstring.
+    """
+    values, log_scale = _unit_scaled(x)
+    if values is None:
+        return log_scale
+    total = values.numel()
+    ordered = _spread_ties(values.sort().values)
+    reach = round(math.sqrt(total))
+    position = torch.arange(total, device=values.device)
+    upper = (position + reach).clamp_(max=total - 1)
+    lower = (position - reach).clamp_(min=0)
+    log_spacing = (ordered[upper] - ordered[lower]).log_()
+    log_spacing -= (upper - lower).double().digamma_()
+    digamma_total = float(torch.tensor(total + 1, dtype=torch.float64).digamma())
+    return log_scale + float(log_spacing.mean()) + digamma_total
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], float]] = {
+    "gaussian": gaussian_entropy,
+    "histogram": histogram_entropy,
+    "spacing": spacing_entropy,
+}
+
+
+@dataclass(frozen=True)
+class GradientSampler:
+    """GDS's two sampling rates: which iterations are measured, and which entries of a gradient then are.
+
+    ``iteration_rate`` (alpha) and ``gradient_rate`` (beta) are fractions in [1e-6, 1]; ``seed`` decides
+    where the samples of each name begin. All decisions are integer arithmetic on (seed, name, iteration),
+    so every rank, run and resumed run makes the same ones. Raises ValueError for a rate outside [1e-6, 1].
+    """
+
+    iteration_rate: float = 0.1
+    gradient_rate: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("iteration_rate", "gradient_rate"):
+            if not 1 / _MAX_DENOMINATOR <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1e-6 and at most 1")
+
+    def measures(self, iteration: int) -> bool:
+        """Whether this iteration is measured: from 0 on, evenly spread, a fraction alpha in the long run."""
+        return self._measurement(iteration) != self._measurement(iteration - 1)
+
+    def sample(self, name: str, grad: Tensor, iteration: int) -> Tensor:
+        """Every (1/beta)-th entry of ``grad`` (any shape), as a 1-D tensor.
+
+        For an integer 1/beta a strided view, no copy unless ``grad`` itself has to be copied to be
+        flattened; for another beta a gather at evenly spread positions whose density is exactly beta.
+
+        The first position depends on seed and name and moves on by one entry with every measured iteration,
+        so any ceil(1/beta) consecutive measurements see every entry. One sample alone need not: where
+        1/beta divides the width of a matrix it sees the same columns in every row, and the other columns
+        come in the next samples. A gradient of fewer than 1/beta entries can give an empty sample.
+        """
+        flat = grad.detach().reshape(-1)
+        taken, period = _as_ratio(self.gradient_rate)
+        # Positions are (k * period + phase) // taken; adding `taken` to the phase moves them by one entry.
+        phase = (_stable_hash(f"{self.seed}:{name}") + self._measurement(iteration) * taken) % period
+        if taken == 1:
+            return flat[phase::period]
+        multiples = torch.arange(phase, flat.numel() * taken, period, device=flat.device)
+        return flat[multiples // taken]
+
+    def _measurement(self, iteration: int) -> int:
+        """Index of the latest measured iteration up to this one."""
+        taken, period = _as_ratio(self.iteration_rate)
+        return iteration * taken // period
+
+
+def _unit_scaled(x: Tensor) -> tuple[Tensor, float] | tuple[None, float]:
+    """(x / max|x| as a flat float64 copy, log max|x|), or (None, the entropy) where that needs no estimate.
+
+    The scale keeps squares and differences of very small or large entries in range. float64 costs bandwidth
+    only: the estimators are memory-bound, and it takes rounding out of sums over millions of entries.
+    """
+    if x.numel() < 2:
+        raise ValueError(f"x has {x.numel()} elements: an entropy estimate needs at least 2")
+    low, high = (float(extreme) for extreme in x.detach().aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None, math.nan
+    if low == high:
+        return None, -math.inf
+    scale = max(abs(low), abs(high))
+    return x.detach().to(torch.float64, copy=True).flatten().div_(scale), math.log(scale)
+
+
+def _central_range(values: Tensor) -> tuple[float, float]:
+    """The quantiles that leave _TAIL to each side; the extremes where these coincide."""
+    # An odd step does not lock on to the columns of a matrix, whose width mostly divides by a power of two.
+    subset = values[:: max(values.numel() // _RANGE_SAMPLE, 1) | 1].sort().values
+    skipped = int(_TAIL * subset.numel())
+    low, high = float(subset[skipped]), float(subset[-1 - skipped])
+    return (low, high) if low < high else (float(values.min()), float(values.max()))
+
+
+def _spread_ties(ordered: Tensor) -> Tensor:
+    """Sorted values with each group of equal ones spread evenly between its neighbours.
+
+    The empirical quantile function, interpolated linearly between the distinct values at their mean ranks
+    and extended with the slope of the outermost pieces. Without ties its value at rank i is the i-th entry.
+    """
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] > ordered[:-1]
+    if bool(new.all()):
+        return ordered
+    distinct = ordered[new]
+    first, last = new.nonzero().squeeze(1), new.roll(-1).nonzero().squeeze(1)
+    mean_rank = (first + last).double() / 2
+    rank = torch.arange(ordered.numel(), dtype=torch.float64, device=ordered.device)
+    piece = torch.searchsorted(mean_rank, rank).clamp_(1, distinct.numel() - 1)
+    slope = distinct.diff() / mean_rank.diff()
+    return distinct[piece] + slope[piece - 1] * (rank - mean_rank[piece])
+
+
+def _as_ratio(rate: float) -> tuple[int, int]:
+    """The fraction in lowest terms that the user meant by a decimal rate: 0.1 is (1, 10), 0.3 is (3, 10)."""
+    return Fraction(rate).limit_denominator(_MAX_DENOMINATOR).as_integer_ratio()
+
+
+def _stable_hash(text: str) -> int:
+    """64 bits that, unlike hash(), are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -1,0 +1,51 @@
+"""The event log: one JSON object a line. ``docs/events.md`` documents every field."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class EventLog:
+    """Appends events to ``events.jsonl`` in a folder; without a folder it does nothing."""
+
+    FILE = "events.jsonl"
+
+    def __init__(self, folder: str | None):
+        self._file: TextIO | None = None
+        if folder is not None:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / self.FILE).open("a", encoding="utf-8")
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event and flush it, so that a killed run keeps its log."""
+        if self._file is not None:
+            line = json.dumps(
+                {"event": event, "time": round(time.time(), 3), **_plain(fields)}, allow_nan=False
+            )
+            self._file.write(line + "\n")
+            self._file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """All events of a run, oldest first. A last line that a killed run left unfinished is ignored."""
+    events = []
+    for line in (Path(folder) / EventLog.FILE).read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events

@@ -1,0 +1,42 @@
+"""Low-rank factorisation as pure functions of tensors (PowerSGD, arXiv 1905.13727, algorithm 1)."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def orthonormalise(p: Tensor) -> Tensor:
+    """Orthonormal basis, in fp32, of the columns of ``p`` (rows x rank with rank <= rows).
+
+    Householder QR: backward stable, and it completes the basis where ``p`` is rank-deficient or zero.
+    """
+    basis: Tensor = torch.linalg.qr(p.float(), mode="reduced").Q
+    return basis
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the text of ``parts``, the same in every process and Python version."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def random_factor(cols: int, rank: int, device: torch.device, *seed: object) -> Tensor:
+    """Gaussian (cols x rank) factor in fp32, drawn on the CPU so that every device and rank gets the same."""
+    generator = torch.Generator().manual_seed(stable_seed(*seed))
+    return torch.randn(cols, rank, generator=generator).to(device)
+
+
+def resize(q: Tensor, rank: int, *seed: object) -> Tensor:
+    """Orthonormal (cols x rank) factor that keeps what ``q`` has learned.
+
+    Fewer columns: the strongest stay (the norm of a column of Q = M^T P is the energy it carries). More columns:
+    seeded random ones are added behind the learned ones.
+    """
+    cols, old = q.shape
+    if rank < old:
+        strongest = torch.linalg.vector_norm(q, dim=0).topk(rank).indices.sort().values
+        q = q[:, strongest]
+    elif rank > old:
+        q = torch.cat([q, random_factor(cols, rank - old, q.device, *seed)], dim=1)
+    return orthonormalise(q)

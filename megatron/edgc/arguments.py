@@ -1,0 +1,62 @@
+"""The ``--edgc-*`` flags, made from the fields of ``EDGCConfig``."""
+
+import argparse
+import types
+import typing
+from argparse import ArgumentParser, Namespace
+
+from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from megatron.edgc import cpu
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--edgc`` and one flag for every field of ``EDGCConfig``."""
+    group = parser.add_argument_group("edgc", "entropy-driven dynamic gradient compression")
+    group.add_argument("--edgc", action="store_true", help="compress the data-parallel gradient reduction")
+    group.add_argument(
+        cpu.FLAG,
+        action="store_true",
+        help="train on the CPU over gloo (chosen by itself where there is no GPU)",
+    )
+    hints = typing.get_type_hints(EDGCConfig)
+    for knob in knobs():
+        default = "" if knob.default is None else f" Default: {knob.default}."
+        meta = knob.metadata
+        text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
+        if hints[knob.name] is bool:
+            group.add_argument(
+                flag(knob.name), dest=f"edgc_{knob.name}", action="store_false", help="Do not " + text
+            )
+        else:
+            group.add_argument(
+                flag(knob.name),
+                dest=f"edgc_{knob.name}",
+                type=_scalar(hints[knob.name]),
+                default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"
+                choices=meta["choices"],
+                help=text,
+            )
+    return parser
+
+
+def config_from_args(args: Namespace) -> EDGCConfig | None:
+    """The run's settings; None without ``--edgc``. Raises ``ConfigError``, also for an EDGC flag without ``--edgc``."""
+    given = {
+        knob.name: getattr(args, f"edgc_{knob.name}")
+        for knob in knobs()
+        if hasattr(args, f"edgc_{knob.name}")
+    }
+    if not args.edgc:
+        stray = sorted(flag(name) for name, value in given.items() if not (name == "align" and value))
+        if stray:
+            raise ConfigError(f"{', '.join(stray)} given without --edgc: add --edgc to compress gradients")
+        return None
+    return EDGCConfig(**given)
+
+
+def _scalar(hint: object) -> type:
+    """int for ``int | None`` and the like."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+    assert isinstance(hint, type)
+    return hint

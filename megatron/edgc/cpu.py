@@ -1,0 +1,181 @@
+"""Train Megatron on a machine without a GPU: send its CUDA calls to the CPU.
+
+Megatron-core 0.19 asks ``torch.cuda`` for devices, streams and memory figures throughout. ``redirect()`` points
+those calls at harmless CPU stand-ins, once, by an explicit call before Megatron starts; nothing is patched at
+import and nothing is patched on a machine that trains on its GPU. Tensors, autograd, gloo and Megatron's schedules
+stay the real ones.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+FLAG = "--edgc-cpu"
+
+# Defaults (not overrides) of Megatron's own flags: CUDA-only kernels are off, layers and collectives are the CPU ones.
+ARGUMENT_DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+    "num_workers": 0,
+    "disable_jit_fuser": True,
+}
+
+
+def wanted(argv: list[str]) -> bool:
+    """Whether this process trains on the CPU: asked for with ``--edgc-cpu``, or there is no GPU."""
+    return FLAG in argv or not torch.cuda.is_available()
+
+
+class _CpuFactories(TorchFunctionMode):
+    """Rewrites the device of every torch function from CUDA to CPU, and ``Tensor.type()`` the other way round.
+
+    The optimizer recognises parameters by type strings such as ``torch.cuda.FloatTensor``.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Stream:
+    """A stream on which everything has always already happened: CPU operators are synchronous."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record_event = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def redirect() -> None:
+    """Point ``torch.cuda`` at the CPU for the rest of the process. Call before Megatron's arguments are parsed.
+
+    Prints one warning line on rank 0. A second call does nothing.
+    """
+    if isinstance(torch.cuda.current_stream, type) and issubclass(torch.cuda.current_stream, _Stream):
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile'd helpers would each compile C++ for minutes
+    # tqdm or numpy may have started OpenMP already; torch takes the value from here at any time.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # First the import, then the redirections: torch._dynamo tables torch.cuda's functions when Megatron pulls it in.
+    import megatron.training.training  # noqa: F401
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    cpu = torch.device("cpu")
+    replacements: dict[str, Any] = {
+        # Megatron asserts is_available() and builds its process groups only when it sees a device.
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: cpu,
+        "set_device": nothing,
+        "get_device_name": lambda *args, **kwargs: "CPU",
+        "get_device_capability": lambda *args, **kwargs: (0, 0),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": _Stream,
+        "default_stream": _Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": nothing,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "memory_stats": lambda device=None: {},
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing  # type: ignore[assignment]
+    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    _CpuFactories().__enter__()
+    _redirect_megatron()
+    if int(os.environ.get("RANK", "0")) == 0:
+        why = f"{FLAG} was given" if FLAG in sys.argv else "no GPU was found"
+        print(f"edgc: warning: {why}: training on the CPU with local layers over gloo", file=sys.stderr)
+
+
+def _redirect_megatron() -> None:
+    """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.tensor_parallel.random as tensor_parallel_random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    tensor_parallel_random._get_cuda_rng_state = get_state
+    tensor_parallel_random._set_cuda_rng_state = set_state
+    with contextlib.suppress(
+        ImportError
+    ):  # without the prebuilt helper Megatron compiles its own, as it always does
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+
+        dataset_utils.compile_helpers = lambda: None
+
+    import megatron.training.training as training
+
+    training.set_jit_fusion_options = lambda tp_size=None: None

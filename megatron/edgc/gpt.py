@@ -1,0 +1,114 @@
+"""What Megatron asks of a GPT training script: datasets, one forward step, and the loss.
+
+The command line and the data format are those of Megatron-LM's own ``pretrain_gpt.py``.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def _needs_batch() -> bool:
+    """Only the first and the last pipeline stage look at the data."""
+    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """Megatron's dataset configuration from its own flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+
+
+def train_valid_test_datasets(num_samples: list[int | None]) -> tuple[Any, Any, Any]:
+    """Build the three datasets; ``num_samples`` holds the samples wanted of each."""
+    args = get_args()
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(
+        dataset_class,
+        num_samples,
+        lambda: _needs_batch() and parallel_state.get_tensor_model_parallel_rank() == 0,
+        dataset_config(args),
+    )
+    return builder.build()
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor | None]:
+    """The micro-batch of this rank: read by tensor-parallel rank 0, broadcast to its group, cut for context parallel.
+
+    Returns tensors of shape (micro batch, sequence), or None for what this pipeline stage does not need.
+    """
+    args = get_args()
+    if not _needs_batch():
+        return dict.fromkeys(BATCH_KEYS)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = dict.fromkeys(BATCH_KEYS)
+    if tp_rank == 0:
+        if data_iterator is None:
+            raise RuntimeError("this rank has to read data but was given no data iterator")
+        read = next(data_iterator)
+        batch.update({key: read[key].cuda(non_blocking=True) for key in BATCH_KEYS if key in read})
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+    batch = {key: batch[key] for key in BATCH_KEYS}
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss, number of tokens, and both together for the log (Megatron divides them over all ranks)."""
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(output.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """One micro-batch forward; returns the stage's output and the function that turns it into the loss."""
+    batch = get_batch(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])

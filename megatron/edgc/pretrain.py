@@ -1,0 +1,73 @@
+"""Pretraining with EDGC: parse, check, install, and hand over to Megatron's own ``pretrain``."""
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from edgc.config import ConfigError
+from megatron.edgc import cpu, gpt
+from megatron.edgc.arguments import add_arguments, config_from_args
+from megatron.edgc.compatibility import check_options, check_seam, check_version
+from megatron.edgc.training import Session
+
+
+def pretrain_gpt(on_cpu: bool) -> None:
+    """Train a GPT from the command line's flags. Raises ``ConfigError`` on bad input before anything is built."""
+    check_version()
+    args = parse_and_validate_args(
+        partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    config = config_from_args(args)
+    check_datasets(args)
+    model = gpt_config_from_args(args)
+    if config is not None:
+        check_options(args)
+        check_seam()
+        model.post_wrap_hooks.append(Session(config, args).install)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        gpt.train_valid_test_datasets,
+        ModelType.encoder_or_decoder,
+        gpt.forward_step,
+    )
+
+
+def _extra_arguments(parser: ArgumentParser, on_cpu: bool) -> ArgumentParser:
+    add_arguments(parser)
+    if on_cpu:
+        parser.set_defaults(**cpu.ARGUMENT_DEFAULTS)
+    return parser
+
+
+def check_datasets(args: Namespace) -> None:
+    """Raise ``ConfigError`` if an indexed dataset named on the command line is missing or cut short."""
+    if args.mock_data:
+        return
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [blend, *(per_split or [])]
+    for prefix in sorted({prefix for part in blends if part for prefix in part[0]}):
+        index, data = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
+        for file in (index, data):
+            if not file.is_file():
+                raise ConfigError(f"dataset {prefix}: there is no file {file}")
+        try:
+            dataset = IndexedDataset(prefix)
+            reader = dataset.index
+            needed = int(reader.sequence_pointers[-1]) + int(reader.sequence_lengths[-1]) * reader.dtype_size
+        except (
+            Exception
+        ) as error:  # Megatron's reader raises whatever numpy or an assert gives on a broken file
+            raise ConfigError(
+                f"dataset {prefix}: {index} is no index of Megatron's, or is cut short: {error}"
+            ) from error
+        if data.stat().st_size < needed:
+            raise ConfigError(
+                f"dataset {prefix}: {data} is cut short: {data.stat().st_size} of {needed} bytes"
+            )

@@ -1,0 +1,148 @@
+"""What the user sees: the start block, a line per stage and window, progress, TensorBoard, and the event log."""
+
+import math
+import platform
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.training.global_vars import get_tensorboard_writer
+
+from edgc import __version__
+from edgc.allocation import Allocation
+from edgc.config import EDGCConfig
+from edgc.controller import StageCost
+from edgc.events import EventLog
+
+if TYPE_CHECKING:
+    from megatron.edgc.training import WindowReport
+
+GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32 in every mode that EDGC supports
+
+
+class Reporter:
+    """Prints and logs on global rank 0; TensorBoard goes through Megatron's own writer, on the last rank."""
+
+    def __init__(self, config: EDGCConfig, args: Namespace, iterations: int):
+        self.config, self.args, self.iterations = config, args, iterations
+        self.on_rank_0 = dist.get_rank() == 0
+        self.events = EventLog(config.log_dir if self.on_rank_0 else None)
+
+    @staticmethod
+    def warn(message: str) -> None:
+        """One warning line, once for the whole run."""
+        if dist.get_rank() == 0:
+            print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
+
+    def start(self, stages: Sequence[Allocation], costs: Sequence[StageCost | None]) -> None:
+        """What is compressed, what stays dense and why."""
+        config = self.config
+        if config.engine == "dense":
+            how = "dense all-reduce, counted"
+        elif config.static_rank is not None:
+            how = f"rank {config.static_rank} after {config.warmup_fraction:.0%} of the run"
+        else:
+            how = f"rank {config.rmin} to {config.rmax}, window {config.window}, alignment {'on' if config.align else 'off'}"
+        lines = [f"engine {config.engine}: {how}"]
+        for stage, allocation in enumerate(stages, start=1):
+            elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+            verb = "measured" if config.engine == "dense" else "compressed"
+            lines.append(
+                f"stage {stage} {verb}: {len(allocation.matrices)} matrices, {_bytes(elements * GRADIENT_BYTES)} a step"
+            )
+            count: Counter[str] = Counter()
+            size: Counter[str] = Counter()
+            for parameter, why in allocation.dense:
+                count[why] += 1
+                size[why] += parameter.elements * GRADIENT_BYTES
+            for why in count:
+                lines.append(
+                    f"stage {stage} dense: {count[why]} parameters, {_bytes(size[why])} a step: {why}"
+                )
+        self._print("\n".join(f"edgc | {line}" for line in lines))
+        self.events.write(
+            "start",
+            config=asdict(config),
+            iterations=self.iterations,
+            world_size=dist.get_world_size(),
+            stages=[
+                {
+                    "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in allocation.matrices],
+                    "dense": [
+                        [parameter.name, parameter.elements, why] for parameter, why in allocation.dense
+                    ],
+                    "cost": None if cost is None else asdict(cost),
+                }
+                for allocation, cost in zip(stages, costs, strict=True)
+            ],
+            versions={
+                "edgc": __version__,
+                "python": platform.python_version(),
+                **{package: version(package) for package in ("torch", "megatron-core", "numpy")},
+            },
+        )
+
+    def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
+        """At Megatron's log interval: how far, how fast, how long still."""
+        if completed % self.args.log_interval == 0 and step_seconds:
+            pace = median(step_seconds)
+            left = (self.iterations - completed) * pace
+            self._print(
+                f"edgc | {completed}/{self.iterations} iterations | {pace:.3f} s/step | "
+                f"{int(left // 60)} m {left % 60:02.0f} s left"
+            )
+
+    def window(self, report: "WindowReport", last: bool) -> None:
+        """One line per stage, the scalars, and the event."""
+        plan = report.plan
+        for stage, seen in enumerate(report.stages):
+            proposed = plan.proposed[stage] if plan.proposed else None
+            ratio = seen.dp_bytes_dense / seen.dp_bytes if seen.dp_bytes else math.nan
+            self._print(
+                f"edgc | {report.iteration}/{self.iterations} | stage {stage + 1} | entropy {seen.entropy:.4f} nats | "
+                f"{_rank(report.ranks[stage])} -> {_rank(plan.ranks[stage])} ({plan.reason}"
+                f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
+                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)} ({ratio:.1f}x fewer) | "
+                f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
+            )
+        self._tensorboard(report)
+        self.events.write("window", last=last, **asdict(report))
+
+    def _tensorboard(self, report: "WindowReport") -> None:
+        writer = get_tensorboard_writer()
+        if not writer:
+            return
+        for stage, seen in enumerate(report.stages):
+            scalars = {
+                "entropy": seen.entropy,
+                "rank": float(report.ranks[stage] or 0),  # 0: dense
+                "residual": seen.residual,
+                "dp-bytes": seen.dp_bytes,
+                "reduce-seconds": seen.reduce_seconds,
+            }
+            for name, value in scalars.items():
+                if math.isfinite(value):
+                    writer.add_scalar(f"edgc/{name}/stage-{stage + 1}", value, report.iteration)
+
+    def _print(self, text: str) -> None:
+        if self.on_rank_0:
+            print(text, flush=True)
+
+
+def _rank(rank: int | None) -> str:
+    return "dense" if rank is None else f"rank {rank}"
+
+
+def _bytes(count: float) -> str:
+    """1234567 -> '1.23 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
