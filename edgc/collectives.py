@@ -53,9 +53,7 @@ class Communicator:
             raise RuntimeError("this rank is not a member of the process group it was given")
         return work
 
-    def all_reduce_packed(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
-    ) -> "PackedAllReduce":
+    def all_reduce_packed(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> "PackedAllReduce":
         """Start the in-place sum of many tensors in one message, which travels in ``dtype`` if given."""
         return PackedAllReduce(self, tensors, dtype)
 

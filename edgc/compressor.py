@@ -14,9 +14,7 @@ class MatrixCompressor:
     another process finds the same state.
     """
 
-    def __init__(
-        self, name: str, rows: int, cols: int, *, seed: int, error_dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, name: str, rows: int, cols: int, *, seed: int, error_dtype: torch.dtype, device: torch.device):
         self.name, self.rows, self.cols = name, rows, cols
         self.seed, self.error_dtype, self.device = seed, error_dtype, device
         self.q: Tensor | None = None

@@ -61,9 +61,7 @@ class EDGCConfig:
     gradient_sampling_rate: float = _knob(
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
-    entropy_estimator: str = _knob(
-        "gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS)
-    )
+    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS))
     static_rank: int | None = _knob(
         None, "one rank for the whole run after the warm-up: plain PowerSGD", "rank", "arXiv 1905.13727"
     )
@@ -82,12 +80,8 @@ class EDGCConfig:
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
-    error_dtype: str = _knob(
-        "fp32", "storage of the error feedback", "dtype", "arXiv 1905.13727", tuple(DTYPES)
-    )
-    wire_dtype: str = _knob(
-        "fp32", "precision in which the factors travel", "dtype", "EDGC's own", tuple(DTYPES)
-    )
+    error_dtype: str = _knob("fp32", "storage of the error feedback", "dtype", "arXiv 1905.13727", tuple(DTYPES))
+    wire_dtype: str = _knob("fp32", "precision in which the factors travel", "dtype", "EDGC's own", tuple(DTYPES))
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 
@@ -105,9 +99,7 @@ class EDGCConfig:
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
-        _require(
-            0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]"
-        )
+        _require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")

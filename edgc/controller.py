@@ -78,9 +78,7 @@ class Controller:
         costs: Sequence[StageCost | None],
     ):
         if len(stages) != len(costs) or not stages:
-            raise ValueError(
-                f"{len(stages)} rank models and {len(costs)} costs: one of each per stage is needed"
-            )
+            raise ValueError(f"{len(stages)} rank models and {len(costs)} costs: one of each per stage is needed")
         if config.dynamic and (config.rmin is None or config.rmax is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
@@ -149,7 +147,8 @@ class Controller:
         # Written so that a NaN, which compares false, counts as not stable.
         return all(
             abs(now - before) < self.config.entropy_stability * abs(before)
-            for before, now in zip(*self.history[-2:], strict=True)
+            for model, before, now in zip(self.stages, *self.history[-2:], strict=True)
+            if model is not None
         )
 
     def _proposed(self, stage: int, entropy: float) -> float | None:
@@ -168,12 +167,7 @@ class Controller:
             for before, wanted in zip(self.plan.ranks, proposed, strict=True)
         ]
         first, first_cost = own[0], self.costs[0]
-        if (
-            not self.config.align
-            or first is None
-            or first_cost is None
-            or math.isnan(self.micro_backward_seconds)
-        ):
+        if not self.config.align or first is None or first_cost is None or math.isnan(self.micro_backward_seconds):
             return tuple(own), "entropy"
         ranks = own[:1]
         for stage, cost in enumerate(self.costs[1:], start=1):
@@ -222,9 +216,7 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of another number of stages."""
         if len(state["costs"]) != len(self.stages):
-            raise ValueError(
-                f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}"
-            )
+            raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}")
         self.history = [tuple(entropy) for entropy in state["history"]]
         self.anchor = None if state["anchor"] is None else tuple(state["anchor"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
@@ -241,9 +233,5 @@ def resolve_ranks(config: EDGCConfig, break_even: int) -> EDGCConfig:
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense.
     """
     rmax = config.rmax if config.rmax is not None else max(MULTIPLE, MULTIPLE * (break_even // MULTIPLE))
-    rmin = (
-        config.rmin
-        if config.rmin is not None
-        else min(rmax, max(MULTIPLE, MULTIPLE * (rmax // 4 // MULTIPLE)))
-    )
+    rmin = config.rmin if config.rmin is not None else min(rmax, max(MULTIPLE, MULTIPLE * (rmax // 4 // MULTIPLE)))
     return replace(config, rmin=rmin, rmax=rmax)

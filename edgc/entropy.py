@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 _TAIL = 0.005  # share of the entries that the histogram leaves to each tail
+_EULER = 0.5772156649015329
 _RANGE_SAMPLE = 1 << 16  # entries that the histogram sorts to find its range
 _MAX_DENOMINATOR = 10**6  # sampling rates are fractions of at most this denominator
 
@@ -46,8 +47,8 @@ def histogram_entropy(x: Tensor, bins: int = 256) -> float:
     entries being equal, the range is [min, max]. The estimate is the sum of
 
     - for a bin with share p of the entries: -p log(p / width);
-    - for a tail with share p and mean excess mu over its edge: -p log(p / mu) + p, the exponential density,
-      which has the largest entropy for a given mean excess;
+    - for a tail with share p: -p log(p / mu) + p, an exponential density whose mean excess mu over the edge
+      is taken from the mean of the log excess (log mu - Euler's constant), which outliers hardly move;
     - (occupied bins - 1) / 2n, the Miller-Madow (1955) correction of the counting bias.
 
     Wants n well above ``bins``: normal data reads 0.19 nats low at n = 300, 0.01 at n = 2000. Data rounded to
@@ -72,7 +73,8 @@ def histogram_entropy(x: Tensor, bins: int = 256) -> float:
     for excess in (low - below, above - high):
         if excess.numel() > 0:
             share = excess.numel() / total
-            entropy += share * (1 + math.log(float(excess.mean()) / share))
+            log_mean = float(excess.log().mean()) + _EULER
+            entropy += share * (1 + log_mean - math.log(share))
     return log_scale + entropy + (int(shares.count_nonzero()) - 1) / (2 * total)
 
 
@@ -148,7 +150,7 @@ class GradientSampler:
         phase = (_stable_hash(f"{self.seed}:{name}") + self._measurement(iteration) * taken) % period
         if taken == 1:
             return flat[phase::period]
-        multiples = torch.arange(phase, flat.numel() * taken, period, device=flat.device)
+        multiples = torch.arange(phase, max(phase, flat.numel() * taken), period, device=flat.device)
         return flat[multiples // taken]
 
     def _measurement(self, iteration: int) -> int:

@@ -22,9 +22,7 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> None:
         """Append one event and flush it, so that a killed run keeps its log."""
         if self._file is not None:
-            line = json.dumps(
-                {"event": event, "time": round(time.time(), 3), **_plain(fields)}, allow_nan=False
-            )
+            line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(fields)}, allow_nan=False)
             self._file.write(line + "\n")
             self._file.flush()
 

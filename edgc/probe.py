@@ -31,7 +31,7 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
 
 
 def cost_of_link(matrices: Sequence[MatrixSpec], config: EDGCConfig, ranks: int, gbps: float) -> StageCost:
-    """Cost of a stage whose data-parallel group has so many ranks on a link of ``gbps`` Gbit/s each, latency left out."""
+    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
     bytes_per_second = gbps * 1e9 / 8
     per_rank = sum(matrix.rows + matrix.cols for matrix in matrices) * DTYPES[config.wire_dtype].itemsize
     dense = sum(matrix.rows * matrix.cols for matrix in matrices) * 4
@@ -51,8 +51,7 @@ def probe(
     """
     generator = torch.Generator().manual_seed(config.seed)
     scratch = {
-        matrix.name: torch.randn(matrix.rows, matrix.cols, generator=generator).to(device)
-        for matrix in matrices
+        matrix.name: torch.randn(matrix.rows, matrix.cols, generator=generator).to(device) for matrix in matrices
     }
     flat = torch.cat([gradient.reshape(-1) for gradient in scratch.values()])
     dense_seconds = _fastest(lambda: communicator.all_reduce(flat).wait(), [flat], communicator)

@@ -66,8 +66,8 @@ def rank_for_residual(norm: float, rows: int, cols: int) -> float:
 def adjusted_rank(rank: float, entropy_before: float, entropy_after: float, rows: int, cols: int) -> float:
     """The rank that drops the same norm at ``entropy_after`` as ``rank`` did at ``entropy_before`` (nats).
 
-    g^-1(exp(entropy_before - entropy_after) * g(rank)), fractional, within [0, min(rows, cols)]: lower entropy
-    gives a lower rank. A rank of min(rows, cols) or more drops nothing and stays at min(rows, cols).
+    g^-1(exp(entropy_before - entropy_after) * g(rank)), fractional, within [0, min(rows, cols)]: a lower
+    entropy gives a lower rank. A rank of min(rows, cols) or more drops nothing and stays at min(rows, cols).
     Solved to about 1e-12 relative, so that a whole rank may come back just below itself: round, don't floor.
 
     Raises ValueError for an entropy that is not finite, and as ``residual_norm`` does.
@@ -153,14 +153,11 @@ def _solve(increasing: Callable[[float], float], target: float, upper: float) ->
 
 
 def _entropy_factor(before: float, after: float) -> float:
-    """exp(before - after): how much the tolerated norm grows in units of sigma; inf beyond a double."""
+    """exp(before - after): how much the tolerated norm grows in units of sigma."""
     for value in (before, after):
         if not math.isfinite(value):
             raise ValueError(f"entropy = {value}: must be finite (nats)")
-    try:
-        return math.exp(before - after)
-    except OverflowError:
-        return math.inf
+    return math.exp(min(before - after, 700.0))  # far beyond any matrix, but finite: 0 times it stays 0
 
 
 def _limit_and_aspect(rows: int, cols: int) -> tuple[int, float]:

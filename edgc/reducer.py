@@ -38,9 +38,7 @@ class GradientReducer:
         device: where the gradients live.
     """
 
-    def __init__(
-        self, allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device
-    ):
+    def __init__(self, allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device):
         self.allocation = allocation
         self.config = config
         self.communicator = communicator
@@ -51,9 +49,7 @@ class GradientReducer:
         )
         self.estimate = ESTIMATORS[config.entropy_estimator]
         # The dense engine has nothing to compress, but its entropy is still wanted.
-        self.engine = (
-            ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
-        )
+        self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
 
@@ -75,8 +71,7 @@ class GradientReducer:
         if not self.allocation.matrices or not self.sampler.measures(iteration):
             return
         sample = [
-            self.sampler.sample(matrix.name, gradients[matrix.name], iteration)
-            for matrix in self.allocation.matrices
+            self.sampler.sample(matrix.name, gradients[matrix.name], iteration) for matrix in self.allocation.matrices
         ]
         self.measurements.entropy.append(self.estimate(torch.cat(sample)))
 
@@ -101,9 +96,7 @@ class GradientReducer:
         dense = [gradient for name, gradient in gradients.items() if name not in self.ranks]
         dense_work = self.communicator.all_reduce_packed(dense) if dense else None
         if self.engine is not None and self.ranks:
-            compressed = {
-                name: _matrix(gradients[name], self.engine.matrices[name].rows) for name in self.ranks
-            }
+            compressed = {name: _matrix(gradients[name], self.engine.matrices[name].rows) for name in self.ranks}
             yield from self.engine.reduce(compressed, self.ranks, self.communicator)
             if self.sampler.measures(iteration):
                 ratio = self.engine.residual_ratio()

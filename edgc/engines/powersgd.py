@@ -57,10 +57,7 @@ class PowerSGD(Engine):
             return
 
         bases = [lowrank.orthonormalise(factor) for factor in factors]
-        sent = [
-            (matrix.T @ basis).to(self.wire_dtype).float()
-            for (_, matrix), basis in zip(work, bases, strict=True)
-        ]
+        sent = [(matrix.T @ basis).to(self.wire_dtype).float() for (_, matrix), basis in zip(work, bases, strict=True)]
         summed = [factor.clone() for factor in sent]
         message = communicator.all_reduce_packed(summed, self.wire_dtype)
         for (compressor, matrix), basis, q_local in zip(work, bases, sent, strict=True):

@@ -98,9 +98,7 @@ def check_seam() -> None:
     )
     for name, function, parameters in expected:
         if tuple(inspect.signature(function).parameters) != parameters:
-            raise ConfigError(
-                f"Megatron's {name} has changed its parameters from {parameters}: EDGC must follow"
-            )
+            raise ConfigError(f"Megatron's {name} has changed its parameters from {parameters}: EDGC must follow")
     sources = (
         (
             _ParamAndGradBucket.__init__,
@@ -113,8 +111,6 @@ def check_seam() -> None:
         source = inspect.getsource(function)
         for name in names:
             if f"self.{name}" not in source:
-                raise ConfigError(
-                    f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow"
-                )
+                raise ConfigError(f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow")
     if "post_wrap_hooks" not in ModelConfig.__dataclass_fields__:
         raise ConfigError("Megatron's ModelConfig has no post_wrap_hooks any more: EDGC must follow")

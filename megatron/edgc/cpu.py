@@ -169,9 +169,7 @@ def _redirect_megatron() -> None:
 
     tensor_parallel_random._get_cuda_rng_state = get_state
     tensor_parallel_random._set_cuda_rng_state = set_state
-    with contextlib.suppress(
-        ImportError
-    ):  # without the prebuilt helper Megatron compiles its own, as it always does
+    with contextlib.suppress(ImportError):  # without the prebuilt helper Megatron compiles its own, as it always does
         import megatron.core.datasets.helpers_cpp  # noqa: F401
 
         dataset_utils.compile_helpers = lambda: None

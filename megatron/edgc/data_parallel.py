@@ -96,7 +96,6 @@ def describe(name: str, parameter: torch.nn.Parameter) -> Parameter:
         name,
         tuple(parameter.shape),
         # Megatron marks word embeddings and output layers, but not position embeddings
-        embedding=name.startswith("embedding.")
-        or getattr(parameter, "is_embedding_or_output_parameter", False),
+        embedding=name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False),
         shared=getattr(parameter, "shared_embedding", False),
     )

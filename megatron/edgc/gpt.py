@@ -90,9 +90,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
     batch = {key: batch[key] for key in BATCH_KEYS}
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
 def loss_func(

@@ -61,13 +61,9 @@ def check_datasets(args: Namespace) -> None:
             dataset = IndexedDataset(prefix)
             reader = dataset.index
             needed = int(reader.sequence_pointers[-1]) + int(reader.sequence_lengths[-1]) * reader.dtype_size
-        except (
-            Exception
-        ) as error:  # Megatron's reader raises whatever numpy or an assert gives on a broken file
+        except Exception as error:  # Megatron's reader raises whatever numpy or an assert gives on a broken file
             raise ConfigError(
                 f"dataset {prefix}: {index} is no index of Megatron's, or is cut short: {error}"
             ) from error
         if data.stat().st_size < needed:
-            raise ConfigError(
-                f"dataset {prefix}: {data} is cut short: {data.stat().st_size} of {needed} bytes"
-            )
+            raise ConfigError(f"dataset {prefix}: {data} is cut short: {data.stat().st_size} of {needed} bytes")

@@ -48,7 +48,8 @@ class Reporter:
         elif config.static_rank is not None:
             how = f"rank {config.static_rank} after {config.warmup_fraction:.0%} of the run"
         else:
-            how = f"rank {config.rmin} to {config.rmax}, window {config.window}, alignment {'on' if config.align else 'off'}"
+            aligned = "aligned" if config.align else "not aligned"
+            how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
         for stage, allocation in enumerate(stages, start=1):
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
@@ -62,9 +63,7 @@ class Reporter:
                 count[why] += 1
                 size[why] += parameter.elements * GRADIENT_BYTES
             for why in count:
-                lines.append(
-                    f"stage {stage} dense: {count[why]} parameters, {_bytes(size[why])} a step: {why}"
-                )
+                lines.append(f"stage {stage} dense: {count[why]} parameters, {_bytes(size[why])} a step: {why}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.events.write(
             "start",
@@ -74,9 +73,7 @@ class Reporter:
             stages=[
                 {
                     "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in allocation.matrices],
-                    "dense": [
-                        [parameter.name, parameter.elements, why] for parameter, why in allocation.dense
-                    ],
+                    "dense": [[parameter.name, parameter.elements, why] for parameter, why in allocation.dense],
                     "cost": None if cost is None else asdict(cost),
                 }
                 for allocation, cost in zip(stages, costs, strict=True)

@@ -116,9 +116,7 @@ class Session:
         self.reduce_spans, self.backward_spans = Spans(device), Spans(device)
         for (group, names), reducer in zip(groups, self.reducers, strict=True):
             EDGCBucketGroup.attach(group, reducer, names, self.reduce_spans, lambda: self.args.curr_iteration)
-        BackwardTimer(
-            chunk, lambda: self.reducers[0].sampler.measures(self.args.curr_iteration), self.backward_spans
-        )
+        BackwardTimer(chunk, lambda: self.reducers[0].sampler.measures(self.args.curr_iteration), self.backward_spans)
         self._wrap_finalize(chunk)
 
         stages = _by_stage(setups)
@@ -146,9 +144,7 @@ class Session:
         config = self.config
         communicator = Communicator(group.data_parallel_group, Traffic())  # probing is no training traffic
         if communicator.ranks < 2:
-            raise ConfigError(
-                "--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress"
-            )
+            raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
         candidates = allocate(parameters, self._smallest_rank(), config.min_saving)
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:
@@ -276,9 +272,7 @@ def _by_stage(records: Sequence[Any]) -> list[list[Any]]:
 
 def _slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
     """The cost of a stage whose ranks measured it separately; None if they did not."""
-    return max(
-        (cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None
-    )
+    return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)
 
 
 def _merged(ranks: Sequence[RankWindow]) -> RankWindow:
@@ -287,9 +281,7 @@ def _merged(ranks: Sequence[RankWindow]) -> RankWindow:
         stage=ranks[0].stage,
         entropy=_mean([r.entropy for r in ranks if math.isfinite(r.entropy)]),
         residual=_mean([r.residual for r in ranks if math.isfinite(r.residual)]),
-        reduce_seconds=min(
-            (r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan
-        ),
+        reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
         micro_backward_seconds=_mean(
             [r.micro_backward_seconds for r in ranks if math.isfinite(r.micro_backward_seconds)]
         ),

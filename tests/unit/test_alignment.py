@@ -1,0 +1,153 @@
+"""Communication cost fits and the ranks that align pipeline stages."""
+
+import math
+
+import numpy as np
+import pytest
+
+from edgc.alignment import CommCost, aligned_ranks, break_even_rank
+
+
+def test_fit_is_exact_on_a_line() -> None:
+    cost = CommCost.fit([8, 32, 64], [0.003 + 2e-4 * rank for rank in (8, 32, 64)])
+    assert cost.intercept == pytest.approx(0.003)
+    assert cost.slope == pytest.approx(2e-4)
+
+
+def test_fit_recovers_a_noisy_line() -> None:
+    generator = np.random.default_rng(0)
+    ranks = np.tile([4, 8, 16, 32, 64, 128], 200)
+    seconds = 0.01 + 3e-4 * ranks + 0.002 * generator.standard_normal(ranks.size)
+    cost = CommCost.fit(ranks, seconds)
+    # Four to five standard errors, which are 8e-5 s and 1.3e-6 s per rank.
+    assert cost.intercept == pytest.approx(0.01, abs=4e-4)
+    assert cost.slope == pytest.approx(3e-4, abs=6e-6)
+
+
+def test_fit_is_the_least_squares_solution() -> None:
+    ranks, seconds = [4.0, 8.0, 8.0, 64.0], [0.2, 0.25, 0.35, 0.9]
+    slope, intercept = np.polyfit(ranks, seconds, 1)
+    cost = CommCost.fit(ranks, seconds)
+    assert (cost.intercept, cost.slope) == pytest.approx((intercept, slope))
+
+
+def test_negative_intercept_is_refitted_through_the_origin() -> None:
+    ranks, seconds = np.array([8.0, 16.0, 32.0]), np.array([0.05, 0.15, 0.42])
+    assert np.polyfit(ranks, seconds, 1)[1] < 0
+    cost = CommCost.fit(ranks, seconds)
+    assert cost.intercept == 0
+    assert cost.slope == pytest.approx(np.sum(ranks * seconds) / np.sum(ranks**2))
+
+
+@pytest.mark.parametrize("seconds", [[0.3, 0.2, 0.1], [0.2, 0.2, 0.2], [0.0, 0.0, 0.0]])
+def test_slope_hidden_by_noise_becomes_a_tiny_positive_one(seconds: list[float]) -> None:
+    cost = CommCost.fit([8, 16, 32], seconds)
+    assert 0 < cost.slope <= 1e-12
+    assert cost.intercept == pytest.approx(np.mean(seconds))
+    assert aligned_ranks(8, cost, 0.01, 3, 64) == [8, 64, 64]
+
+
+@pytest.mark.parametrize(
+    "ranks, seconds, message",
+    [
+        ([], [], "2 distinct ranks"),
+        ([8], [0.1], "2 distinct ranks"),
+        ([8, 8], [0.1, 0.2], "2 distinct ranks"),
+        ([8, 16], [0.1], "one length"),
+        ([[8, 16]], [[0.1, 0.2]], "one length"),
+        ([8, 16], [0.1, math.nan], "seconds = "),
+        ([8, 16], [0.1, -0.2], "seconds = "),
+        ([8, math.inf], [0.1, 0.2], "ranks = "),
+        ([-8, 8], [0.1, 0.2], "ranks = "),
+    ],
+)
+def test_fit_rejects_bad_measurements(ranks, seconds, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CommCost.fit(ranks, seconds)
+
+
+def test_seconds_and_rank_are_inverse_and_rank_is_clamped() -> None:
+    cost = CommCost(0.02, 0.001)
+    assert cost.seconds(30) == pytest.approx(0.05)
+    assert cost.rank(0.05) == pytest.approx(30)
+    assert cost.rank(0.0205) == pytest.approx(0.5)
+    assert cost.rank(0.01) == 0
+    assert math.isnan(cost.rank(math.nan))
+
+
+def test_congestion_scales_both_parts() -> None:
+    assert CommCost(0.02, 0.001).scaled(3).seconds(7) == pytest.approx(3 * CommCost(0.02, 0.001).seconds(7))
+    for factor in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"factor = {factor}"):
+            CommCost(0.02, 0.001).scaled(factor)
+
+
+def test_aligned_ranks_by_hand() -> None:
+    # Ten more ranks per stage, rounded down to multiples of four, up to r_max = 50, which is none.
+    assert aligned_ranks(16, CommCost(0.5, 0.01), 0.1, 6, 50) == [16, 24, 36, 44, 50, 50]
+
+
+def test_aligned_ranks_does_not_lose_a_multiple_to_rounding() -> None:
+    assert 0.3 / 0.1 * 4 < 12
+    assert aligned_ranks(4, CommCost(0.0, 0.1 / 4), 0.3, 2, 64) == [4, 16]
+
+
+def test_first_rank_is_kept_and_is_the_floor() -> None:
+    cost = CommCost(0.0, 1.0)
+    assert aligned_ranks(18, cost, 1.0, 4, 64) == [18, 18, 20, 20]
+    assert aligned_ranks(18, cost, 0.0, 3, 64) == [18, 18, 18]
+    assert aligned_ranks(18, cost, 100.0, 3, 18) == [18, 18, 18]
+    assert aligned_ranks(18, cost, 1.0, 1, 64) == [18]
+
+
+def test_stages_stay_within_the_time_of_the_first_and_rise_with_the_stage() -> None:
+    generator = np.random.default_rng(3)
+    clipped = 0
+    for _ in range(300):
+        first, r_max = int(generator.integers(1, 64)), int(generator.integers(64, 256))
+        cost = CommCost(generator.random(), 10 ** generator.uniform(-5, -2))
+        backward, stages = 10 ** generator.uniform(-4, -1), int(generator.integers(1, 9))
+        ranks = aligned_ranks(first, cost, backward, stages, r_max)
+        assert len(ranks) == stages
+        assert ranks[0] == first
+        assert ranks == sorted(ranks)
+        for earlier, rank in enumerate(ranks):
+            budget = cost.seconds(first) + earlier * backward
+            assert first <= rank <= r_max
+            assert cost.seconds(rank) <= budget * (1 + 1e-8)
+            assert rank in (first, r_max) or rank % 4 == 0
+            if rank < r_max:
+                # The next multiple of four would be too slow, or lies beyond r_max.
+                assert cost.seconds(rank + 4 - rank % 4) > budget * (1 - 1e-8) or rank + 4 - rank % 4 > r_max
+            clipped += rank == r_max
+    assert clipped > 100
+
+
+@pytest.mark.parametrize(
+    "first, slope, backward, stages, r_max, message",
+    [
+        (0, 1.0, 1.0, 2, 64, "first_rank = 0"),
+        (65, 1.0, 1.0, 2, 64, "r_max = 64"),
+        (8, 1.0, -1.0, 2, 64, "micro_backward_seconds = -1.0"),
+        (8, 1.0, math.nan, 2, 64, "micro_backward_seconds = nan"),
+        (8, math.nan, 1.0, 2, 64, "cost.slope = nan"),
+        (8, 0.0, 1.0, 2, 64, "cost.slope = 0.0"),
+        (8, 1.0, 1.0, 0, 64, "stages = 0"),
+    ],
+)
+def test_aligned_ranks_names_bad_input(first, slope, backward, stages, r_max, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        aligned_ranks(first, CommCost(0.0, slope), backward, stages, r_max)
+
+
+def test_break_even_is_the_largest_rank_not_slower_than_dense() -> None:
+    cost = CommCost(0.02, 0.003)
+    for dense in np.linspace(0.02, 1.0, 97):
+        rank = break_even_rank(cost, dense)
+        assert cost.seconds(rank) <= dense * (1 + 1e-8) < cost.seconds(rank + 1) * (1 + 1e-7)
+    assert break_even_rank(CommCost(0.0, 0.1), 0.3) == 3  # 0.3 / 0.1 comes out below 3
+    assert break_even_rank(cost, 0.01) == 0
+    assert isinstance(break_even_rank(cost, 0.1), int)
+    for dense in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"dense_seconds = {dense}"):
+            break_even_rank(cost, dense)

@@ -1,0 +1,49 @@
+import pytest
+
+from edgc.allocation import Parameter, allocate, pays, uniform_ranks
+from edgc.config import EDGCConfig
+from edgc.engines import MatrixSpec
+from edgc.probe import break_even, cost_of_link, largest_rank
+
+PARAMETERS = [
+    Parameter("fc.weight", (256, 64)),
+    Parameter("conv.weight", (64, 8, 8)),
+    Parameter("fc.bias", (256,)),
+    Parameter("small.weight", (8, 8)),
+    Parameter("word.weight", (1000, 64), embedding=True, shared=True),
+    Parameter("position.weight", (128, 64), embedding=True),
+]
+
+
+def test_what_travels_dense_and_why() -> None:
+    allocation = allocate(PARAMETERS, min_rank=4, min_saving=2.0)
+    assert allocation.matrices == (MatrixSpec("fc.weight", 256, 64), MatrixSpec("conv.weight", 64, 64))
+    assert {parameter.name: why for parameter, why in allocation.dense} == {
+        "fc.bias": "one-dimensional",
+        "small.weight": "saves less than 2x at rank 4",
+        "word.weight": "tied embedding, reduced again across stages",
+        "position.weight": "embedding or output layer",
+    }
+
+
+def test_a_matrix_pays_only_below_half_of_full_rank_and_above_the_saving() -> None:
+    assert pays(16, 64, 64, 2.0)
+    assert not pays(17, 64, 64, 2.0)  # 64*64 / (17*128) < 2
+    assert pays(32, 64, 4096, 1.0)
+    assert not pays(33, 64, 4096, 1.0)  # above half of 64, though it would save
+
+
+def test_ranks_leave_out_matrices_that_do_not_pay() -> None:
+    matrices = allocate(PARAMETERS, 4, 2.0).matrices
+    assert uniform_ranks(matrices, 16, 2.0) == {"fc.weight": 16, "conv.weight": 16}
+    assert uniform_ranks(matrices, 20, 2.0) == {"fc.weight": 20}
+    assert largest_rank(matrices, 2.0) == 24  # 256*64 / (24*320) = 2.13
+    assert largest_rank((), 2.0) == 0
+
+
+def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
+    matrices = [MatrixSpec("a", 100, 200), MatrixSpec("b", 300, 100)]
+    cost = cost_of_link(matrices, EDGCConfig(wire_dtype="bf16"), ranks=4, gbps=0.008)  # 1 MB/s
+    assert cost.compressed.seconds(10) == pytest.approx(10 * 700 * 2 * 1.5 / 1e6)
+    assert cost.dense_seconds == pytest.approx(50_000 * 4 * 1.5 / 1e6)
+    assert break_even(cost, matrices, 1.0) == 48  # limited by half of 100, in multiples of 4

@@ -1,0 +1,51 @@
+from typing import Any
+
+import pytest
+
+from edgc.config import ConfigError, EDGCConfig, flag, knobs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rmin": 64, "rmax": 32}, r"--edgc-rmin = 64: must not exceed rmax = 32"),
+        ({"rmin": 0}, r"--edgc-rmin = 0: a rank must be at least 1"),
+        ({"rmax": -4}, r"--edgc-rmax = -4"),
+        ({"static_rank": 0}, r"--edgc-static-rank = 0"),
+        ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside static_rank"),
+        ({"iteration_sampling_rate": 0.0}, r"--edgc-iteration-sampling-rate = 0.0: .*\(0, 1\]"),
+        ({"gradient_sampling_rate": 1.5}, r"--edgc-gradient-sampling-rate = 1.5"),
+        ({"gradient_sampling_rate": float("nan")}, r"--edgc-gradient-sampling-rate = nan"),
+        ({"window": 1}, r"--edgc-window = 1: must be at least 2"),
+        ({"rank_step": 0}, r"--edgc-rank-step = 0"),
+        ({"warmup_fraction": 1.1}, r"--edgc-warmup-fraction = 1.1"),
+        ({"min_saving": 0.5}, r"--edgc-min-saving = 0.5"),
+        ({"link_gbps": 0.0}, r"--edgc-link-gbps = 0.0"),
+        ({"entropy_estimator": "guess"}, r"--edgc-entropy-estimator = guess: must be one of gaussian"),
+        ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
+        ({"engine": "magic"}, r"--edgc-engine = magic"),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EDGCConfig(**settings)
+
+
+def test_a_window_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--edgc-window = 1000: is longer than the run of 500 iterations"):
+        EDGCConfig().check_run(500)
+    EDGCConfig().check_run(1000)
+    EDGCConfig(static_rank=8).check_run(500)  # no window is needed where nothing is decided
+
+
+def test_defaults_are_the_papers() -> None:
+    config = EDGCConfig()
+    assert (config.window, config.rank_step, config.warmup_fraction) == (1000, 8, 0.1)
+    assert (config.iteration_sampling_rate, config.gradient_sampling_rate) == (0.1, 0.25)
+
+
+def test_every_knob_says_what_it_is() -> None:
+    for knob in knobs():
+        assert all(knob.metadata[key] for key in ("help", "unit", "source")), knob.name
+    assert flag("warmup_fraction") == "--edgc-warmup-fraction"
+    assert flag("align") == "--edgc-no-align"

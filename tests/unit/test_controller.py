@@ -1,0 +1,210 @@
+"""The window state machine, driven by recorded entropy histories."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from edgc.alignment import CommCost
+from edgc.config import EDGCConfig
+from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
+from edgc.rank_model import StageRankModel
+
+MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
+COST = StageCost(CommCost(0.0, 0.001), 1.0)
+WINDOW = 100
+BASE = EDGCConfig(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.05)
+
+
+def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
+    return Controller(replace(BASE, **settings), iterations, [MODEL] * stages, [cost] * stages)
+
+
+def play(c: Controller, history: list[float], backward: float = math.nan) -> list[tuple[int | None, ...]]:
+    """Feed one entropy a window to every stage; the ranks decided after each window."""
+    ranks = []
+    for window, entropy in enumerate(history, start=len(c.history) + 1):
+        seen = StageObservation(entropy=entropy, micro_backward_seconds=backward)
+        c.observe([seen] * len(c.stages))
+        ranks.append(c.decide(window * WINDOW).ranks)
+    return ranks
+
+
+def first_stage(ranks: list[tuple[int | None, ...]]) -> list[int | None]:
+    return [stage[0] for stage in ranks]
+
+
+WARM = [-5.0] * 10  # ten flat windows of 100 in a run of 10,000: the warm-up's minimum
+
+
+def test_warm_up_lasts_for_its_fraction_of_the_run() -> None:
+    assert first_stage(play(controller(), WARM)) == [None] * 9 + [64]
+    assert first_stage(play(controller(warmup_fraction=0.0), WARM[:3])) == [None, 64, 64]
+
+
+def test_warm_up_goes_on_until_entropy_is_stable() -> None:
+    falling = [-5.0 * 1.1**window for window in range(12)]
+    assert first_stage(play(controller(), falling + [falling[-1]] * 2)) == [None] * 12 + [64, 64]
+
+
+def test_every_stage_must_be_stable() -> None:
+    c = controller(stages=2, warmup_fraction=0.0)
+    for window, second in enumerate((-5.0, -6.0, -6.1)):
+        c.observe([StageObservation(entropy=-5.0), StageObservation(entropy=second)])
+        ranks = c.decide((window + 1) * WINDOW).ranks
+        assert ranks == ((64, 64) if window == 2 else (None, None))
+
+
+def test_flat_entropy_keeps_the_rank() -> None:
+    assert first_stage(play(controller(), [*WARM, -5.0, -5.0, -5.0]))[9:] == [64] * 4
+
+
+def test_falling_entropy_lowers_the_rank_step_by_step_down_to_rmin() -> None:
+    ranks = first_stage(play(controller(), [*WARM, *[-5.2] * 8]))[9:]
+    assert ranks == [64, 56, 48, 40, 32, 24, 16, 16, 16]
+
+
+def test_a_small_fall_lands_where_the_model_says() -> None:
+    entropy = -5.01
+    expected = MODEL.adjusted_rank(64, -5.0, entropy)
+    assert 20 < expected < 60
+    assert first_stage(play(controller(rank_step=64), [*WARM, entropy]))[-1] == 4 * round(expected / 4)
+
+
+def test_rising_entropy_raises_the_rank_again_but_not_above_rmax() -> None:
+    ranks = first_stage(play(controller(), [*WARM, -5.2, -5.2, -4.9, -4.9, -4.9]))[9:]
+    assert ranks == [64, 56, 48, 56, 64, 64]
+
+
+def test_noise_within_the_step_limit_moves_the_rank_no_further_than_the_limit() -> None:
+    noisy = [*WARM, -5.1, -4.9, -5.1, -5.1, -4.9]
+    ranks = [rank for rank in first_stage(play(controller(), noisy))[9:] if rank is not None]
+    assert all(abs(after - before) <= 8 for before, after in zip(ranks, ranks[1:], strict=False))
+    assert ranks == [64, 56, 64, 56, 48, 56]
+
+
+def test_ranks_are_multiples_of_four_even_where_the_step_is_not() -> None:
+    assert first_stage(play(controller(rank_step=7), [*WARM, -5.2, -5.2]))[9:] == [64, 60, 56]
+
+
+def test_a_step_below_four_still_moves() -> None:
+    assert first_stage(play(controller(rank_step=1), [*WARM, -5.2, -5.2]))[9:] == [64, 63, 62]
+
+
+def test_a_window_without_a_finite_entropy_holds_the_rank() -> None:
+    ranks = first_stage(play(controller(), [*WARM, -5.2, math.nan, math.inf, -5.2]))[9:]
+    assert ranks == [64, 56, 56, 56, 48]
+
+
+def test_a_window_without_a_finite_entropy_does_not_end_the_warm_up() -> None:
+    assert first_stage(play(controller(warmup_fraction=0.0), [-5.0, math.nan, -5.0, -5.0])) == [None, None, None, 64]
+
+
+def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
+    c = controller(static_rank=32, rmin=None, rmax=None)
+    assert c.plan == RankPlan(0, 1000, (32,), reason="static")
+    assert first_stage(play(c, [-5.0, -9.0, -1.0])) == [32, 32, 32]
+
+
+def test_dense_engine_stays_dense() -> None:
+    assert first_stage(play(controller(engine="dense"), [*WARM, -5.2])) == [None] * 11
+
+
+def test_without_alignment_every_stage_follows_its_own_entropy() -> None:
+    c = controller(stages=2)
+    for window in range(11):
+        falling = -5.0 if window < 10 else -5.2
+        c.observe([StageObservation(entropy=-5.0), StageObservation(entropy=falling)])
+        plan = c.decide((window + 1) * WINDOW)
+    assert plan.ranks == (64, 56)
+
+
+def test_alignment_gives_later_stages_the_rank_that_ends_with_the_first() -> None:
+    # 4 ms of backward at 1 ms a rank: 4 ranks more a stage, and 64 = rmax at most.
+    c = controller(stages=4, align=True, rank_step=64)
+    assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 20, 24, 28)
+
+
+def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage() -> None:
+    c = controller(stages=3, align=True)
+    history = play(c, [*WARM, *[-5.2] * 7], backward=0.004)[9:]
+    assert history[:3] == [(64, 64, 64), (56, 60, 64), (48, 52, 56)]
+    for before, after in zip(history, history[1:], strict=False):
+        assert all(b is not None and a is not None and abs(a - b) <= 8 for a, b in zip(after, before, strict=True))
+        assert after[0] is not None and all(rank is not None and rank >= after[0] for rank in after)
+
+
+def test_alignment_needs_a_measured_backward() -> None:
+    c = controller(stages=2, align=True, rank_step=64)
+    assert play(c, [*WARM, -5.2])[-1] == (16, 16)
+
+
+def test_a_stage_whose_budget_exceeds_its_dense_time_goes_dense_from_rmax() -> None:
+    fast = StageCost(CommCost(0.0, 0.001), 0.05)
+    c = controller(stages=2, align=True, cost=fast)
+    # budget of stage 2: 56 ms and 4 ms more, above 50 ms; stage 1 has no budget but its own.
+    assert play(c, [*WARM, -5.2, -5.2], backward=0.004)[9:] == [(64, 64), (56, None), (48, None)]
+    # once the first stage has come down far enough the budget is short again: compressed, from rmax, step by step
+    assert play(c, [-5.2] * 3, backward=0.004) == [(40, 64), (32, 56), (24, 48)]
+
+
+def test_costs_follow_what_reductions_really_take() -> None:
+    c = controller(stages=1, cost=StageCost(CommCost(0.01, 0.001), 0.2))
+    c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.4)])  # dense now: twice as slow as probed
+    assert c.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4)
+
+
+def test_costs_of_a_given_link_stay() -> None:
+    c = controller(link_gbps=1.0)
+    c.observe([StageObservation(entropy=-5.0, reduce_seconds=9.0)])
+    assert c.costs[0] == COST
+
+
+def test_versions_grow_only_when_ranks_change() -> None:
+    c = controller()
+    play(c, WARM)
+    assert (c.plan.version, c.plan.first_iteration) == (1, 1000)
+    play(c, [-5.0])
+    assert (c.plan.version, c.plan.first_iteration) == (1, 1000)
+    play(c, [-5.2])
+    assert (c.plan.version, c.plan.first_iteration) == (2, 1200)
+
+
+def test_a_stage_without_matrices_stays_dense() -> None:
+    c = Controller(BASE, 1000, [None, MODEL], [None, COST])
+    for window in range(3):
+        c.observe([StageObservation(), StageObservation(entropy=-5.0)])
+        plan = c.decide((window + 1) * WINDOW)
+    assert plan.ranks == (None, 64)
+
+
+def test_state_survives_json_and_goes_on_alike() -> None:
+    history = [*WARM, -5.05, -5.1, -5.02]
+    whole, first = controller(stages=2, align=True), controller(stages=2, align=True)
+    expected = play(whole, history, backward=0.004)
+    play(first, history[:11], backward=0.004)
+    second = controller(stages=2, align=True)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert play(second, history[11:], backward=0.004) == expected[11:]
+    assert second.plan == whole.plan
+
+
+def test_state_of_another_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match="controller state of 2 stages, this run has 3"):
+        controller(stages=3).load_state_dict(controller(stages=2).state_dict())
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 observations for 1 stages"):
+        controller().observe([StageObservation()] * 2)
+    with pytest.raises(ValueError, match="rmin and rmax must be resolved"):
+        Controller(EDGCConfig(), 10_000, [MODEL], [COST])
+
+
+def test_ranks_are_resolved_from_the_break_even_rank() -> None:
+    assert (resolve_ranks(EDGCConfig(), 130).rmin, resolve_ranks(EDGCConfig(), 130).rmax) == (32, 128)
+    given = resolve_ranks(EDGCConfig(rmax=64, rmin=8), 1000)
+    assert (given.rmin, given.rmax) == (8, 64)
+    assert resolve_ranks(EDGCConfig(rmax=6), 0).rmin == 4

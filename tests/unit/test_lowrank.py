@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from edgc import lowrank
+from edgc.compressor import MatrixCompressor
+
+CPU = torch.device("cpu")
+
+
+def spans(basis: torch.Tensor, columns: torch.Tensor) -> bool:
+    """Whether every column lies in the span of the orthonormal ``basis``."""
+    return torch.allclose(basis @ (basis.T @ columns), columns, atol=1e-4 * float(columns.abs().max()))
+
+
+@pytest.mark.parametrize("p", [torch.randn(30, 8), torch.zeros(30, 8), torch.ones(30, 8), 1e-20 * torch.randn(30, 8)])
+def test_orthonormalise_also_where_the_matrix_is_deficient(p: torch.Tensor) -> None:
+    basis = lowrank.orthonormalise(p)
+    assert torch.allclose(basis.T @ basis, torch.eye(8), atol=1e-5)
+    assert spans(basis, p)
+
+
+def test_random_factor_depends_on_the_name_alone() -> None:
+    first = lowrank.random_factor(10, 4, CPU, 1, "layer.weight")
+    assert torch.equal(first, lowrank.random_factor(10, 4, CPU, 1, "layer.weight"))
+    assert not torch.equal(first, lowrank.random_factor(10, 4, CPU, 1, "other.weight"))
+
+
+def test_growing_keeps_all_learned_columns() -> None:
+    q = torch.randn(40, 6)
+    grown = lowrank.resize(q, 10, "seed")
+    assert grown.shape == (40, 10)
+    assert torch.allclose(grown.T @ grown, torch.eye(10), atol=1e-5)
+    assert spans(grown, q)
+    assert torch.equal(grown, lowrank.resize(q, 10, "seed"))
+
+
+def test_shrinking_keeps_the_strongest_columns() -> None:
+    basis = lowrank.orthonormalise(torch.randn(40, 6))
+    strength = torch.tensor([1.0, 5.0, 0.1, 3.0, 0.2, 4.0])
+    shrunk = lowrank.resize(basis * strength, 3, "seed")
+    assert spans(shrunk, basis[:, [1, 3, 5]])
+    assert shrunk.shape == (40, 3)
+
+
+def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> None:
+    """DESIGN 2.5: re-sampling Q each step captures little, warm-started steps come close to the SVD."""
+    torch.manual_seed(0)
+    u, v = (lowrank.orthonormalise(torch.randn(256, 256)) for _ in range(2))
+    matrix = u * (torch.arange(1, 257).float() ** -0.7) @ v.T
+    compressor = MatrixCompressor("m", 256, 256, seed=1, error_dtype=torch.float32, device=CPU)
+
+    def captured() -> float:
+        basis = lowrank.orthonormalise(matrix @ compressor.factor(16))
+        compressor.q = matrix.T @ basis
+        return float(compressor.q.norm() / matrix.norm()) ** 2
+
+    first = captured()
+    warm = [captured() for _ in range(8)][-1]
+    best = float(torch.linalg.svdvals(matrix)[:16].square().sum() / matrix.square().sum())
+    assert first < 0.93 * best
+    assert warm > 0.99 * best
+
+
+def test_compressor_rejects_a_rank_below_one() -> None:
+    compressor = MatrixCompressor("m", 8, 8, seed=1, error_dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match="rank 0 of m"):
+        compressor.factor(0)
+
+
+def test_flushing_hands_over_the_whole_error_once() -> None:
+    compressor = MatrixCompressor("m", 8, 6, seed=1, error_dtype=torch.float32, device=CPU)
+    matrix = torch.randn(8, 6)
+    basis = lowrank.orthonormalise(matrix @ compressor.factor(2))
+    q = matrix.T @ basis
+    compressor.store_error(matrix, basis, q)
+    gradient = torch.zeros(8, 6)
+    compressor.flush_error(gradient)
+    assert torch.allclose(gradient, matrix - basis @ q.T, atol=1e-6)
+    compressor.flush_error(gradient.zero_())
+    assert not gradient.any()
