@@ -34,7 +34,7 @@ def gaussian_entropy(x: Tensor) -> float:
     values, log_scale = _unit_scaled(x)
     if values is None:
         return log_scale
-    # Shifted by an entry, values that differ in their last bits only keep a variance above 0.
+    # The shift keeps the variance right, and above 0, where values differ in their last bits only.
     variance = float((values - values[0]).var())
     return log_scale + 0.5 * math.log(2 * math.pi * math.e * variance)
 

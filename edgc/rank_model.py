@@ -59,7 +59,7 @@ def rank_for_residual(norm: float, rows: int, cols: int) -> float:
     """
     limit, aspect = _limit_and_aspect(rows, cols)
     _check_norm(norm)
-    share = min(max(norm, 0.0) / math.sqrt(rows * cols), 1.0)
+    share = max(norm, 0.0) / math.sqrt(rows * cols)  # above 1 the angle stops at pi, where the rank is 0
     return limit * (1 - _count(_solve(_energy, share * share, math.pi), aspect))
 
 

@@ -75,7 +75,12 @@ def check_version() -> None:
 
 
 def check_options(args: Namespace) -> None:
-    """Raise ``ConfigError`` naming every Megatron option in use that EDGC does not support yet."""
+    """Raise ``ConfigError`` naming every Megatron option in use that EDGC does not support yet.
+
+    ``args`` are Megatron's, validated: it has worked out the data-parallel size by then.
+    """
+    if args.data_parallel_size < 2:
+        raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
     refused = [f"{flag} ({why})" for flag, why, in_use in _UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))

@@ -143,8 +143,6 @@ class Session:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""
         config = self.config
         communicator = Communicator(group.data_parallel_group, Traffic())  # probing is no training traffic
-        if communicator.ranks < 2:
-            raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
         candidates = allocate(parameters, self._smallest_rank(), config.min_saving)
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:

@@ -69,6 +69,13 @@ def test_gaussian_uses_the_unbiased_variance() -> None:
     assert gaussian_entropy(torch.tensor([3.0, 5.0])) == pytest.approx(NORMAL + 0.5 * math.log(2))
 
 
+@pytest.mark.parametrize("count", [2, 7, 1001])
+def test_gaussian_resolves_differences_in_the_last_bits(count: int) -> None:
+    ticks = (torch.arange(count) % 3 == 0).double()
+    expected = NORMAL + 0.5 * math.log(float(ticks.var())) + math.log(2**-52)
+    assert gaussian_entropy(1 + ticks * 2**-52) == pytest.approx(expected, rel=1e-6)
+
+
 def test_spacing_bias_correction_is_exact_for_uniform_data() -> None:
     estimates = [
         spacing_entropy(torch.rand(30, generator=torch.Generator().manual_seed(s))) for s in range(2000)
@@ -85,6 +92,21 @@ def test_heavy_tails_do_not_widen_the_bins() -> None:
     clean = histogram_entropy(normal)
     normal[::50_000] = 1e6
     assert histogram_entropy(normal) == pytest.approx(clean, abs=0.005)
+
+
+def test_histogram_tails_are_exact_for_exponential_ones() -> None:
+    # Standard error 0.001; a tail model that is off by one nat would shift this by 0.01.
+    assert histogram_entropy(draw("laplace", 1_000_000)) == pytest.approx(KNOWN["laplace"][0], abs=0.003)
+
+
+def test_histogram_range_does_not_hang_on_single_columns() -> None:
+    # Columns whose stride divides the width, as in a matrix of attention heads, hold nothing.
+    grad = torch.randn(1024, 512, generator=torch.Generator().manual_seed(6))
+    grad[:, ::8] = 0
+    grad[5, 5] = 1e6
+    order = torch.randperm(grad.numel(), generator=torch.Generator().manual_seed(7))
+    shuffled = histogram_entropy(grad.flatten()[order])
+    assert histogram_entropy(grad) == pytest.approx(shuffled, abs=0.01)
 
 
 def test_histogram_tails_count() -> None:
@@ -180,6 +202,12 @@ def test_awkward_but_valid_inputs_give_finite_numbers(name: str) -> None:
     last_bit = torch.tensor([1.0, 1.0 + 2**-52], dtype=torch.float64)
     for values in (sparse, clipped, last_bit, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0, 2.0])):
         assert math.isfinite(ESTIMATORS[name](values))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_sign_does_not_matter_even_with_ties_at_one_end(name: str) -> None:
+    clipped = draw("laplace", 10_000).clamp(min=-0.3)
+    assert ESTIMATORS[name](-clipped) == pytest.approx(ESTIMATORS[name](clipped), abs=1e-9)
 
 
 def test_spacing_is_not_misled_by_rounding() -> None:

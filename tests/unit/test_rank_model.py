@@ -192,4 +192,4 @@ def test_stage_adjustment_keeps_the_dropped_norm() -> None:
 
 def test_stage_without_matrices_drops_nothing() -> None:
     stage = StageRankModel(())
-    assert stage.residual_norm(8) == stage.adjusted_rank(8, 0.0, -1.0) == 0
+    assert stage.limit == stage.residual_norm(8) == stage.adjusted_rank(8, 0.0, -1.0) == 0

@@ -1,0 +1,76 @@
+"""Bad input ends the real command with one clear line and a non-zero status before training starts."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
+
+TWO_STEPS = [*TINY_GPT, "--train-iters", "10"]
+EDGC = [*TWO_STEPS, "--edgc", "--edgc-window", "2"]
+
+
+def without(arguments: list[str], flag: str) -> list[str]:
+    return [argument for argument in arguments if argument != flag]
+
+
+CASES = {
+    "rmin above rmax": ([*EDGC, "--edgc-rmin", "64", "--edgc-rmax", "32"], "--edgc-rmin = 64: must not exceed rmax = 32"),
+    "rank": ([*EDGC, "--edgc-static-rank", "0"], "--edgc-static-rank = 0: a rank must be at least 1"),
+    "rate": ([*EDGC, "--edgc-gradient-sampling-rate", "2"], "--edgc-gradient-sampling-rate = 2.0: a sampling rate"),
+    "window of the default": ([*TWO_STEPS, "--edgc"], "--edgc-window = 1000: is longer than the run of 10 iterations"),
+    "estimator": ([*EDGC, "--edgc-entropy-estimator", "guess"], "--edgc-entropy-estimator: invalid choice: 'guess'"),
+    "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
+    "option": ([*EDGC, "--calculate-per-token-loss"], "--edgc does not support yet: --calculate-per-token-loss"),
+    "one rank": (EDGC, "--edgc needs at least 2 data-parallel ranks"),
+    "no dataset": (
+        [*without(TWO_STEPS, "--mock-data"), "--data-path", "nowhere/corpus"],
+        "dataset nowhere/corpus: there is no file nowhere/corpus.idx",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[int, str]]:
+    """All commands, two at a time: each spends its time importing Megatron."""
+
+    def outcome(case: str) -> tuple[int, str]:
+        finished = launch(PRETRAIN, CASES[case][0])
+        return finished.returncode, finished.stdout
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(outcome, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line(case: str, outcomes: dict[str, tuple[int, str]]) -> None:
+    status, output = outcomes[case]
+    assert status == 2
+    lines = [line for line in output.splitlines() if "error: " in line]
+    assert len(lines) == 1 and CASES[case][1] in lines[0]
+    assert "Traceback" not in output
+    assert "iteration        1/" not in output
+
+
+def write_dataset(prefix: Path) -> None:
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in range(20):
+        builder.add_document(torch.arange(50) + document, [50])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.parametrize(("file", "message"), [("bin", "is cut short: 1000 of 2000 bytes"), ("idx", "is cut short")])
+def test_a_truncated_dataset_is_refused(tmp_path: Path, file: str, message: str) -> None:
+    write_dataset(tmp_path / "corpus")
+    path = tmp_path / f"corpus.{file}"
+    path.write_bytes(path.read_bytes()[: 1000 if file == "bin" else 60])
+    arguments = [*without(TWO_STEPS, "--mock-data"), "--data-path", str(tmp_path / "corpus")]
+    finished = launch(PRETRAIN, arguments)
+    assert finished.returncode == 2
+    (line,) = (line for line in finished.stdout.splitlines() if "error: " in line)
+    assert message in line

@@ -1,0 +1,100 @@
+"""Real Megatron runs at TP1 PP2 DP2 on four gloo processes."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from edgc.events import read_events
+from tests.distributed.megatron_runs import REPOSITORY, train
+
+# Without alignment no clock enters a decision, so two runs can be compared bit for bit.
+ITERATIONS = 24
+FOUR_RANKS = ["--pipeline-model-parallel-size", "2", "--train-iters", str(ITERATIONS)]
+EDGC = ["--edgc", "--edgc-window", "4", "--edgc-rmax", "12", "--edgc-rmin", "4", "--edgc-no-align"] + [
+    "--edgc-iteration-sampling-rate",
+    "0.5",
+]
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss: ([0-9.E+-]+|nan|inf)", output)]
+
+
+def saving(folder: Path) -> list[str]:
+    return ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch", "--no-save-optim", "--no-save-rng"]
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    """The parameters of every stage of the last checkpoint in ``folder``."""
+    files = sorted(folder.glob(f"iter_{ITERATIONS:07d}/*/*.pt"))
+    assert len(files) == 2, "one file for each pipeline stage"
+    return {
+        f"{file.parent.name}/{name}": value
+        for file in files
+        for name, value in torch.load(file, weights_only=False)["model"].items()
+        if isinstance(value, Tensor)
+    }
+
+
+def assert_bit_identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and a
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture(scope="module")
+def edgc_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("edgc")
+    return folder, train([*FOUR_RANKS, *EDGC, "--edgc-log-dir", str(folder), *saving(folder / "checkpoint")])
+
+
+def test_the_loss_is_finite_and_falls(edgc_run: tuple[Path, str]) -> None:
+    values = losses(edgc_run[1])
+    assert len(values) == ITERATIONS
+    assert all(math.isfinite(value) for value in values)
+    assert sum(values[-4:]) / 4 < values[0] - 0.5
+
+
+def test_the_log_tells_what_happened(edgc_run: tuple[Path, str]) -> None:
+    start, *windows = read_events(edgc_run[0])
+    assert start["event"] == "start" and len(start["stages"]) == 2
+    assert [event["iteration"] for event in windows] == [4, 8, 12, 16, 20, 24]
+    assert windows[-1]["last"] and not windows[0]["last"]
+    used = [tuple(event["ranks"]) for event in windows]
+    assert used[0] == (None, None) and used[-1] != (None, None)
+    for before, after in zip(windows, windows[1:], strict=False):
+        assert tuple(after["ranks"]) == tuple(before["plan"]["ranks"]), "a plan holds from the next window on"
+    for event in windows:
+        for stage, rank in zip(event["stages"], event["ranks"], strict=True):
+            assert math.isfinite(stage["entropy"])
+            assert (stage["dp_bytes"] == stage["dp_bytes_dense"]) == (rank is None)
+    assert 0 < windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"]
+
+
+def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> None:
+    start, *windows = read_events(edgc_run[0])
+    for event in windows:
+        for setup, stage, rank in zip(start["stages"], event["stages"], event["ranks"], strict=True):
+            matrices = sum(rows * cols for _, rows, cols in setup["matrices"])
+            factors = sum((rank or 0) * (rows + cols) for _, rows, cols in setup["matrices"])
+            dense = sum(elements for _, elements, _ in setup["dense"])
+            # fp32, four steps a window, 2 (W-1)/W = 1 for two data-parallel ranks
+            assert stage["dp_bytes"] == 4 * 4 * (dense + (factors if rank else matrices))
+
+
+def test_one_seed_gives_one_result_bit_for_bit(edgc_run: tuple[Path, str], tmp_path: Path) -> None:
+    train([*FOUR_RANKS, *EDGC, *saving(tmp_path)])
+    assert_bit_identical(parameters(edgc_run[0] / "checkpoint"), parameters(tmp_path))
+
+
+def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, str], tmp_path: Path) -> None:
+    plain = REPOSITORY / "tests" / "distributed" / "plain_megatron.py"
+    train([*FOUR_RANKS, *saving(tmp_path / "plain")], script=plain)
+    train([*FOUR_RANKS, *saving(tmp_path / "ours")])
+    reference = parameters(tmp_path / "plain")
+    assert_bit_identical(reference, parameters(tmp_path / "ours"))
+    # and the comparison can tell: compression leaves its mark
+    assert any(not torch.equal(reference[name], value) for name, value in parameters(edgc_run[0] / "checkpoint").items())

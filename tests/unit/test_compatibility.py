@@ -1,0 +1,100 @@
+"""The canary for Megatron's private names, and what is refused."""
+
+import importlib.metadata
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from edgc.config import ConfigError
+from megatron.edgc import compatibility
+
+
+def test_the_installed_megatron_has_the_seam_that_edgc_relies_on() -> None:
+    compatibility.check_version()
+    compatibility.check_seam()
+
+
+def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", lambda self: None)
+    with pytest.raises(ConfigError, match="start_grad_sync has changed its parameters"):
+        compatibility.check_seam()
+
+
+def test_a_vanished_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_group(self: Any) -> None:
+        self.buckets = self.grad_reduce_handle = None
+
+    monkeypatch.setattr(_ParamAndGradBucketGroup, "__init__", without_group)
+    with pytest.raises(ConfigError, match="no longer sets data_parallel_group"):
+        compatibility.check_seam()
+
+
+@pytest.mark.parametrize("version", ["0.18.3", "0.20.0", "1.19.0"])
+def test_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(compatibility, "version", lambda package: version)
+    with pytest.raises(ConfigError, match=f"megatron-core {version} is installed.*megatron-core>=0.19,<0.20"):
+        compatibility.check_version()
+
+
+@pytest.fixture(scope="module")
+def arguments() -> Namespace:
+    """Megatron's own defaults, with what its validation derives for two data-parallel ranks."""
+    from megatron.training.arguments import parse_args
+
+    argv, sys.argv = sys.argv, ["pretrain_gpt.py"]
+    try:
+        derived = {"data_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+        return Namespace(**{**vars(parse_args()), **derived})
+    finally:
+        sys.argv = argv
+
+
+UNSUPPORTED = {
+    "--use-distributed-optimizer": {"use_distributed_optimizer": True},
+    "--overlap-grad-reduce": {"overlap_grad_reduce": True},
+    "--overlap-param-gather": {"overlap_param_gather": True},
+    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
+    "--fp16": {"fp16": True},
+    "--grad-reduce-in-bf16": {"grad_reduce_in_bf16": True},
+    "--num-experts": {"num_experts": 4},
+    "--tensor-model-parallel-size > 1": {"tensor_model_parallel_size": 2},
+    "--context-parallel-size > 1": {"context_parallel_size": 2},
+    "--virtual-pipeline-model-parallel-size": {"virtual_pipeline_model_parallel_size": 2},
+    "--num-distributed-optimizer-instances > 1": {"num_distributed_optimizer_instances": 2},
+    "--calculate-per-token-loss": {"calculate_per_token_loss": True},
+    "--ddp-average-in-collective": {"ddp_average_in_collective": True},
+    "--check-for-spiky-loss": {"check_for_spiky_loss": True},
+    "--check-for-large-grads": {"check_for_large_grads": True},
+    "--rerun-mode report_stats": {"rerun_mode": "report_stats"},
+    "--save-wgrads-interval": {"save_wgrads_interval": 10},
+}
+
+
+def test_megatrons_defaults_are_supported(arguments: Namespace) -> None:
+    compatibility.check_options(arguments)
+
+
+@pytest.mark.parametrize("flag", UNSUPPORTED)
+def test_an_unsupported_option_is_named(arguments: Namespace, flag: str) -> None:
+    changed = Namespace(**{**vars(arguments), **UNSUPPORTED[flag]})
+    with pytest.raises(ConfigError, match=f"--edgc does not support yet: {flag}"):
+        compatibility.check_options(changed)
+
+
+def test_all_refused_options_are_tested() -> None:
+    assert len(UNSUPPORTED) == len(compatibility._UNSUPPORTED)
+
+
+def test_one_data_parallel_rank_is_refused(arguments: Namespace) -> None:
+    alone = Namespace(**{**vars(arguments), "data_parallel_size": 1})
+    with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
+        compatibility.check_options(alone)
+
+
+def test_the_requirement_of_the_package_is_the_checked_version() -> None:
+    requires = importlib.metadata.requires("edgc")
+    assert requires is not None and any("megatron-core" in r and "0.19" in r and "0.20" in r for r in requires)

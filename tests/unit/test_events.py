@@ -1,0 +1,27 @@
+import math
+from pathlib import Path
+
+from edgc.events import EventLog, read_events
+
+
+def test_events_are_appended_one_a_line_and_read_back(tmp_path: Path) -> None:
+    EventLog(str(tmp_path / "run")).write("start", config={"rmax": 8})
+    EventLog(str(tmp_path / "run")).write("window", entropy=(1.5, math.nan), cost=math.inf)
+    first, second = read_events(tmp_path / "run")
+    assert (first["event"], first["config"]) == ("start", {"rmax": 8})
+    assert (second["entropy"], second["cost"]) == ([1.5, None], None)
+    assert second["time"] >= first["time"]
+
+
+def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path))
+    log.write("start")
+    log.write("window")
+    path = tmp_path / EventLog.FILE
+    path.write_text(path.read_text()[:-9])
+    assert [event["event"] for event in read_events(tmp_path)] == ["start"]
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    EventLog(None).write("start")
+    assert list(tmp_path.iterdir()) == []
