@@ -73,9 +73,7 @@ class CommCost:
         return CommCost(self.intercept * factor, self.slope * factor)
 
 
-def aligned_ranks(
-    first_rank: int, cost: CommCost, micro_backward_seconds: float, stages: int, r_max: int
-) -> list[int]:
+def aligned_ranks(first_rank: int, cost: CommCost, micro_backward_seconds: float, stages: int, r_max: int) -> list[int]:
     """The ranks of stages 1 .. ``stages`` that end all stages' communication together with stage 1's.
 
     Stage 1 keeps ``first_rank``. Stage i gets first_rank + (i - 1) * micro_backward_seconds / eta, at most

@@ -10,7 +10,6 @@ and floating dtype, read as n independent draws; the result is a Python float, s
 Source: arXiv 2511.10333 (gradient data sampling) as stated in DESIGN 2.1.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
+
+from edgc.seeding import stable_seed
 
 _TAIL = 0.005  # share of the entries that the histogram leaves to each tail
 _EULER = 0.5772156649015329
@@ -147,7 +148,7 @@ class GradientSampler:
         flat = grad.detach().reshape(-1)
         taken, period = _as_ratio(self.gradient_rate)
         # Positions are (k * period + phase) // taken; adding `taken` to the phase moves them by one entry.
-        phase = (_stable_hash(f"{self.seed}:{name}") + self._measurement(iteration) * taken) % period
+        phase = (stable_seed(self.seed, name) + self._measurement(iteration) * taken) % period
         if taken == 1:
             return flat[phase::period]
         multiples = torch.arange(phase, max(phase, flat.numel() * taken), period, device=flat.device)
@@ -207,8 +208,3 @@ def _spread_ties(ordered: Tensor) -> Tensor:
 def _as_ratio(rate: float) -> tuple[int, int]:
     """The fraction in lowest terms that the user meant by a decimal rate: 0.1 is (1, 10), 0.3 is (3, 10)."""
     return Fraction(rate).limit_denominator(_MAX_DENOMINATOR).as_integer_ratio()
-
-
-def _stable_hash(text: str) -> int:
-    """64 bits that, unlike hash(), are the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

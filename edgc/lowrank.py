@@ -1,9 +1,9 @@
 """Low-rank factorisation as pure functions of tensors (PowerSGD, arXiv 1905.13727, algorithm 1)."""
 
-import hashlib
-
 import torch
 from torch import Tensor
+
+from edgc.seeding import stable_seed
 
 
 def orthonormalise(p: Tensor) -> Tensor:
@@ -13,12 +13,6 @@ def orthonormalise(p: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(p.float(), mode="reduced").Q
     return basis
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the text of ``parts``, the same in every process and Python version."""
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def random_factor(cols: int, rank: int, device: torch.device, *seed: object) -> Tensor:

@@ -60,7 +60,8 @@ def rank_for_residual(norm: float, rows: int, cols: int) -> float:
     limit, aspect = _limit_and_aspect(rows, cols)
     _check_norm(norm)
     share = max(norm, 0.0) / math.sqrt(rows * cols)  # above 1 the angle stops at pi, where the rank is 0
-    return limit * (1 - _count(_solve(_energy, share * share, math.pi), aspect))
+    rank = limit * (1 - _count(_solve(_energy, share * share, math.pi), aspect))
+    return max(rank, 0.0)  # rounding can leave the interval by 1e-13
 
 
 def adjusted_rank(rank: float, entropy_before: float, entropy_after: float, rows: int, cols: int) -> float:

@@ -1,6 +1,7 @@
 """Launch real multi-process Megatron runs from tests."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 
-TINY_GPT = (
+TINY_GPT = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 2e-3 --lr-decay-style constant --tokenizer-type NullTokenizer "
     "--vocab-size 255 --mock-data --split 90,5,5 --eval-iters 1 --eval-interval 1000 --log-interval 1 "
     "--distributed-timeout-minutes 2"
-).split()
+)
 
 
 def launch(

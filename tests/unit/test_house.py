@@ -11,7 +11,9 @@ def test_edgc_imports_neither_megatron_nor_anything_beyond_torch_and_numpy() -> 
     modules = ",".join(
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in (REPOSITORY / "edgc").rglob("*.py")
     )
-    script = f"import torch, numpy, sys; before = set(sys.modules); import {modules}; print(*(set(sys.modules) - before))"
+    script = (
+        f"import torch, numpy, sys; before = set(sys.modules); import {modules}; print(*(set(sys.modules) - before))"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()

@@ -39,9 +39,7 @@ def test_agrees_with_real_svds(shape: tuple[int, int]) -> None:
 def test_design_accuracy_at_256_by_1024() -> None:
     energies = mean_energies(256, 1024, 4)
     for rank in range(8, 201, 8):
-        assert residual_norm(rank, 256, 1024) == pytest.approx(math.sqrt(energies[rank:].sum()), rel=0.004), (
-            rank
-        )
+        assert residual_norm(rank, 256, 1024) == pytest.approx(math.sqrt(energies[rank:].sum()), rel=0.004), rank
 
 
 @pytest.mark.parametrize("rows, cols", [(256, 256), (128, 256), (30, 300), (7, 70_000)])
@@ -59,9 +57,7 @@ def test_agrees_with_the_integrated_density(rows: int, cols: int) -> None:
         assert residual_norm(kept * rows, rows, cols) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "rows, cols", [(1, 1), (1, 9), (64, 64), (64, 65), (300, 20), (1024, 4096), (1, 10**9)]
-)
+@pytest.mark.parametrize("rows, cols", [(1, 1), (1, 9), (64, 64), (64, 65), (300, 20), (1024, 4096), (1, 10**9)])
 def test_ends_and_symmetry(rows: int, cols: int) -> None:
     limit = min(rows, cols)
     assert residual_norm(0, rows, cols) ** 2 == pytest.approx(rows * cols, rel=1e-14)
@@ -90,6 +86,20 @@ def test_inverse_round_trips(rows: int, cols: int) -> None:
         assert residual_norm(rank_for_residual(norm, rows, cols), rows, cols) == pytest.approx(norm, rel=1e-9)
 
 
+def test_inverse_never_leaves_the_ranks_that_exist() -> None:
+    for rows, cols in ((1024, 4096), (64, 64), (1, 10**9), (30, 40), (3, 10**6)):
+        for norm in (
+            0.0,
+            1e-30,
+            1e-9,
+            *(math.sqrt(rows * cols) * (1 + k * 1e-16) for k in range(-5, 6)),
+            1e99,
+        ):
+            rank = rank_for_residual(norm, rows, cols)
+            assert 0 <= rank <= min(rows, cols)
+            residual_norm(rank, rows, cols)
+
+
 def test_inverse_clamps_outside_its_range() -> None:
     assert rank_for_residual(-1, 30, 40) == 30
     assert rank_for_residual(1e200, 30, 40) == pytest.approx(0, abs=1e-12)
@@ -102,9 +112,7 @@ def test_scales_with_sigma_as_a_measured_truncation_does(sigma: float) -> None:
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     for rank in (4, 50, 120):
         truncated = (left[:, :rank] * values[:rank]) @ right[:rank]
-        assert sigma * residual_norm(rank, 320, 200) == pytest.approx(
-            np.linalg.norm(matrix - truncated), rel=0.01
-        )
+        assert sigma * residual_norm(rank, 320, 200) == pytest.approx(np.linalg.norm(matrix - truncated), rel=0.01)
 
 
 def test_design_steepness_at_1024_by_4096() -> None:
@@ -116,9 +124,7 @@ def test_design_steepness_at_1024_by_4096() -> None:
 def test_adjusted_rank_keeps_the_dropped_norm() -> None:
     before, after = -2.0, -2.02
     rank = adjusted_rank(100, before, after, 512, 768)
-    dropped = [
-        math.exp(entropy) * residual_norm(r, 512, 768) for entropy, r in ((before, 100), (after, rank))
-    ]
+    dropped = [math.exp(entropy) * residual_norm(r, 512, 768) for entropy, r in ((before, 100), (after, rank))]
     assert rank < 100
     assert dropped[0] == pytest.approx(dropped[1], rel=1e-9)
 
@@ -167,9 +173,7 @@ def test_stage_is_the_sum_over_its_matrices(rank: float) -> None:
 def test_stage_of_equal_matrices_is_one_matrix() -> None:
     stage = StageRankModel(((256, 1024),) * 300)
     assert stage.residual_norm(20) == pytest.approx(math.sqrt(300) * residual_norm(20, 256, 1024), rel=1e-12)
-    assert stage.adjusted_rank(64, 1.0, 0.97) == pytest.approx(
-        adjusted_rank(64, 1.0, 0.97, 256, 1024), rel=1e-9
-    )
+    assert stage.adjusted_rank(64, 1.0, 0.97) == pytest.approx(adjusted_rank(64, 1.0, 0.97, 256, 1024), rel=1e-9)
 
 
 def test_stage_inverse_round_trips_and_clamps() -> None:
