@@ -57,8 +57,6 @@ class _CpuFactories(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

@@ -1,0 +1,75 @@
+import time
+
+import torch
+from torch import nn
+
+from edgc.timing import BackwardTimer, Spans
+
+CPU = torch.device("cpu")
+
+
+class Recorded(torch.autograd.Function):
+    """A layer that notes when its backward pass runs."""
+
+    @staticmethod
+    def forward(ctx, x, events, name):
+        ctx.events, ctx.name = events, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.events.append(ctx.name)
+        return gradient, None, None
+
+
+class Stage(nn.Module):
+    def __init__(self, events):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.events = events
+
+    def forward(self, x):
+        return Recorded.apply(x * self.weight, self.events, "stage")
+
+
+class EventSpans(Spans):
+    """A clock that counts events, so that no test depends on how fast the machine is."""
+
+    def __init__(self, events):
+        super().__init__(CPU)
+        self.events = events
+
+    def mark(self):
+        return len(self.events)
+
+
+def test_the_backward_pass_of_the_module_is_timed_and_nothing_around_it() -> None:
+    events: list[str] = []
+    spans, active = EventSpans(events), [True]
+    stage = Stage(events)
+    BackwardTimer(stage, lambda: active[0], spans)
+    Recorded.apply(stage(torch.ones(3)), events, "after").sum().backward()
+    assert events == ["after", "stage"]
+    assert spans.take_seconds() == [1], "one event, the stage's own, lies in the span"
+    active[0] = False
+    stage(torch.ones(3)).sum().backward()
+    assert spans.take_seconds() == []
+
+
+def test_nothing_is_timed_where_no_gradient_flows() -> None:
+    spans = Spans(CPU)
+    stage = Stage([])
+    BackwardTimer(stage, lambda: True, spans)
+    with torch.no_grad():
+        stage(torch.ones(3))
+    assert spans.take_seconds() == []
+
+
+def test_spans_are_in_seconds_and_taken_once() -> None:
+    spans = Spans(CPU)
+    start = spans.mark()
+    time.sleep(0.02)
+    spans.add(start)
+    (seconds,) = spans.take_seconds()
+    assert 0.02 <= seconds < 20
+    assert spans.take_seconds() == []
