@@ -46,6 +46,6 @@ train() {
 }
 
 train dense --edgc-engine dense
-# Loopback is no network, so the ranks are planned for a link of 0.1 Gbit/s instead of the measured one.
-train edgc --edgc-rmax 64 --edgc-rmin 16 --edgc-link-gbps 0.1
+# Loopback is no network, so the ranks are planned for a link of 0.05 Gbit/s instead of the measured one.
+train edgc --edgc-rmax 64 --edgc-rmin 16 --edgc-link-gbps 0.05
 "$python" tools/report.py "$run"

@@ -7,6 +7,7 @@ stay the real ones.
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -165,6 +166,8 @@ def _redirect_megatron() -> None:
     def set_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
+    # There the "CUDA" generator now is the CPU's, which Megatron's own check reports at every dropout.
+    logging.getLogger(tensor_parallel_random.__name__).setLevel(logging.ERROR)
     tensor_parallel_random._get_cuda_rng_state = get_state
     tensor_parallel_random._set_cuda_rng_state = set_state
     with contextlib.suppress(ImportError):  # without the prebuilt helper Megatron compiles its own, as it always does

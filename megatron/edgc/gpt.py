@@ -16,12 +16,32 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from edgc.config import ConfigError
+
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def _needs_batch() -> bool:
     """Only the first and the last pipeline stage look at the data."""
     return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+
+
+# Flags of Megatron-LM's script that change what a batch is, and that this one does not implement.
+_OTHER_BATCHES = {
+    "--sft": "sft",
+    "--fim-data": "fim_data",
+    "--mtp-num-layers": "mtp_num_layers",
+    "--hybrid-context-parallel": "hybrid_context_parallel",
+    "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
+    "--per-dataset-sequences-path": "per_dataset_sequences_path",
+}
+
+
+def check_options(args: Namespace) -> None:
+    """Raise ``ConfigError`` for a flag that asks for batches of another kind than plain GPT pretraining's."""
+    refused = [flag for flag, name in _OTHER_BATCHES.items() if getattr(args, name, None)]
+    if refused:
+        raise ConfigError(f"pretrain_gpt.py does not implement {', '.join(refused)}")
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -33,15 +53,21 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         tokenizer=get_tokenizer(),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        object_storage_cache_path=args.object_storage_cache_path,
     )
 
 

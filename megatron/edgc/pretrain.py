@@ -25,6 +25,7 @@ def pretrain_gpt(on_cpu: bool) -> None:
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
     config = config_from_args(args)
+    gpt.check_options(args)
     check_datasets(args)
     model = gpt_config_from_args(args)
     if config is not None:
@@ -52,7 +53,8 @@ def check_datasets(args: Namespace) -> None:
         return
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [blend, *(per_split or [])]
-    for prefix in sorted({prefix for part in blends if part for prefix in part[0]}):
+    prefixes = {prefix for part in blends if part for prefix in part[0]}
+    for prefix in sorted(prefix for prefix in prefixes if "://" not in prefix):  # object storage is Megatron's to read
         index, data = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
         for file in (index, data):
             if not file.is_file():

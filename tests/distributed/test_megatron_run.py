@@ -109,3 +109,23 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
     assert any(
         not torch.equal(reference[name], value) for name, value in parameters(edgc_run[0] / "checkpoint").items()
     )
+
+
+def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
+    settings = ["--edgc", "--edgc-window", "2", "--edgc-entropy-estimator", "spacing", "--edgc-log-dir", str(tmp_path)]
+    output = train(["--train-iters", "6", *settings], processes=2)
+    start, *windows = read_events(tmp_path)
+    if start["config"]["engine"] == "dense":
+        assert "on this link compression takes longer than the dense all-reduce at every rank" in output
+        assert all(event["ranks"] == [None] for event in windows)
+    else:
+        assert start["config"]["rmin"] <= start["config"]["rmax"]
+        assert start["stages"][0]["cost"]["dense_seconds"] > 0
+
+
+def test_static_rank_is_powersgd_after_the_warm_up(tmp_path: Path) -> None:
+    settings = ["--edgc", "--edgc-static-rank", "8", "--edgc-warmup-fraction", "0.5", "--edgc-window", "2"]
+    train(["--train-iters", "8", *settings, "--edgc-log-dir", str(tmp_path)], processes=2)
+    start, *windows = read_events(tmp_path)
+    assert [event["ranks"] for event in windows] == [[None], [None], [8], [8]]
+    assert windows[0]["stages"][0]["dp_bytes"] > 1.5 * windows[-1]["stages"][0]["dp_bytes"]

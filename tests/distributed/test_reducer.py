@@ -1,0 +1,121 @@
+"""The reducer over two gloo ranks: what is compressed, what travels dense, and how the two change over."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.allocation import Parameter, allocate
+from edgc.collectives import Communicator, Traffic, all_reduce_bytes
+from edgc.config import EDGCConfig
+from edgc.probe import break_even, probe
+from edgc.reducer import GradientReducer, run
+from tests.distributed.gloo import run_on_ranks
+
+PARAMETERS = [
+    Parameter("wide", (24, 96)),
+    Parameter("conv", (32, 4, 8)),
+    Parameter("bias", (24,)),
+    Parameter("word", (50, 8), embedding=True),
+]
+CPU = torch.device("cpu")
+
+
+def reducer(**settings: object) -> GradientReducer:
+    config = EDGCConfig(iteration_sampling_rate=0.5, **settings)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    return GradientReducer(allocate(PARAMETERS, 4, 2.0), config, Communicator(dist.group.WORLD, Traffic()), CPU)
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {p.name: torch.randn(p.shape, generator=generator) for p in PARAMETERS}
+
+
+def summed(tensor: Tensor) -> Tensor:
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total
+
+
+def across_plans(rank: int) -> None:
+    """Whatever the plan does, all that was ever put in is either in a result or in an error."""
+    under_test = reducer()
+    put_in = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
+    came_out = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
+    # rank 8 does not pay for "conv" (32 x 32), rank 400 for nothing
+    for step, stage_rank in enumerate([None, 4, 4, 8, 8, None, 4, 400, 8, 4, None]):
+        under_test.set_rank(stage_rank)
+        assert set(under_test.ranks) == {None: set(), 4: {"wide", "conv"}, 8: {"wide", "conv"}, 400: set()}[stage_rank]
+        local = gradients(rank, step)
+        for name, gradient in local.items():
+            put_in[name] += summed(gradient)
+        run(under_test.reduce(local, step))
+        engine = under_test.engine
+        assert engine is not None
+        for name, result in local.items():
+            came_out[name] += result
+            owed = torch.zeros_like(result)
+            if name in engine.owing():
+                owed = engine.compressors[name].error.view_as(result).clone()  # type: ignore[attr-defined]
+            torch.testing.assert_close(came_out[name] + summed(owed), put_in[name], atol=2e-4, rtol=0)
+        if not under_test.compressing:
+            assert engine.owing() == () and not under_test.owes
+
+
+def test_nothing_is_lost_when_plans_change_between_dense_and_compressed() -> None:
+    run_on_ranks(across_plans, 2)
+
+
+def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
+    under_test = reducer()
+    under_test.set_rank(4)
+    for step in range(4):
+        local = gradients(rank, step)
+        under_test.measure(local, step)
+        run(under_test.reduce(local, step))
+    seen = under_test.measurements.take()
+    assert under_test.measurements.entropy == [] and under_test.measurements.residual == []
+    return under_test.communicator.traffic.bytes, seen.entropy, seen.residual
+
+
+def test_bytes_are_counted_and_every_second_iteration_measured() -> None:
+    elements = 4 * (24 + 96) + 4 * (32 + 32) + 24 + 400
+    for sent, entropy, residual in run_on_ranks(bytes_and_measurements, 2):
+        assert sent == 4 * all_reduce_bytes(4 * elements, 2)
+        assert len(entropy) == len(residual) == 2
+        normal = 0.5 * math.log(2 * math.pi * math.e)
+        assert all(abs(value - normal) < 0.2 for value in entropy)
+        assert all(0.5 < value < 1 for value in residual)
+
+
+def residual_of_one_step(rank: int) -> tuple[float, float]:
+    under_test = reducer()
+    under_test.set_rank(4)
+    local = gradients(rank, 0)
+    whole = math.sqrt(sum(float(local[name].square().sum()) for name in ("wide", "conv")))
+    run(under_test.reduce(local, 0))
+    engine = under_test.engine
+    assert engine is not None
+    left = math.sqrt(sum(float(c.error.square().sum()) for c in engine.compressors.values()))  # type: ignore[attr-defined]
+    return engine.residual_ratio(), left / whole
+
+
+def test_the_residual_is_that_of_the_matrix_that_was_to_be_sent() -> None:
+    for reported, expected in run_on_ranks(residual_of_one_step, 2):
+        assert abs(reported - expected) < 1e-5
+
+
+def probed(rank: int) -> tuple[float, float, int]:
+    config = EDGCConfig()
+    matrices = allocate([Parameter(f"m{i}", (256, 256)) for i in range(4)], 4, 2.0).matrices
+    assert dist.group.WORLD is not None
+    cost = probe(matrices, config, Communicator(dist.group.WORLD, Traffic()), CPU)
+    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, matrices, 2.0)
+
+
+def test_a_probe_times_both_reductions() -> None:
+    for dense, compressed, rank in run_on_ranks(probed, 2):
+        assert 0 < dense < 60 and 0 < compressed < 60
+        assert 0 <= rank <= 64 and rank % 4 == 0
