@@ -24,9 +24,9 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import batched
 from pathlib import Path
@@ -35,17 +35,16 @@ from typing import Any, NamedTuple, NoReturn
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tqdm import tqdm
 
-DATA_NAMES = {"all": "text_document", "train": "train_text_document", "valid": "valid_text_document"}
 RECORD_SUFFIXES = (".jsonl", ".json")
 HF_FILE_LOADERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-# Without its tests the standard library of 3.12 and 3.13 is 11.5 MB; the tests are 20 MB more, much of it generated.
+# Without its tests the standard library of Python 3.12 or 3.13 holds 11.5 MB; the tests would be 20 MB more.
 NOT_STDLIB = {"idle_test", "site-packages", "dist-packages", "test", "tests"}
-# SentencePiece keeps its training text in memory and forbids "words" of 2^16 characters.
+# SentencePiece keeps its training text in memory, and skips long lines: they are cut (at so many characters).
 TRAINING_BYTES = 1 << 27
 TRAINING_LINE = 1000
 # SentencePiece writes a space as this character and so reads the character back as a space.
 SPACE_MARK = "\u2581"
-BATCH_DOCUMENTS = 256
+BATCH_DOCUMENTS = 64
 
 
 class InputError(Exception):
@@ -68,12 +67,12 @@ class Source:
 
 
 @dataclass
-class Scan:
-    """What one pass over a source finds: documents and UTF-8 bytes per split, and a hash of all documents in order."""
+class Split:
+    """The size of a split: documents that have text, UTF-8 bytes of it, and tokens with the ends of documents."""
 
-    documents: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    fingerprint: str = ""
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,60 +91,48 @@ def main(argv: list[str] | None = None) -> int:
 
 def preprocess(args: argparse.Namespace) -> None:
     """Do what the arguments ask for, or nothing where it has been done. Raises ``InputError`` and ``OSError``."""
-    prefix = Path(args.output_prefix)
-    trains = args.train_sentencepiece is not None
-    model = None if trains else read_sentencepiece(args.sentencepiece_model)
+    tokenizer = None if args.sentencepiece_model is None else read_sentencepiece(args)
     source = make_source(args)
-    found = scan(source, args)
+    splits, fingerprint = scan(source, args)
     recipe = {
-        "source": found.fingerprint,
-        "tokenizer": args.train_sentencepiece if model is None else blake2b(model, digest_size=16).hexdigest(),
+        "source": fingerprint,
+        "tokenizer": digest(tokenizer.serialized_model_proto()).hex() if tokenizer else args.train_sentencepiece,
         "append_eod": args.append_eod,
         "validation_fraction": args.validation_fraction,
         "seed": args.seed,
     }
-    meta_path = beside(prefix, "_meta.json")
+    prefix = Path(args.output_prefix)
+    meta_path = Path(f"{prefix}_meta.json")
     if not args.overwrite and is_whole(meta_path, recipe):
         print(f"{meta_path}: this source has been preprocessed with these arguments, nothing to do")
         return
-    stale = [path for path in possible_outputs(prefix, trains) if path.exists()]
+    stale = existing_outputs(args)
     if stale and not args.overwrite:
-        raise InputError(f"{stale[0]} exists and was not made by these arguments from this source; see --overwrite")
+        raise InputError(f"{stale[0]} exists and is not from these arguments and this source; see --overwrite")
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as folder:
-        draft = Path(folder) / prefix.name
-        if model is None:
-            model = train_sentencepiece(source, found, args)
-            beside(draft, ".model").write_bytes(model)
-        processor = SentencePieceProcessor(model_proto=model)
-        tokens = encode(source, found, processor, draft, args)
+        draft = Path(folder, prefix.name)
+        if tokenizer is None:
+            tokenizer = train_sentencepiece(source, splits, args)
+            Path(f"{draft}.model").write_bytes(tokenizer.serialized_model_proto())
+        encode(source, splits, tokenizer, draft, args)
         meta = {
             "source": source.description,
-            "tokenizer": {
-                "type": "SentencePieceTokenizer",
-                "file": beside(prefix, ".model").name if trains else Path(args.sentencepiece_model).name,
-                "vocabulary_size": processor.vocab_size(),
-                "eod": processor.eos_id() if args.append_eod else None,
-            },
-            "splits": {
-                split: {
-                    "path": f"{prefix.name}_{DATA_NAMES[split]}",
-                    "documents": found.documents[split],
-                    "bytes": found.bytes[split],
-                    "tokens": tokens[split],
-                }
-                for split in splits(args)
-            },
+            "tokenizer_type": "SentencePieceTokenizer",
+            "tokenizer_model": tokenizer_path(args).name,
+            "vocabulary_size": tokenizer.vocab_size(),
+            "eod": tokenizer.eos_id() if args.append_eod else None,
+            "splits": {name: asdict(split) for name, split in splits.items()},
             "recipe": recipe,
             "files": {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())},
         }
-        beside(draft, "_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        Path(f"{draft}_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for path in stale:
             path.unlink()
         for name in [*meta["files"], meta_path.name]:
-            os.replace(Path(folder) / name, prefix.parent / name)
-    print_summary(prefix, meta, str(beside(prefix, ".model")) if trains else args.sentencepiece_model)
+            os.replace(Path(folder, name), prefix.with_name(name))
+    print_summary(meta, splits, args)
 
 
 # Sources
@@ -154,7 +141,7 @@ def preprocess(args: argparse.Namespace) -> None:
 def make_source(args: argparse.Namespace) -> Source:
     """The source that the arguments name; raises ``InputError`` where there is nothing to read."""
     if args.python_stdlib:
-        return stdlib_source()
+        return Source(f"standard library of Python {platform.python_version()}", read_stdlib)
     if args.hf_dataset is not None:
         return hf_source(args.hf_dataset, args.hf_config, args.hf_split, args.json_key)
     files = [file for path in args.input for file in list_files(Path(path), args.glob)]
@@ -169,20 +156,12 @@ def make_source(args: argparse.Namespace) -> Source:
     return Source(", ".join(Path(path).resolve().name for path in args.input), documents)
 
 
-def stdlib_source() -> Source:
-    """The running interpreter's standard library, a document a module, without tests and files not in UTF-8."""
-    root = Path(sysconfig.get_path("stdlib"))
-
-    def documents() -> Iterator[Document]:
-        for name, path in list_files(root, "*.py"):
-            if NOT_STDLIB.isdisjoint(Path(name).parts):
-                try:
-                    document = Document(name, read_text(path))
-                except InputError:
-                    continue
-                yield document
-
-    return Source(f"standard library of Python {platform.python_version()}", documents)
+def read_stdlib() -> Iterator[Document]:
+    """The modules of the running interpreter's standard library, without tests and files not in UTF-8."""
+    for name, path in list_files(Path(sysconfig.get_path("stdlib")), "*.py"):
+        if NOT_STDLIB.isdisjoint(Path(name).parts):
+            with suppress(InputError):
+                yield Document(name, read_text(path))
 
 
 def hf_source(name: str, config: str | None, split: str, column: str) -> Source:
@@ -193,7 +172,7 @@ def hf_source(name: str, config: str | None, split: str, column: str) -> Source:
         raise InputError("--hf-dataset needs the package 'datasets'") from None
     path = Path(name)
     try:
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(name)
         elif path.is_file() and path.suffix in HF_FILE_LOADERS:
             loaded = datasets.load_dataset(HF_FILE_LOADERS[path.suffix], data_files=name, split=split)
@@ -204,27 +183,27 @@ def hf_source(name: str, config: str | None, split: str, column: str) -> Source:
         reason = str(error).partition("\n")[0]
         raise InputError(f"--hf-dataset {name}, split {split}: {type(error).__name__}: {reason}") from error
     if column not in dataset.column_names:
-        raise InputError(f"--hf-dataset {name}: no column {column!r} among {', '.join(dataset.column_names)}")
-    texts = dataset.select_columns(column)
+        raise InputError(f"--hf-dataset {name}: no column {column!r} among {dataset.column_names}; see --json-key")
+    rows = dataset.select_columns(column)
 
     def documents() -> Iterator[Document]:
-        for number, row in enumerate(texts):
+        for number, row in enumerate(rows):
             yield record(row[column], f"{name}, row {number}", column)
 
-    return Source(f"{path.name if path.exists() else name}, split {split}", documents)
+    return Source(f"{path.resolve().name if path.exists() else name}, split {split}", documents)
 
 
 def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
-    """Name and path of a file, or of the visible files of a folder tree that match ``glob``; names are in order."""
+    """Name and path of a file, or of a folder's visible files, at any depth, that match ``glob``; sorted by name."""
     if path.is_file():
         return [(path.name, path)]
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder")
     inside = ((found.relative_to(path), found) for found in path.rglob(glob) if found.is_file())
-    files = sorted((name.as_posix(), found) for name, found in inside if not any(p.startswith(".") for p in name.parts))
+    files = [(name.as_posix(), found) for name, found in inside if not any(p.startswith(".") for p in name.parts)]
     if not files:
         raise InputError(f"{path}: no file matches {glob!r}")
-    return files
+    return sorted(files)
 
 
 def read_text(path: Path) -> str:
@@ -265,83 +244,79 @@ def record(value: object, where: str, key: str) -> Document:
 # Scan and split
 
 
-def scan(source: Source, args: argparse.Namespace) -> Scan:
-    """Read the source once; raises ``InputError`` where a document is unusable or a split would be empty."""
-    found = Scan()
+def scan(source: Source, args: argparse.Namespace) -> tuple[dict[str, Split], str]:
+    """Read the source once: its splits, the one to learn from first, and a hash of all documents in their order.
+
+    Raises ``InputError`` where a document is unusable or a split would be empty."""
+    splits = {name: Split() for name in (["all"] if args.validation_fraction is None else ["train", "valid"])}
     fingerprint = blake2b(digest_size=16)
     for document in progress(source, "Scanning"):
-        split = split_of(document, args)
-        found.documents[split] += 1
-        found.bytes[split] += len(document.text.encode())
-        fingerprint.update(digest(document.key, document.text))
-    if not found.documents:
+        split = splits[split_of(document, args)]
+        split.documents += 1
+        split.bytes += len(document.text.encode())
+        fingerprint.update(digest(*document))
+    total = sum(split.documents for split in splits.values())
+    if total == 0:
         raise InputError(f"{source.description}: no text in it")
-    for split in splits(args):
-        if not found.documents[split]:
-            total = found.documents.total()
-            raise InputError(f"no document of {total} fell into the {split} split; change --validation-fraction or --seed")
-    found.fingerprint = fingerprint.hexdigest()
-    return found
-
-
-def splits(args: argparse.Namespace) -> list[str]:
-    """Names of the splits, which are keys of ``DATA_NAMES``; the first is the one to learn from."""
-    return ["all"] if args.validation_fraction is None else ["train", "valid"]
+    for name, split in splits.items():
+        if split.documents == 0:
+            raise InputError(f"the {name} split got none of {total} documents; see --validation-fraction and --seed")
+    return splits, fingerprint.hexdigest()
 
 
 def split_of(document: Document, args: argparse.Namespace) -> str:
-    """The split that the document belongs to, whatever the other documents are."""
+    """The name of the split that the document belongs to, whatever the other documents are."""
     if args.validation_fraction is None:
         return "all"
     return "valid" if share(str(args.seed), "split", document.key) < args.validation_fraction else "train"
 
 
 def share(*parts: str) -> float:
-    """A number in [0, 1] that is spread evenly over different ``parts`` and always the same for the same ones."""
+    """A number in [0, 1], spread evenly over different ``parts`` and always the same for the same ones."""
     return int.from_bytes(digest(*parts)[:8]) / 2**64
 
 
-def digest(*parts: str) -> bytes:
-    """A 16-byte hash of some texts, or of file names that are not UTF-8."""
-    return blake2b("\0".join(parts).encode(errors="surrogateescape"), digest_size=16).digest()
+def digest(*parts: str | bytes) -> bytes:
+    """A 16-byte hash of the parts; the name of a file need not be UTF-8."""
+    data = (part if isinstance(part, bytes) else part.encode(errors="surrogateescape") for part in parts)
+    return blake2b(b"\0".join(data), digest_size=16).digest()
 
 
-def progress(source: Source, what: str, total: int | None = None) -> Iterable[Document]:
+def progress(source: Source, what: str, splits: dict[str, Split] | None = None) -> Iterator[Document]:
     """The documents that have text, with a progress bar on stderr once the step has taken a second."""
     documents = (document for document in source.documents() if document.text)
+    total = sum(split.documents for split in splits.values()) if splits else None
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log file wants fewer lines
-    return tqdm(documents, what, total, unit=" documents", delay=1, mininterval=interval)
+    yield from tqdm(documents, what, total, unit=" documents", delay=1, mininterval=interval)
 
 
 # Tokenizer
 
 
-def read_sentencepiece(path: str) -> bytes:
-    """The model file's content; raises ``InputError`` where it is no model."""
-    model = Path(path).read_bytes()
+def read_sentencepiece(args: argparse.Namespace) -> SentencePieceProcessor:
+    """The existing model; raises ``InputError`` where it is none, or cannot end a document."""
     try:
-        SentencePieceProcessor(model_proto=model)
+        tokenizer = SentencePieceProcessor(model_proto=Path(args.sentencepiece_model).read_bytes() or b"empty")
     except RuntimeError:
-        model = b""
-    if not model:
-        raise InputError(f"--sentencepiece-model {path}: not a SentencePiece model")
-    return model
+        raise InputError(f"{args.sentencepiece_model}: not a SentencePiece model") from None
+    if args.append_eod and tokenizer.eos_id() < 0:
+        raise InputError(f"{args.sentencepiece_model}: no end-of-sentence piece to end documents; see --no-append-eod")
+    return tokenizer
 
 
-def train_sentencepiece(source: Source, found: Scan, args: argparse.Namespace) -> bytes:
-    """Learn a byte-pair encoding that loses nothing: no normalisation, bytes for rare characters, and a piece of their
-    own for newline and tab. The same documents give the same model. Raises ``InputError`` for an impossible size."""
-    learn_from = splits(args)[0]
-    size = found.bytes[learn_from]
-    fraction = TRAINING_BYTES / size
+def train_sentencepiece(source: Source, splits: dict[str, Split], args: argparse.Namespace) -> SentencePieceProcessor:
+    """Learn a byte-pair encoding that loses nothing: no normalisation, bytes for rare characters, a piece each for
+    newline and tab. The same documents give the same model. Raises ``InputError`` for an impossible size."""
+    learn_from = next(iter(splits))
+    size = splits[learn_from].bytes
 
     def lines() -> Iterator[str]:
-        for document in progress(source, "Reading for SentencePiece", found.documents.total()):
-            if split_of(document, args) == learn_from and share("sentencepiece", document.key) <= fraction:
+        for document in progress(source, "Reading for SentencePiece", splits):
+            if split_of(document, args) == learn_from and share("learn", document.key) <= TRAINING_BYTES / size:
                 for line in document.text.split("\n"):
                     yield from (line[at : at + TRAINING_LINE] for at in range(0, len(line), TRAINING_LINE))
 
-    print(f"Training a SentencePiece model on {min(size, TRAINING_BYTES) / 1e6:.1f} MB of text", file=sys.stderr)
+    print(f"Training SentencePiece on {min(size, TRAINING_BYTES) / 1e6:.1f} MB of text", file=sys.stderr)
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -353,43 +328,43 @@ def train_sentencepiece(source: Source, found: Scan, args: argparse.Namespace) -
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,  # an indentation is one piece
+            allow_whitespace_only_pieces=True,  # a piece for an indentation
             user_defined_symbols=["\n", "\t"],
             num_threads=1,  # the number is stored in the model
             minloglevel=2,
         )
     except RuntimeError as error:
         raise InputError(f"--train-sentencepiece {args.train_sentencepiece}: {size_advice(str(error))}") from None
-    return model.getvalue()
+    return SentencePieceProcessor(model_proto=model.getvalue())
 
 
 def size_advice(message: str) -> str:
-    """SentencePiece's complaint about a vocabulary size, in the terms of this tool."""
+    """SentencePiece's complaint about a vocabulary size in this tool's terms."""
     if most := re.search(r"too high.*<= (\d+)", message):
-        return f"more pieces than this corpus yields; at most {most[1]}"
+        return f"the vocabulary is too large for this corpus, which yields at most {most[1]} pieces"
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"fewer pieces than bytes and characters need; at least {least[1]}"
+        return f"the vocabulary is too small for bytes and characters, which need at least {least[1]} pieces"
     return message
 
 
-def make_encoder(processor: SentencePieceProcessor, workers: int) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to token ids; it runs in ``workers`` threads of SentencePiece, outside Python's lock."""
-    mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+def make_encoder(tokenizer: SentencePieceProcessor, workers: int) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to token ids. It runs in ``workers`` threads of SentencePiece, outside Python's lock."""
+    mark = [tokenizer.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
 
-    def encode_marked(text: str) -> list[int]:
-        first, *rest = processor.encode(text.split(SPACE_MARK))
-        return first + [token for part in rest for token in mark + part]
-
-    def encode_texts(texts: list[str]) -> list[list[int]]:
-        encoded = processor.encode(texts, num_threads=workers)
-        if keeps_mark:
-            for index, text in enumerate(texts):
-                if SPACE_MARK in text:
-                    encoded[index] = encode_marked(text)
-        return encoded
+    def encode_with_mark(text: str) -> list[int]:
+        first, *rest = tokenizer.encode(text.split(SPACE_MARK))
+        return [*first, *(token for part in rest for token in mark + part)]
 
     probe = f"a{SPACE_MARK}b"
-    keeps_mark = processor.decode(encode_marked(probe)) == probe  # the model has bytes and adds no space in front
+    keeps_mark = tokenizer.decode(encode_with_mark(probe)) == probe  # it has bytes, and puts no space in front
+
+    def encode_texts(texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = tokenizer.encode(texts, num_threads=workers)
+        for index, text in enumerate(texts):
+            if keeps_mark and SPACE_MARK in text:
+                encoded[index] = encode_with_mark(text)
+        return encoded
+
     return encode_texts
 
 
@@ -397,64 +372,69 @@ def make_encoder(processor: SentencePieceProcessor, workers: int) -> Callable[[l
 
 
 def encode(
-    source: Source, found: Scan, processor: SentencePieceProcessor, draft: Path, args: argparse.Namespace
-) -> Counter[str]:
-    """Write the data files beside ``draft`` and return the tokens per split, ends of documents included."""
+    source: Source,
+    splits: dict[str, Split],
+    tokenizer: SentencePieceProcessor,
+    prefix: Path,
+    args: argparse.Namespace,
+) -> None:
+    """Write the data files that start with ``prefix``, and count the tokens of each split."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    end = [processor.eos_id()] if args.append_eod else []
-    if end == [-1]:
-        raise InputError("the model has no end-of-sentence piece to end a document with; see --no-append-eod")
-    dtype = DType.optimal_dtype(processor.vocab_size())
-    paths = {split: beside(draft, f"_{DATA_NAMES[split]}") for split in splits(args)}
-    builders = {split: IndexedDatasetBuilder(f"{path}.bin", dtype) for split, path in paths.items()}
-    encode_texts = make_encoder(processor, args.workers)
-    tokens: Counter[str] = Counter()
-    for batch in batched(progress(source, "Encoding", found.documents.total()), BATCH_DOCUMENTS):
+    dtype = DType.optimal_dtype(tokenizer.vocab_size())
+    builders = {name: IndexedDatasetBuilder(f"{data_path(prefix, name)}.bin", dtype) for name in splits}
+    encode_texts = make_encoder(tokenizer, args.workers)
+    end = [tokenizer.eos_id()] if args.append_eod else []
+    for batch in batched(progress(source, "Encoding", splits), BATCH_DOCUMENTS):
         for document, ids in zip(batch, encode_texts([document.text for document in batch]), strict=True):
-            split = split_of(document, args)
-            builders[split].add_document(ids + end, [len(ids + end)])
-            tokens[split] += len(ids + end)
-    for split, builder in builders.items():
-        builder.finalize(f"{paths[split]}.idx")
-    return tokens
+            name = split_of(document, args)
+            builders[name].add_document(ids + end, [len(ids + end)])
+            splits[name].tokens += len(ids + end)
+    for name, builder in builders.items():
+        builder.finalize(f"{data_path(prefix, name)}.idx")
 
 
-def beside(prefix: Path, ending: str) -> Path:
-    """The path that starts with ``prefix`` and goes on with ``ending``."""
-    return prefix.with_name(prefix.name + ending)
+def data_path(prefix: Path, split: str) -> str:
+    """A split's data files without their endings, as Megatron's flags want them."""
+    return f"{prefix}_text_document" if split == "all" else f"{prefix}_{split}_text_document"
 
 
-def possible_outputs(prefix: Path, with_model: bool) -> list[Path]:
-    """Whatever a run with this prefix may write, the meta file first."""
-    data = [f"_{name}{suffix}" for name in DATA_NAMES.values() for suffix in (".bin", ".idx")]
-    return [beside(prefix, ending) for ending in ["_meta.json", *data, *([".model"] if with_model else [])]]
+def tokenizer_path(args: argparse.Namespace) -> Path:
+    """Where the tokenizer is, or will be."""
+    return Path(args.sentencepiece_model or f"{Path(args.output_prefix)}.model")
+
+
+def existing_outputs(args: argparse.Namespace) -> list[Path]:
+    """What other runs with this prefix have left, the meta file first. A model is no output where it is an input."""
+    prefix = Path(args.output_prefix)
+    data = (data_path(prefix, split) + ending for split in ("all", "train", "valid") for ending in (".bin", ".idx"))
+    paths = [Path(f"{prefix}_meta.json"), *map(Path, data)]
+    return [path for path in paths + [tokenizer_path(args)] * (not args.sentencepiece_model) if path.exists()]
 
 
 def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:
     """Whether the meta file tells of this recipe and its files are there, at their full size."""
     try:
         meta = json.loads(meta_path.read_text())
-        sizes = {name: (meta_path.parent / name).stat().st_size for name in meta["files"]}
+        sizes = {name: meta_path.with_name(name).stat().st_size for name in meta["files"]}
         return bool(meta["recipe"] == recipe and meta["files"] == sizes)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def print_summary(prefix: Path, meta: dict[str, Any], tokenizer: str) -> None:
+def print_summary(meta: dict[str, Any], splits: dict[str, Split], args: argparse.Namespace) -> None:
     """Print what was written and the Megatron flags that use it."""
-    print(f"{meta['source']}: vocabulary of {meta['tokenizer']['vocabulary_size']} pieces in {tokenizer}")
-    flags = ["--tokenizer-type SentencePieceTokenizer", f"--tokenizer-model {tokenizer}"]
-    for split, facts in meta["splits"].items():
-        print(
-            f"  {split:5}  {facts['documents']} documents, {facts['tokens']} tokens,"
-            f" {facts['bytes'] / facts['tokens']:.2f} bytes per token"
-        )
-        flags.append(f"--{'' if split == 'all' else split + '-'}data-path {prefix.parent / facts['path']}")
+    prefix = Path(args.output_prefix)
+    flags = f"--tokenizer-type {meta['tokenizer_type']} --tokenizer-model {tokenizer_path(args)}"
+    print(f"{meta['source']}: vocabulary of {meta['vocabulary_size']} pieces, {tokenizer_path(args)}")
+    for name, split in splits.items():
+        rate = f"{split.bytes / split.tokens:.2f} bytes per token"
+        print(f"  {name:5}  {split.documents:,} documents, {split.tokens:,} tokens, {rate}")
+        flags += f" --{'' if name == 'all' else name + '-'}data-path {data_path(prefix, name)}"
     print(f"  files  {', '.join(meta['files'])}, {prefix.name}_meta.json in {prefix.parent}")
-    print(f"  use    {' '.join(flags)}")
+    print(f"  flags  {flags}")
 
 
 # Command line
@@ -482,38 +462,28 @@ def _positive(text: str) -> int:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The tool's arguments; ends the process with status 2 and one line where they are wrong."""
     parser = _Parser("preprocess_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sources = parser.add_argument_group("source").add_mutually_exclusive_group(required=True)
-    sources.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files and folders; .jsonl and .json files hold one JSON object a line, any other file is one document",
-    )
-    sources.add_argument("--hf-dataset", metavar="NAME_OR_PATH", help="Hugging Face data set: hub, saved folder or file")
-    sources.add_argument("--python-stdlib", action="store_true", help="this interpreter's standard library (11.5 MB)")
-    parser.add_argument("--glob", default="*", help="which files of a folder, at any depth (default: all)")
-    parser.add_argument("--json-key", default="text", help="JSON key or data set column of the text (default: text)")
-    parser.add_argument("--hf-config", metavar="NAME", help="configuration of the Hugging Face data set")
-    parser.add_argument("--hf-split", default="train", metavar="NAME", help="its split (default: train)")
-    tokenizers = parser.add_argument_group("tokenizer").add_mutually_exclusive_group(required=True)
-    tokenizers.add_argument(
-        "--train-sentencepiece",
-        type=_positive,
-        metavar="VOCAB_SIZE",
-        help=f"learn so many pieces from the training documents (at most {TRAINING_BYTES >> 20} MiB of them)",
-    )
-    tokenizers.add_argument("--sentencepiece-model", metavar="FILE", help="use this model")
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end each document with the tokenizer's end-of-sentence piece (default: yes)",
-    )
-    parser.add_argument("--validation-fraction", type=_fraction, metavar="SHARE", help="of the documents (default: none)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
-    parser.add_argument("--output-prefix", required=True, metavar="PATH", help="of all files written")
-    parser.add_argument("--workers", type=_positive, default=1, help="threads that encode (default: 1)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what exists, even if it is up to date")
+    source = parser.add_mutually_exclusive_group(required=True)
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
+
+    text = "files and folders: .jsonl and .json files hold one JSON object a line, any other file is one document"
+    source.add_argument("--input", nargs="+", metavar="PATH", help=text)
+    source.add_argument("--hf-dataset", metavar="NAME_OR_PATH", help="Hugging Face data set: hub, saved folder or file")
+    source.add_argument("--python-stdlib", action="store_true", help="this interpreter's standard library (11.5 MB)")
+    add("--glob", default="*", help="which files of a folder, at any depth (default: all)")
+    add("--json-key", default="text", help="JSON key or data set column of the text (default: text)")
+    add("--hf-config", metavar="NAME", help="configuration of the Hugging Face data set")
+    add("--hf-split", default="train", metavar="NAME", help="its split (default: train)")
+    text = f"learn so many pieces from the training documents (from {TRAINING_BYTES >> 20} MiB of them at most)"
+    tokenizer.add_argument("--train-sentencepiece", type=_positive, metavar="VOCAB_SIZE", help=text)
+    tokenizer.add_argument("--sentencepiece-model", metavar="FILE", help="use this model")
+    text = "end each document with the tokenizer's end-of-sentence piece (default: yes)"
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--validation-fraction", type=_fraction, metavar="SHARE", help="of the documents, held out (default: none)")
+    add("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    add("--output-prefix", required=True, metavar="PATH", help="path that the names of all files written start with")
+    add("--workers", type=_positive, default=1, help="threads that encode (default: 1)")
+    add("--overwrite", action="store_true", help="replace what exists at this prefix, even if it is up to date")
     return parser.parse_args(argv)
 
 

@@ -79,11 +79,11 @@ def check_options(args: Namespace) -> None:
 
     ``args`` are Megatron's, validated: it has worked out the data-parallel size by then.
     """
-    if args.data_parallel_size < 2:
-        raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
     refused = [f"{flag} ({why})" for flag, why, in_use in _UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
+    if args.data_parallel_size < 2:
+        raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
 
 
 def check_seam() -> None:

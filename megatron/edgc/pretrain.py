@@ -29,9 +29,10 @@ def pretrain_gpt(on_cpu: bool) -> None:
     check_datasets(args)
     model = gpt_config_from_args(args)
     if config is not None:
+        session = Session(config, args)
         check_options(args)
         check_seam()
-        model.post_wrap_hooks.append(Session(config, args).install)
+        model.post_wrap_hooks.append(session.install)
     pretrain(
         pretrain_cfg_container_from_args(args, model),
         gpt.train_valid_test_datasets,

@@ -27,7 +27,7 @@ CASES = {
     "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
     "option": ([*EDGC, "--calculate-per-token-loss"], "--edgc does not support yet: --calculate-per-token-loss"),
     "one rank": (EDGC, "--edgc needs at least 2 data-parallel ranks"),
-    "other batches": ([*TWO_STEPS, "--fim-data"], "pretrain_gpt.py does not implement --fim-data"),
+    "other batches": ([*TWO_STEPS, "--mtp-num-layers", "1"], "pretrain_gpt.py does not implement --mtp-num-layers"),
     "no dataset": (
         [*without(TWO_STEPS, "--mock-data"), "--data-path", "nowhere/corpus"],
         "dataset nowhere/corpus: there is no file nowhere/corpus.idx",
