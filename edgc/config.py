@@ -113,12 +113,10 @@ class EDGCConfig:
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
         if self.dynamic:
-            _require(
-                self.window <= iterations,
-                "window",
-                self.window,
-                f"is longer than the run of {iterations} iterations",
-            )
+            rule = f"is longer than the run of {iterations} iterations"
+            _require(self.window <= iterations, "window", self.window, rule)
+            rule = f"measures nothing at {self.iteration_sampling_rate:g} of the iterations"
+            _require(self.window * self.iteration_sampling_rate >= 1, "window", self.window, rule)
 
     @property
     def dynamic(self) -> bool:

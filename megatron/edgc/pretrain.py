@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -39,6 +40,9 @@ def pretrain_gpt(on_cpu: bool) -> None:
         ModelType.encoder_or_decoder,
         gpt.forward_step,
     )
+    # Megatron leaves its groups to the interpreter's exit, where gloo's threads sometimes abort the process.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _extra_arguments(parser: ArgumentParser, on_cpu: bool) -> ArgumentParser:

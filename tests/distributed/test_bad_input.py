@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
 
 TWO_STEPS = [*TINY_GPT, "--train-iters", "10"]
-EDGC = [*TWO_STEPS, "--edgc", "--edgc-window", "2"]
+EDGC = [*TWO_STEPS, "--edgc", "--edgc-window", "10"]
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -27,7 +27,10 @@ CASES = {
     "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
     "option": ([*EDGC, "--calculate-per-token-loss"], "--edgc does not support yet: --calculate-per-token-loss"),
     "one rank": (EDGC, "--edgc needs at least 2 data-parallel ranks"),
-    "other batches": ([*TWO_STEPS, "--mtp-num-layers", "1"], "pretrain_gpt.py does not implement --mtp-num-layers"),
+    "other batches": (
+        [*TWO_STEPS, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
+        "pretrain_gpt.py does not implement --mtp-num-layers",
+    ),
     "no dataset": (
         [*without(TWO_STEPS, "--mock-data"), "--data-path", "nowhere/corpus"],
         "dataset nowhere/corpus: there is no file nowhere/corpus.idx",

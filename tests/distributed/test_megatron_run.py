@@ -112,8 +112,8 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
 
 
 def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
-    settings = ["--edgc", "--edgc-window", "2", "--edgc-entropy-estimator", "spacing", "--edgc-log-dir", str(tmp_path)]
-    output = train(["--train-iters", "6", *settings], processes=2)
+    settings = ["--edgc", "--edgc-window", "10", "--edgc-entropy-estimator", "spacing", "--edgc-log-dir", str(tmp_path)]
+    output = train(["--train-iters", "20", *settings], processes=2)
     start, *windows = read_events(tmp_path)
     if start["config"]["engine"] == "dense":
         assert "on this link compression takes longer than the dense all-reduce at every rank" in output

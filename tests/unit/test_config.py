@@ -34,6 +34,8 @@ def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any]
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="--edgc-window = 1000: is longer than the run of 500 iterations"):
         EDGCConfig().check_run(500)
+    with pytest.raises(ConfigError, match="--edgc-window = 9: measures nothing at 0.1 of the iterations"):
+        EDGCConfig(window=9).check_run(500)
     EDGCConfig().check_run(1000)
     EDGCConfig(static_rank=8).check_run(500)  # no window is needed where nothing is decided
 
