@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.global_vars import get_tensorboard_writer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from edgc.config import ConfigError
@@ -40,7 +41,10 @@ def pretrain_gpt(on_cpu: bool) -> None:
         ModelType.encoder_or_decoder,
         gpt.forward_step,
     )
-    # Megatron leaves its groups to the interpreter's exit, where gloo's threads sometimes abort the process.
+    # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
+    # gloo's threads sometimes abort the process.
+    if writer := get_tensorboard_writer():
+        writer.close()
     dist.barrier()
     dist.destroy_process_group()
 
