@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -75,6 +76,9 @@ class Split:
     tokens: int = 0
 
 
+type Splits = dict[str, Split]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the tool with ``argv`` (the process's own by default) and return its exit status."""
     try:
@@ -89,14 +93,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1
 
 
-def preprocess(args: argparse.Namespace) -> None:
+def preprocess(args: Namespace) -> None:
     """Do what the arguments ask for, or nothing where it has been done. Raises ``InputError`` and ``OSError``."""
     tokenizer = None if args.sentencepiece_model is None else read_sentencepiece(args)
     source = make_source(args)
     splits, fingerprint = scan(source, args)
     recipe = {
         "source": fingerprint,
-        "tokenizer": digest(tokenizer.serialized_model_proto()).hex() if tokenizer else args.train_sentencepiece,
+        "tokenizer": hash_of(tokenizer.serialized_model_proto()).hex() if tokenizer else args.train_sentencepiece,
         "append_eod": args.append_eod,
         "validation_fraction": args.validation_fraction,
         "seed": args.seed,
@@ -117,7 +121,7 @@ def preprocess(args: argparse.Namespace) -> None:
             tokenizer = train_sentencepiece(source, splits, args)
             Path(f"{draft}.model").write_bytes(tokenizer.serialized_model_proto())
         encode(source, splits, tokenizer, draft, args)
-        meta = {
+        meta: dict[str, Any] = {
             "source": source.description,
             "tokenizer_type": "SentencePieceTokenizer",
             "tokenizer_model": tokenizer_path(args).name,
@@ -138,7 +142,7 @@ def preprocess(args: argparse.Namespace) -> None:
 # Sources
 
 
-def make_source(args: argparse.Namespace) -> Source:
+def make_source(args: Namespace) -> Source:
     """The source that the arguments name; raises ``InputError`` where there is nothing to read."""
     if args.python_stdlib:
         return Source(f"standard library of Python {platform.python_version()}", read_stdlib)
@@ -244,7 +248,7 @@ def record(value: object, where: str, key: str) -> Document:
 # Scan and split
 
 
-def scan(source: Source, args: argparse.Namespace) -> tuple[dict[str, Split], str]:
+def scan(source: Source, args: Namespace) -> tuple[Splits, str]:
     """Read the source once: its splits, the one to learn from first, and a hash of all documents in their order.
 
     Raises ``InputError`` where a document is unusable or a split would be empty."""
@@ -254,7 +258,7 @@ def scan(source: Source, args: argparse.Namespace) -> tuple[dict[str, Split], st
         split = splits[split_of(document, args)]
         split.documents += 1
         split.bytes += len(document.text.encode())
-        fingerprint.update(digest(*document))
+        fingerprint.update(hash_of("\0".join(document)))
     total = sum(split.documents for split in splits.values())
     if total == 0:
         raise InputError(f"{source.description}: no text in it")
@@ -264,7 +268,7 @@ def scan(source: Source, args: argparse.Namespace) -> tuple[dict[str, Split], st
     return splits, fingerprint.hexdigest()
 
 
-def split_of(document: Document, args: argparse.Namespace) -> str:
+def split_of(document: Document, args: Namespace) -> str:
     """The name of the split that the document belongs to, whatever the other documents are."""
     if args.validation_fraction is None:
         return "all"
@@ -273,16 +277,15 @@ def split_of(document: Document, args: argparse.Namespace) -> str:
 
 def share(*parts: str) -> float:
     """A number in [0, 1], spread evenly over different ``parts`` and always the same for the same ones."""
-    return int.from_bytes(digest(*parts)[:8]) / 2**64
+    return int.from_bytes(hash_of("\0".join(parts))[:8]) / 2**64
 
 
-def digest(*parts: str | bytes) -> bytes:
-    """A 16-byte hash of the parts; the name of a file need not be UTF-8."""
-    data = (part if isinstance(part, bytes) else part.encode(errors="surrogateescape") for part in parts)
-    return blake2b(b"\0".join(data), digest_size=16).digest()
+def hash_of(data: str | bytes) -> bytes:
+    """A 16-byte hash; of a file's name too, which need not be UTF-8."""
+    return blake2b(data if isinstance(data, bytes) else data.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
-def progress(source: Source, what: str, splits: dict[str, Split] | None = None) -> Iterator[Document]:
+def progress(source: Source, what: str, splits: Splits | None = None) -> Iterator[Document]:
     """The documents that have text, with a progress bar on stderr once the step has taken a second."""
     documents = (document for document in source.documents() if document.text)
     total = sum(split.documents for split in splits.values()) if splits else None
@@ -293,7 +296,7 @@ def progress(source: Source, what: str, splits: dict[str, Split] | None = None) 
 # Tokenizer
 
 
-def read_sentencepiece(args: argparse.Namespace) -> SentencePieceProcessor:
+def read_sentencepiece(args: Namespace) -> SentencePieceProcessor:
     """The existing model; raises ``InputError`` where it is none, or cannot end a document."""
     try:
         tokenizer = SentencePieceProcessor(model_proto=Path(args.sentencepiece_model).read_bytes() or b"empty")
@@ -304,7 +307,7 @@ def read_sentencepiece(args: argparse.Namespace) -> SentencePieceProcessor:
     return tokenizer
 
 
-def train_sentencepiece(source: Source, splits: dict[str, Split], args: argparse.Namespace) -> SentencePieceProcessor:
+def train_sentencepiece(source: Source, splits: Splits, args: Namespace) -> SentencePieceProcessor:
     """Learn a byte-pair encoding that loses nothing: no normalisation, bytes for rare characters, a piece each for
     newline and tab. The same documents give the same model. Raises ``InputError`` for an impossible size."""
     learn_from = next(iter(splits))
@@ -371,13 +374,7 @@ def make_encoder(tokenizer: SentencePieceProcessor, workers: int) -> Callable[[l
 # Output
 
 
-def encode(
-    source: Source,
-    splits: dict[str, Split],
-    tokenizer: SentencePieceProcessor,
-    prefix: Path,
-    args: argparse.Namespace,
-) -> None:
+def encode(source: Source, splits: Splits, tokenizer: SentencePieceProcessor, prefix: Path, args: Namespace) -> None:
     """Write the data files that start with ``prefix``, and count the tokens of each split."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
@@ -401,12 +398,12 @@ def data_path(prefix: Path, split: str) -> str:
     return f"{prefix}_text_document" if split == "all" else f"{prefix}_{split}_text_document"
 
 
-def tokenizer_path(args: argparse.Namespace) -> Path:
+def tokenizer_path(args: Namespace) -> Path:
     """Where the tokenizer is, or will be."""
     return Path(args.sentencepiece_model or f"{Path(args.output_prefix)}.model")
 
 
-def existing_outputs(args: argparse.Namespace) -> list[Path]:
+def existing_outputs(args: Namespace) -> list[Path]:
     """What other runs with this prefix have left, the meta file first. A model is no output where it is an input."""
     prefix = Path(args.output_prefix)
     data = (data_path(prefix, split) + ending for split in ("all", "train", "valid") for ending in (".bin", ".idx"))
@@ -424,7 +421,7 @@ def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:
         return False
 
 
-def print_summary(meta: dict[str, Any], splits: dict[str, Split], args: argparse.Namespace) -> None:
+def print_summary(meta: dict[str, Any], splits: Splits, args: Namespace) -> None:
     """Print what was written and the Megatron flags that use it."""
     prefix = Path(args.output_prefix)
     flags = f"--tokenizer-type {meta['tokenizer_type']} --tokenizer-model {tokenizer_path(args)}"
@@ -459,7 +456,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> Namespace:
     """The tool's arguments; ends the process with status 2 and one line where they are wrong."""
     parser = _Parser("preprocess_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)

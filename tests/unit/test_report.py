@@ -1,0 +1,122 @@
+"""The report from synthetic runs, whose figures are known."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from edgc.events import EventLog
+
+REPOSITORY = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("report", REPOSITORY / "tools" / "report.py")
+assert _spec is not None and _spec.loader is not None
+report = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(report)
+
+RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
+
+
+def write_run(folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True) -> None:
+    log = EventLog(str(folder))
+    stage = {"matrices": [["w", 8, 8]], "dense": [], "cost": None}
+    log.write("start", config={"window": 10, "seed": 7}, iterations=40, stages=[stage] * 2, world_size=4, versions={})
+    for window, ranks in enumerate(RANKS, start=1):
+        stages = [{"entropy": -float(window)}, {"entropy": None}]
+        log.write(
+            "window",
+            iteration=10 * window,
+            last=finished and window == 4,
+            ranks=ranks,
+            stages=stages,
+            step_seconds=9.0 if window == 1 else seconds * window,
+            dp_bytes=megabytes * 1e6 * window / 4,
+        )
+    writer = SummaryWriter(str(folder / "tensorboard"))
+    for step in range(1, 41):
+        writer.add_scalar("lm loss", 5 - step / 20, step)
+    writer.add_scalar("lm loss validation", 9.0, 20)
+    writer.add_scalar("lm loss validation", val_loss, 40)
+    writer.add_scalar("lm loss validation", 7.0, 40)  # Megatron's test loss, under the same name
+    writer.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write_run(tmp_path / "dense", val_loss=2.0, megabytes=100, seconds=1.0)
+    write_run(tmp_path / "edgc", val_loss=2.01, megabytes=25, seconds=0.5)
+    return tmp_path
+
+
+def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(runs)]) == 0
+    summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
+    assert summary["dense"] == {"val_loss": 2.0, "dp_bytes": 100e6, "step_seconds": 3.0}
+    edgc = summary["edgc"]
+    assert edgc["val_loss"] == pytest.approx(2.01) and (edgc["dp_bytes"], edgc["step_seconds"]) == (25e6, 1.5)
+    assert edgc["ranks"] == RANKS and edgc["entropy"] == [[-1, None], [-2, None], [-3, None], [-4, None]]
+    assert summary["dp_bytes_ratio"] == 0.25
+    assert summary["val_loss_gap"] == pytest.approx(0.005)
+    out = capsys.readouterr().out
+    assert re.search(r"edgc +2\.0100 +\+0\.50% +25\.0 MB +4\.00x +1\.500", out)
+    assert "stage 1: dense for 1 window, rank 16 for 1 window, rank 8 for 2 windows" in out
+    assert "stage 2: dense for 1 window, rank 16 for 1 window, rank 12 for 1 window, dense for 1 window" in out
+
+
+def test_the_page_loads_nothing_and_the_picture_is_small(runs: Path) -> None:
+    report.main([str(runs)])
+    page = (runs / "report.html").read_text()
+    assert "data:image/png;base64," in page and "+0.50%" in page
+    assert re.findall(r"(?:src|href)=\"(?!data:)", page) == []
+    picture = (runs / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 300_000
+    assert sorted(path.name for path in runs.iterdir()) == [
+        "dense",
+        "edgc",
+        "report.html",
+        "report.png",
+        "summary.json",
+    ]
+
+
+def test_a_last_line_cut_short_is_no_finished_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = runs / "edgc" / "events.jsonl"
+    log.write_text(log.read_text()[:-20])
+    assert report.main([str(runs)]) == 2
+    assert capsys.readouterr().err == f"report: error: {runs / 'edgc'}: the run has not finished\n"
+
+
+@pytest.mark.parametrize("case", ["missing", "unfinished", "no loss"])
+def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
+    runs: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = runs / "edgc"
+    if case == "missing":
+        (broken / "events.jsonl").unlink()
+        message = "there is no events.jsonl"
+    elif case == "no loss":
+        for file in (broken / "tensorboard").iterdir():
+            file.unlink()
+        message = "no validation loss"
+    else:
+        (broken / "events.jsonl").unlink()
+        write_run(broken, 2.0, 1.0, 1.0, finished=False)
+        message = "the run has not finished"
+    assert report.main([str(runs)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert not (runs / "summary.json").exists() and not (runs / "report.png").exists()
+
+
+def test_the_document_names_every_field_of_the_log() -> None:
+    from dataclasses import fields
+
+    from edgc.controller import RankPlan
+    from megatron.edgc.training import RankWindow, WindowReport
+
+    document = (REPOSITORY / "docs" / "events.md").read_text()
+    for record in (RankPlan, RankWindow, WindowReport):
+        assert [field.name for field in fields(record) if f"`{field.name}`" not in document] == []
