@@ -56,6 +56,13 @@ _UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "a repeated step would advance the error feedback twice",
         lambda a: a.rerun_mode == "report_stats",
     ),
+    ("--cuda-graph-impl", "a replay may still be writing the gradients", lambda a: a.cuda_graph_impl != "none"),
+    (
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "those gradients lie outside the bucket",
+        lambda a: bool(a.ddp_param_name_patterns_for_fp32_local_accumulation),
+    ),
+    ("--optimizer dist_muon", "it shards parameters by layer", lambda a: a.optimizer == "dist_muon"),
     (
         "--save-wgrads-interval",
         "it forces Megatron's own all-reduce",

@@ -70,6 +70,11 @@ UNSUPPORTED = {
     "--check-for-spiky-loss": {"check_for_spiky_loss": True},
     "--check-for-large-grads": {"check_for_large_grads": True},
     "--rerun-mode report_stats": {"rerun_mode": "report_stats"},
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": {
+        "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]
+    },
+    "--optimizer dist_muon": {"optimizer": "dist_muon"},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
 }
 
