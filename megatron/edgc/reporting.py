@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer
@@ -19,9 +18,7 @@ from edgc.allocation import Allocation
 from edgc.config import EDGCConfig
 from edgc.controller import StageCost
 from edgc.events import EventLog
-
-if TYPE_CHECKING:
-    from megatron.edgc.training import WindowReport
+from megatron.edgc.windows import WindowReport
 
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32 in every mode that EDGC supports
 
@@ -95,7 +92,7 @@ class Reporter:
                 f"{int(left // 60)} m {left % 60:02.0f} s left"
             )
 
-    def window(self, report: "WindowReport", last: bool) -> None:
+    def window(self, report: WindowReport, last: bool) -> None:
         """One line per stage, the scalars, and the event."""
         plan = report.plan
         for stage, seen in enumerate(report.stages):
@@ -111,7 +108,7 @@ class Reporter:
         self._tensorboard(report)
         self.events.write("window", last=last, **asdict(report))
 
-    def _tensorboard(self, report: "WindowReport") -> None:
+    def _tensorboard(self, report: WindowReport) -> None:
         writer = get_tensorboard_writer()
         if not writer:
             return

@@ -26,6 +26,7 @@ from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
 from megatron.edgc.reporting import Reporter
+from megatron.edgc.windows import RankWindow, WindowReport, mean_or_nan, median_or_nan, merge
 
 
 @dataclass(frozen=True)
@@ -36,36 +37,6 @@ class StageSetup:
     allocation: Allocation
     cost: StageCost | None
     break_even: int
-
-
-@dataclass(frozen=True)
-class RankWindow:
-    """What one rank saw in one window."""
-
-    stage: int
-    entropy: float
-    residual: float
-    reduce_seconds: float
-    micro_backward_seconds: float
-    dp_bytes: float
-    dp_bytes_dense: float
-
-
-@dataclass(frozen=True)
-class WindowReport:
-    """A closed window as every rank gets it from rank 0.
-
-    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
-    The byte counts are of the whole run so far, the mean over all ranks.
-    """
-
-    iteration: int
-    ranks: tuple[int | None, ...]
-    plan: RankPlan
-    stages: tuple[RankWindow, ...]
-    step_seconds: float
-    dp_bytes: float
-    dp_bytes_dense: float
 
 
 class Session:
@@ -216,7 +187,7 @@ class Session:
         totals = _all_gather((self.traffic.bytes, self._dense_bytes))
         report = None
         if self.controller is not None:
-            stages = tuple(_merged(stage) for stage in _by_stage(seen))
+            stages = tuple(merge(stage) for stage in _by_stage(seen))
             if decide:
                 self.controller.observe(
                     [StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds) for s in stages]
@@ -240,10 +211,10 @@ class Session:
         sent, dense = self.traffic.bytes, self._dense_bytes
         window = RankWindow(
             stage=self.stage,
-            entropy=_mean([value for m in measurements for value in m.entropy]),
-            residual=_mean([value for m in measurements for value in m.residual]),
-            reduce_seconds=_median(self.reduce_spans.take_seconds()),
-            micro_backward_seconds=_median(self.backward_spans.take_seconds()),
+            entropy=mean_or_nan([value for m in measurements for value in m.entropy]),
+            residual=mean_or_nan([value for m in measurements for value in m.residual]),
+            reduce_seconds=median_or_nan(self.reduce_spans.take_seconds()),
+            micro_backward_seconds=median_or_nan(self.backward_spans.take_seconds()),
             dp_bytes=sent - self._window_start[0],
             dp_bytes_dense=dense - self._window_start[1],
         )
@@ -271,26 +242,3 @@ def _by_stage(records: Sequence[Any]) -> list[list[Any]]:
 def _slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
     """The cost of a stage whose ranks measured it separately; None if they did not."""
     return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)
-
-
-def _merged(ranks: Sequence[RankWindow]) -> RankWindow:
-    """One stage from its ranks: means, but the shortest reduction, since the others also waited for a late peer."""
-    return RankWindow(
-        stage=ranks[0].stage,
-        entropy=_mean([r.entropy for r in ranks if math.isfinite(r.entropy)]),
-        residual=_mean([r.residual for r in ranks if math.isfinite(r.residual)]),
-        reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
-        micro_backward_seconds=_mean(
-            [r.micro_backward_seconds for r in ranks if math.isfinite(r.micro_backward_seconds)]
-        ),
-        dp_bytes=fmean(r.dp_bytes for r in ranks),
-        dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else math.nan
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else math.nan

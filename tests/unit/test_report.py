@@ -115,7 +115,7 @@ def test_the_document_names_every_field_of_the_log() -> None:
     from dataclasses import fields
 
     from edgc.controller import RankPlan
-    from megatron.edgc.training import RankWindow, WindowReport
+    from megatron.edgc.windows import RankWindow, WindowReport
 
     document = (REPOSITORY / "docs" / "events.md").read_text()
     for record in (RankPlan, RankWindow, WindowReport):

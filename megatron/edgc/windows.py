@@ -1,0 +1,63 @@
+"""What a window leaves behind: the record of each rank, of each stage, and of the whole run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from edgc.controller import RankPlan
+
+
+@dataclass(frozen=True)
+class RankWindow:
+    """What one rank saw in one window."""
+
+    stage: int
+    entropy: float
+    residual: float
+    reduce_seconds: float
+    micro_backward_seconds: float
+    dp_bytes: float
+    dp_bytes_dense: float
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """A closed window as every rank gets it from rank 0.
+
+    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
+    The byte counts are of the whole run so far, the mean over all ranks.
+    """
+
+    iteration: int
+    ranks: tuple[int | None, ...]
+    plan: RankPlan
+    stages: tuple[RankWindow, ...]
+    step_seconds: float
+    dp_bytes: float
+    dp_bytes_dense: float
+
+
+def merge(ranks: Sequence[RankWindow]) -> RankWindow:
+    """One stage from its ranks: means, but the shortest reduction, since the others also waited for a late peer."""
+    return RankWindow(
+        stage=ranks[0].stage,
+        entropy=mean_or_nan([r.entropy for r in ranks if math.isfinite(r.entropy)]),
+        residual=mean_or_nan([r.residual for r in ranks if math.isfinite(r.residual)]),
+        reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
+        micro_backward_seconds=mean_or_nan(
+            [r.micro_backward_seconds for r in ranks if math.isfinite(r.micro_backward_seconds)]
+        ),
+        dp_bytes=fmean(r.dp_bytes for r in ranks),
+        dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
+    )
+
+
+def mean_or_nan(values: Sequence[float]) -> float:
+    """Mean; NaN of nothing."""
+    return fmean(values) if values else math.nan
+
+
+def median_or_nan(values: Sequence[float]) -> float:
+    """Median; NaN of nothing."""
+    return median(values) if values else math.nan
