@@ -91,13 +91,12 @@ class Controller:
         self.plan = self._first_plan()
 
     def _first_plan(self) -> RankPlan:
-        dense = RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
-        if self.config.static_rank is None or self.config.engine == "dense":
-            return dense
+        if self.config.engine == "dense":
+            return RankPlan(0, 0, (None,) * len(self.stages), reason="dense engine")
+        if self.config.static_rank is None:
+            return RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
         first = math.ceil(self.config.warmup_fraction * self.iterations)
-        return replace(
-            dense, first_iteration=first, ranks=(self.config.static_rank,) * len(self.stages), reason="static"
-        )
+        return RankPlan(0, first, (self.config.static_rank,) * len(self.stages), reason="static")
 
     def observe(self, observations: Sequence[StageObservation]) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""

@@ -406,9 +406,9 @@ def tokenizer_path(args: Namespace) -> Path:
 def existing_outputs(args: Namespace) -> list[Path]:
     """What other runs with this prefix have left, the meta file first. A model is no output where it is an input."""
     prefix = Path(args.output_prefix)
-    data = (data_path(prefix, split) + ending for split in ("all", "train", "valid") for ending in (".bin", ".idx"))
-    paths = [Path(f"{prefix}_meta.json"), *map(Path, data)]
-    return [path for path in paths + [tokenizer_path(args)] * (not args.sentencepiece_model) if path.exists()]
+    data = [data_path(prefix, split) + ending for split in ("all", "train", "valid") for ending in (".bin", ".idx")]
+    model = [f"{prefix}.model"] if args.sentencepiece_model is None else []
+    return [path for path in map(Path, [f"{prefix}_meta.json", *data, *model]) if path.exists()]
 
 
 def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:

@@ -160,7 +160,11 @@ def draw(dense: Run, edgc: Run) -> bytes:
     draw_ranks(ranks, edgc)
     for run in (dense, edgc):
         colour = RUN_COLOURS[run.name]
-        loss.plot(*zip(*run.loss, strict=True), color=colour, linewidth=1, label=f"{run.name}, training")
+        # the runs nearly coincide: the dense one is drawn wide and light so that both can be seen
+        width, opacity = (4, 0.4) if run.name == "dense" else (1, 1)
+        loss.plot(
+            *zip(*run.loss, strict=True), color=colour, linewidth=width, alpha=opacity, label=f"{run.name}, training"
+        )
         marker = "o" if run.name == "dense" else "D"
         end = edgc.start["iterations"]
         label = f"{run.name}, validation {run.val_loss:.4f}"

@@ -59,8 +59,9 @@ class Reporter:
             for parameter, why in allocation.dense:
                 count[why] += 1
                 size[why] += parameter.elements * GRADIENT_BYTES
-            for why in count:
-                lines.append(f"stage {stage} dense: {count[why]} parameters, {_bytes(size[why])} a step: {why}")
+            for why, number in count.items():
+                plural = "s" if number > 1 else ""
+                lines.append(f"stage {stage} dense: {number} parameter{plural}, {_bytes(size[why])} a step: {why}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.events.write(
             "start",
@@ -86,10 +87,10 @@ class Reporter:
         """At Megatron's log interval: how far, how fast, how long still."""
         if completed % self.args.log_interval == 0 and step_seconds:
             pace = median(step_seconds)
-            left = (self.iterations - completed) * pace
+            minutes, seconds = divmod(round((self.iterations - completed) * pace), 60)
             self._print(
                 f"edgc | {completed}/{self.iterations} iterations | {pace:.3f} s/step | "
-                f"{int(left // 60)} m {left % 60:02.0f} s left"
+                f"{minutes} m {seconds:02d} s left"
             )
 
     def window(self, report: WindowReport, last: bool) -> None:

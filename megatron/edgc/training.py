@@ -103,6 +103,11 @@ class Session:
         self.plan = self._broadcast(self.controller.plan if self.controller else None)
         self.reporter = Reporter(self.config, self.args, self.iterations)
         self.reporter.start(allocations, costs)
+        if (self.args.save or self.args.load) and self.config.engine != "dense":
+            Reporter.warn(
+                "checkpoints hold no EDGC state yet: after a resume the error feedback starts at zero and the "
+                "reduction is dense until entropy is stable again"
+            )
         return chunks
 
     def _smallest_rank(self) -> int:
