@@ -1,0 +1,37 @@
+from argparse import ArgumentParser, Namespace
+
+import pytest
+
+from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from megatron.edgc.arguments import add_arguments, config_from_args
+
+
+def parse(*arguments: str) -> Namespace:
+    return add_arguments(ArgumentParser(allow_abbrev=False)).parse_args(arguments)
+
+
+def test_every_setting_is_a_flag_with_help_unit_default_and_source() -> None:
+    text = " ".join(add_arguments(ArgumentParser()).format_help().split())
+    for knob in knobs():
+        assert flag(knob.name) in text, knob.name
+        assert f"[{knob.metadata['unit']}]" in text
+        assert knob.metadata["source"] in text
+    assert "Default: 1000." in text and "Default: 0.1." in text
+
+
+def test_flags_become_settings_of_the_right_type() -> None:
+    config = config_from_args(
+        parse("--edgc", "--edgc-rmax", "64", "--edgc-warmup-fraction", "0.2", "--edgc-no-align", "--edgc-log-dir", "x")
+    )
+    assert config == EDGCConfig(rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
+
+
+def test_without_flags_the_defaults_are_those_of_the_dataclass() -> None:
+    assert config_from_args(parse("--edgc")) == EDGCConfig()
+    assert config_from_args(parse()) is None
+
+
+@pytest.mark.parametrize("stray", [["--edgc-rmax", "8"], ["--edgc-no-align"], ["--edgc-window", "1000"]])
+def test_a_setting_without_edgc_is_refused(stray: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{stray[0]} given without --edgc"):
+        config_from_args(parse(*stray))
