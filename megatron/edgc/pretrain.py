@@ -1,6 +1,6 @@
 """Pretraining with EDGC: parse, check, install, and hand over to Megatron's own ``pretrain``."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, HelpFormatter, Namespace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,18 @@ def pretrain_gpt(on_cpu: bool) -> None:
     dist.destroy_process_group()
 
 
+class _Help(HelpFormatter):
+    """Prints a help text with a stray % as it is; Megatron 0.19.2 has one, on which ``--help`` would fail."""
+
+    def _expand_help(self, action: Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except ValueError:
+            return action.help or ""
+
+
 def _extra_arguments(parser: ArgumentParser, on_cpu: bool) -> ArgumentParser:
+    parser.formatter_class = _Help
     add_arguments(parser)
     if on_cpu:
         parser.set_defaults(**cpu.ARGUMENT_DEFAULTS)

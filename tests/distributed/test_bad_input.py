@@ -60,6 +60,12 @@ def test_one_clear_line(case: str, outcomes: dict[str, tuple[int, str]]) -> None
     assert "iteration        1/" not in output
 
 
+def test_help_lists_megatrons_flags_and_ours() -> None:
+    finished = launch(PRETRAIN, ["--help"])
+    assert finished.returncode == 0, finished.stdout[-500:]
+    assert "--pipeline-model-parallel-size" in finished.stdout and "--edgc-window" in finished.stdout
+
+
 def write_dataset(prefix: Path) -> None:
     import numpy as np
     import torch

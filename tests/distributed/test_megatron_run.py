@@ -123,9 +123,11 @@ def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
         assert start["stages"][0]["cost"]["dense_seconds"] > 0
 
 
-def test_static_rank_is_powersgd_after_the_warm_up(tmp_path: Path) -> None:
+def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ranks(tmp_path: Path) -> None:
     settings = ["--edgc", "--edgc-static-rank", "8", "--edgc-warmup-fraction", "0.5", "--edgc-window", "2"]
-    train(["--train-iters", "8", *settings, "--edgc-log-dir", str(tmp_path)], processes=2)
+    train(["--train-iters", "8", *settings, "--edgc-log-dir", str(tmp_path)])
     start, *windows = read_events(tmp_path)
     assert [event["ranks"] for event in windows] == [[None], [None], [8], [8]]
-    assert windows[0]["stages"][0]["dp_bytes"] > 1.5 * windows[-1]["stages"][0]["dp_bytes"]
+    (setup,) = start["stages"]
+    elements = sum(8 * (rows + cols) for _, rows, cols in setup["matrices"]) + sum(e for _, e, _ in setup["dense"])
+    assert windows[-1]["stages"][0]["dp_bytes"] == 2 * 4 * elements * 2 * 3 / 4  # two steps in fp32 among four ranks
