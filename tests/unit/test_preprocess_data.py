@@ -236,6 +236,11 @@ def test_a_foreign_model_encodes_as_in_megatron(tmp_path: Path, prefix: Path) ->
     assert [ids.tolist() for ids in tokens(f"{prefix}_text_document")] == expected
 
 
+def test_newline_tab_and_indentation_are_a_token_each(model: Path) -> None:
+    pieces = SentencePieceProcessor(model_file=str(model)).encode("\n\t\n    a", out_type=str)
+    assert pieces == ["\n", "\t", "\n", "▁▁▁▁", "a"]
+
+
 def test_long_lines_are_learned_from(tmp_path: Path, prefix: Path) -> None:
     line = " ".join(f"{word}{number}" for number in range(2000) for word in ("alpha", "omega"))
     assert len(line) > 20000
