@@ -31,6 +31,11 @@ class Allocation:
     dense: tuple[tuple[Parameter, str], ...]
 
     @property
+    def dense_elements(self) -> int:
+        """Elements that travel dense in every step, whatever the rank."""
+        return sum(parameter.elements for parameter, _ in self.dense)
+
+    @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple((matrix.rows, matrix.cols) for matrix in self.matrices)
 

@@ -14,7 +14,10 @@ MULTIPLE = 4  # ranks in multiples of 4 suit tensor cores
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds that a stage's data-parallel reduction takes: compressed as a function of rank, and dense."""
+    """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
+
+    Both include the parameters that always travel dense, as the reductions timed in training do.
+    """
 
     compressed: CommCost
     dense_seconds: float

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from edgc.alignment import CommCost, break_even_rank
-from edgc.allocation import pays
+from edgc.allocation import Allocation, pays
 from edgc.collectives import Communicator, all_reduce_bytes
 from edgc.config import DTYPES, EDGCConfig
 from edgc.controller import MULTIPLE, StageCost
@@ -30,37 +30,43 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     )
 
 
-def cost_of_link(matrices: Sequence[MatrixSpec], config: EDGCConfig, ranks: int, gbps: float) -> StageCost:
+def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float) -> StageCost:
     """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
-    bytes_per_second = gbps * 1e9 / 8
-    per_rank = sum(matrix.rows + matrix.cols for matrix in matrices) * DTYPES[config.wire_dtype].itemsize
-    dense = sum(matrix.rows * matrix.cols for matrix in matrices) * 4
-    return StageCost(
-        CommCost(0.0, max(all_reduce_bytes(per_rank, ranks) / bytes_per_second, 1e-12)),
-        all_reduce_bytes(dense, ranks) / bytes_per_second,
-    )
+
+    def seconds(elements: int, dtype: torch.dtype) -> float:
+        return all_reduce_bytes(elements * dtype.itemsize, ranks) / (gbps * 1e9 / 8)
+
+    rest = seconds(allocation.dense_elements, torch.float32)
+    per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes), DTYPES[config.wire_dtype])
+    dense = seconds(sum(rows * cols for rows, cols in allocation.shapes), torch.float32)
+    return StageCost(CommCost(rest, per_rank), rest + dense)
 
 
-def probe(
-    matrices: Sequence[MatrixSpec], config: EDGCConfig, communicator: Communicator, device: torch.device
-) -> StageCost:
-    """Time dense and compressed reductions of scratch copies of the matrices.
+def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device) -> StageCost:
+    """Time dense and compressed reductions of scratch copies of a stage's gradients.
 
-    Every rank of the group must call this at the same time. Takes memory for one more fp32 gradient and error of
-    ``matrices`` while it runs. The smallest of a few repetitions counts: anything above it is noise.
+    Every rank of the group must call this at the same time. Takes memory for two more fp32 gradients and the error
+    while it runs. The smallest of a few repetitions counts: anything above it is noise.
     """
+    matrices = allocation.matrices
     generator = torch.Generator().manual_seed(config.seed)
+    rest = torch.zeros(max(allocation.dense_elements, 1), device=device)
     scratch = {
         matrix.name: torch.randn(matrix.rows, matrix.cols, generator=generator).to(device) for matrix in matrices
     }
-    flat = torch.cat([gradient.reshape(-1) for gradient in scratch.values()])
+    flat = torch.cat([rest, *(gradient.reshape(-1) for gradient in scratch.values())])
     dense_seconds = _fastest(lambda: communicator.all_reduce(flat).wait(), [flat], communicator)
     top = largest_rank(matrices, config.min_saving)
     ranks = sorted({max(MULTIPLE, top // 4), max(2 * MULTIPLE, top // 2), max(3 * MULTIPLE, top)})
     engine = ENGINES[config.engine](matrices, config, device)
 
     def compressed(rank: int) -> Callable[[], None]:
-        return lambda: run(engine.reduce(scratch, {name: rank for name in scratch}, communicator))
+        def reduce() -> None:
+            work = communicator.all_reduce(rest)
+            run(engine.reduce(scratch, {name: rank for name in scratch}, communicator))
+            work.wait()
+
+        return reduce
 
     seconds = [_fastest(compressed(rank), list(scratch.values()), communicator) for rank in ranks]
     return StageCost(CommCost.fit(ranks, seconds), dense_seconds)

@@ -51,7 +51,7 @@ class PowerSGD(Engine):
         yield communicator.all_reduce_packed(factors, self.wire_dtype)
 
         # Every rank holds the same sum, so every rank takes the same branch. A sum is finite only if all terms are.
-        if not all(bool(torch.isfinite(factor).all()) for factor in factors):
+        if not torch.stack([torch.isfinite(factor).all() for factor in factors]).all():
             for _, matrix in work:
                 matrix.fill_(torch.nan)
             return

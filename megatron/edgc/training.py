@@ -123,9 +123,9 @@ class Session:
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:
             cost = (
-                probe.probe(candidates.matrices, config, communicator, device)
+                probe.probe(candidates, config, communicator, device)
                 if config.link_gbps is None
-                else probe.cost_of_link(candidates.matrices, config, communicator.ranks, config.link_gbps)
+                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps)
             )
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
         setups = _all_gather(StageSetup(self.stage, candidates, cost, break_even))

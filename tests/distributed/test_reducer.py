@@ -109,10 +109,10 @@ def test_the_residual_is_that_of_the_matrix_that_was_to_be_sent() -> None:
 
 def probed(rank: int) -> tuple[float, float, int]:
     config = EDGCConfig()
-    matrices = allocate([Parameter(f"m{i}", (256, 256)) for i in range(4)], 4, 2.0).matrices
+    allocation = allocate([Parameter(f"m{i}", (256, 256)) for i in range(4)] + [Parameter("bias", (256,))], 4, 2.0)
     assert dist.group.WORLD is not None
-    cost = probe(matrices, config, Communicator(dist.group.WORLD, Traffic()), CPU)
-    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, matrices, 2.0)
+    cost = probe(allocation, config, Communicator(dist.group.WORLD, Traffic()), CPU)
+    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, allocation.matrices, 2.0)
 
 
 def test_a_probe_times_both_reductions() -> None:

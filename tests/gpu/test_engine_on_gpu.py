@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from edgc.allocation import Allocation
 from edgc.collectives import Communicator, Traffic
 from edgc.config import EDGCConfig
 from edgc.engines import MatrixSpec, PowerSGD
@@ -45,7 +46,7 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
 
 def test_probing_and_timing_use_the_devices_own_clock(communicator: Communicator) -> None:
     device = torch.device("cuda")
-    cost = probe(MATRICES, EDGCConfig(), communicator, device)
+    cost = probe(Allocation(MATRICES, ()), EDGCConfig(), communicator, device)
     assert cost.dense_seconds > 0 and cost.compressed.seconds(8) > 0
     spans = Spans(device)
     start = spans.mark()

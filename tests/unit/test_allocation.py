@@ -42,8 +42,8 @@ def test_ranks_leave_out_matrices_that_do_not_pay() -> None:
 
 
 def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
-    matrices = [MatrixSpec("a", 100, 200), MatrixSpec("b", 300, 100)]
-    cost = cost_of_link(matrices, EDGCConfig(wire_dtype="bf16"), ranks=4, gbps=0.008)  # 1 MB/s
-    assert cost.compressed.seconds(10) == pytest.approx(10 * 700 * 2 * 1.5 / 1e6)
-    assert cost.dense_seconds == pytest.approx(50_000 * 4 * 1.5 / 1e6)
-    assert break_even(cost, matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
+    allocation = allocate([Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))], 4, 1.0)
+    cost = cost_of_link(allocation, EDGCConfig(wire_dtype="bf16"), ranks=4, gbps=0.008)  # 1 MB/s
+    assert cost.compressed.seconds(10) == pytest.approx((10 * 700 * 2 + 500 * 4) * 1.5 / 1e6)
+    assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
+    assert break_even(cost, allocation.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
