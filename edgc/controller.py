@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from edgc.alignment import CommCost, aligned_ranks
+from edgc.alignment import RANK_MULTIPLE, CommCost, aligned_ranks
 from edgc.config import EDGCConfig
 from edgc.rank_model import StageRankModel
-
-MULTIPLE = 4  # ranks in multiples of 4 suit tensor cores
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,15 @@ class Controller:
 
     def _bounded(self, rank: float) -> int:
         assert self.config.rmin is not None and self.config.rmax is not None
-        rounded = MULTIPLE * round(rank / MULTIPLE)
+        rounded = RANK_MULTIPLE * round(rank / RANK_MULTIPLE)
         return min(max(rounded, self.config.rmin), self.config.rmax)
 
     def _step(self, before: int | None, wanted: int | None) -> int | None:
         """Move from ``before`` towards ``wanted`` by at most the step limit. Dense lies one step beyond rmax."""
         rmax, limit = self.config.rmax, self.config.rank_step
         assert rmax is not None
-        if limit >= MULTIPLE:
-            limit = MULTIPLE * (limit // MULTIPLE)
+        if limit >= RANK_MULTIPLE:
+            limit = RANK_MULTIPLE * (limit // RANK_MULTIPLE)
         if wanted == before:
             return before
         if before is None:
@@ -234,6 +232,10 @@ def resolve_ranks(config: EDGCConfig, break_even: int) -> EDGCConfig:
 
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense.
     """
-    rmax = config.rmax if config.rmax is not None else max(MULTIPLE, MULTIPLE * (break_even // MULTIPLE))
-    rmin = config.rmin if config.rmin is not None else min(rmax, max(MULTIPLE, MULTIPLE * (rmax // 4 // MULTIPLE)))
+    rmax = config.rmax if config.rmax is not None else max(RANK_MULTIPLE, RANK_MULTIPLE * (break_even // RANK_MULTIPLE))
+    rmin = (
+        config.rmin
+        if config.rmin is not None
+        else min(rmax, max(RANK_MULTIPLE, RANK_MULTIPLE * (rmax // 4 // RANK_MULTIPLE)))
+    )
     return replace(config, rmin=rmin, rmax=rmax)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from edgc.alignment import CommCost, break_even_rank
+from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
 from edgc.allocation import Allocation, pays
 from edgc.collectives import Communicator, all_reduce_bytes
 from edgc.config import DTYPES, EDGCConfig
-from edgc.controller import MULTIPLE, StageCost
+from edgc.controller import StageCost
 from edgc.engines import ENGINES, MatrixSpec
 from edgc.reducer import run
 
@@ -23,7 +23,7 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     return max(
         (
             rank
-            for rank in range(MULTIPLE, limit + 1, MULTIPLE)
+            for rank in range(RANK_MULTIPLE, limit + 1, RANK_MULTIPLE)
             if any(pays(rank, matrix.rows, matrix.cols, min_saving) for matrix in matrices)
         ),
         default=0,
@@ -57,7 +57,7 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
     flat = torch.cat([rest, *(gradient.reshape(-1) for gradient in scratch.values())])
     dense_seconds = _fastest(lambda: communicator.all_reduce(flat).wait(), [flat], communicator)
     top = largest_rank(matrices, config.min_saving)
-    ranks = sorted({max(MULTIPLE, top // 4), max(2 * MULTIPLE, top // 2), max(3 * MULTIPLE, top)})
+    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     engine = ENGINES[config.engine](matrices, config, device)
 
     def compressed(rank: int) -> Callable[[], None]:
@@ -75,7 +75,7 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     """The largest rank at which a stage is not slower than dense and still saves enough; 0 if there is none."""
     rank = break_even_rank(cost.compressed, cost.dense_seconds)
-    return min(MULTIPLE * (rank // MULTIPLE), largest_rank(matrices, min_saving))
+    return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 
 def _fastest(work: Callable[[], object], scratch: Sequence[Tensor], communicator: Communicator) -> float:

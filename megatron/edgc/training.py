@@ -17,10 +17,11 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from edgc import probe
+from edgc.alignment import RANK_MULTIPLE
 from edgc.allocation import Allocation, allocate
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.controller import MULTIPLE, Controller, RankPlan, StageCost, StageObservation, resolve_ranks
+from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
 from edgc.rank_model import StageRankModel
 from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
@@ -111,7 +112,7 @@ class Session:
         return chunks
 
     def _smallest_rank(self) -> int:
-        return self.config.static_rank or self.config.rmin or MULTIPLE
+        return self.config.static_rank or self.config.rmin or RANK_MULTIPLE
 
     def _plan_run(
         self, parameters: Sequence[Any], group: Any, device: torch.device
@@ -140,7 +141,7 @@ class Session:
         if not config.dynamic:
             return config, setups
         lowest = min((s.break_even for s in setups if s.cost is not None), default=0)
-        if config.rmax is None and lowest < max(MULTIPLE, config.rmin or 0):
+        if config.rmax is None and lowest < max(RANK_MULTIPLE, config.rmin or 0):
             Reporter.warn(
                 "on this link compression takes longer than the dense all-reduce at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
@@ -149,7 +150,7 @@ class Session:
         config = resolve_ranks(config, lowest)
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
-        settled = allocate(parameters, config.rmin or MULTIPLE, config.min_saving)
+        settled = allocate(parameters, config.rmin or RANK_MULTIPLE, config.min_saving)
         return config, _all_gather(StageSetup(self.stage, settled, cost, break_even))
 
     def _wrap_finalize(self, chunk: DistributedDataParallel) -> None:
