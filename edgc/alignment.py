@@ -5,7 +5,7 @@ so stage i may spend i - 1 micro-batch backward times more and still finish toge
 
     T_com(r_i) = T_com(r_1) + (i - 1) T_back    =>    r_i = r_1 + (i - 1) T_back / eta
 
-Source: arXiv 2511.10333 section IV-D (there with c = 0) as stated in DESIGN 2.4.
+Source: arXiv 2511.10333 section IV-D (there with c = 0).
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RANK_MULTIPLE = 4  # tensor-core friendly ranks (DESIGN 2.3)
+RANK_MULTIPLE = 4  # tensor-core friendly ranks
 _MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
 _RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
 

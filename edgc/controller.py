@@ -58,7 +58,7 @@ class RankPlan:
 
 
 class Controller:
-    """Sets a rank per pipeline stage from its entropy history (DESIGN: warm-up, CQM, constraints, DAC).
+    """Sets a rank per pipeline stage from its entropy history (docs/algorithm.md, 2 to 4).
 
     Call ``observe`` once at the end of every window and then ``decide``. Stage 0 here is the paper's stage 1: it
     holds the embedding and finishes its backward pass last.

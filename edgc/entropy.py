@@ -7,7 +7,7 @@ and floating dtype, read as n independent draws; the result is a Python float, s
 - Fewer than two elements raise ValueError: they have no spread.
 - A constant x gives -inf; any entry that is not finite gives nan, so that the controller holds its rank.
 
-Source: arXiv 2511.10333 (gradient data sampling) as stated in DESIGN 2.1.
+Source: arXiv 2511.10333 (gradient data sampling).
 """
 
 import math

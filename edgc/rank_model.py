@@ -2,7 +2,7 @@
 
 For a matrix of i.i.d. entries with standard deviation sigma, the Frobenius norm of what its best rank-r
 approximation drops is sigma * g(r). Entropy measures log sigma up to a constant, so holding the dropped
-norm fixed while entropy moves from H0 to H1 gives (arXiv 2511.10333, CQM; DESIGN 2.2)
+norm fixed while entropy moves from H0 to H1 gives (arXiv 2511.10333, CQM)
 
     r1 = g^-1( exp(H0 - H1) * g(r0) ).
 
@@ -83,7 +83,7 @@ class StageRankModel:
 
     ``shapes`` holds one (rows, cols) pair per matrix. Where the rank exceeds a matrix's min(rows, cols), that
     matrix drops nothing; a stage without matrices never drops anything. Raises ValueError for a size below 1.
-    Source: DESIGN 2.2.
+    Source: docs/algorithm.md, 2.
     """
 
     shapes: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""PowerSGD with error feedback over real gloo groups: the invariants of DESIGN 2.5."""
+"""PowerSGD with error feedback over real gloo groups: its invariants (docs/algorithm.md, 5)."""
 
 from typing import Any
 

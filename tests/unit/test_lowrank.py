@@ -43,7 +43,7 @@ def test_shrinking_keeps_the_strongest_columns() -> None:
 
 
 def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> None:
-    """DESIGN 2.5: re-sampling Q each step captures little, warm-started steps come close to the SVD."""
+    """Re-sampling Q each step captures little, warm-started steps come close to the SVD."""
     torch.manual_seed(0)
     u, v = (lowrank.orthonormalise(torch.randn(256, 256)) for _ in range(2))
     matrix = u * (torch.arange(1, 257).float() ** -0.7) @ v.T
