@@ -1,8 +1,9 @@
-"""What is compressed, what travels dense and why; and how a stage's rank is shared among its matrices."""
+"""What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
 
 
@@ -13,7 +14,6 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     embedding: bool = False
-    shared: bool = False
 
     @property
     def elements(self) -> int:
@@ -25,15 +25,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Which parameters of one reducer may be compressed, and why the others are not."""
+    """Which parameters of one reducer the engine takes, and why it leaves the rest."""
 
     matrices: tuple[MatrixSpec, ...]
-    dense: tuple[tuple[Parameter, str], ...]
+    rest: tuple[tuple[Parameter, str], ...]
 
     @property
-    def dense_elements(self) -> int:
-        """Elements that travel dense in every step, whatever the rank."""
-        return sum(parameter.elements for parameter, _ in self.dense)
+    def rest_elements(self) -> int:
+        """Elements that the engine leaves, whatever the rank."""
+        return sum(parameter.elements for parameter, _ in self.rest)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -50,30 +50,31 @@ def pays(rank: int, rows: int, cols: int, min_saving: float) -> bool:
     return rank <= min(rows, cols) / 2 and saving(rank, rows, cols) >= min_saving
 
 
-def allocate(parameters: Iterable[Parameter], min_rank: int, min_saving: float) -> Allocation:
-    """Sort parameters into matrices that may be compressed and others that always travel dense.
+def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int) -> Allocation:
+    """Sort parameters into those that the engine takes and the rest.
 
-    A parameter of more than two dimensions counts as a matrix of its first dimension by all others. A matrix that
-    does not pay at ``min_rank``, the smallest rank of the run, never will.
+    An engine without ranks takes everything, as it is. Low rank takes matrices; a parameter of more than two dimensions
+    counts as a matrix of its first dimension by all others. A matrix that does not pay at ``min_rank``, the smallest
+    rank of the run, never will.
     """
     matrices: list[MatrixSpec] = []
-    dense: list[tuple[Parameter, str]] = []
+    rest: list[tuple[Parameter, str]] = []
     for parameter in parameters:
-        if len(parameter.shape) < 2:
-            dense.append((parameter, "one-dimensional"))
-        elif parameter.shared:
-            dense.append((parameter, "tied embedding, reduced again across stages"))
-        elif parameter.embedding:
-            dense.append((parameter, "embedding or output layer"))
+        rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
+        cols = parameter.elements // rows
+        if not config.low_rank and config.engine != "dense":
+            matrices.append(MatrixSpec(parameter.name, rows, cols))
+        elif rows == 1:
+            rest.append((parameter, "one-dimensional"))
+        elif parameter.embedding and not config.compress_embeddings:
+            rest.append((parameter, "embedding or output layer"))
+        elif pays(min_rank, rows, cols, config.min_saving):
+            matrices.append(MatrixSpec(parameter.name, rows, cols))
         else:
-            rows, cols = parameter.shape[0], parameter.elements // parameter.shape[0]
-            if pays(min_rank, rows, cols, min_saving):
-                matrices.append(MatrixSpec(parameter.name, rows, cols))
-            else:
-                dense.append((parameter, f"saves less than {min_saving:g}x at rank {min_rank}"))
-    return Allocation(tuple(matrices), tuple(dense))
+            rest.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
+    return Allocation(tuple(matrices), tuple(rest))
 
 
 def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) -> dict[str, int]:
-    """Every matrix at the stage's rank; matrices for which that rank does not pay are left out: they travel dense."""
+    """Every matrix at the stage's rank; matrices for which that rank does not pay are left out."""
     return {matrix.name: rank for matrix in matrices if pays(rank, matrix.rows, matrix.cols, min_saving)}

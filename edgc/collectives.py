@@ -1,11 +1,14 @@
 """Collectives over one process group, counted. The only user of ``torch.distributed`` in ``edgc``."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from edgc.wire import GROUP, Wire
 
 
 class Work(Protocol):
@@ -15,25 +18,46 @@ class Work(Protocol):
         """Block until the result may be used (on CUDA: until later kernels may use it)."""
 
 
+T = TypeVar("T")
+# Code that yields every collective it has started: the caller waits on it, at once or after doing something else, and
+# resumes. So one piece of code serves the synchronous, the overlapped and the side-stream use.
+Steps = Generator[Work, None, T]
+
+
 class Traffic:
-    """Bytes that this rank has sent, counted from the tensors handed to the collectives.
+    """Bytes that this rank has sent, by collective, counted from the tensors handed over.
 
     They are the bytes one rank sends under the bandwidth-optimal algorithm among W ranks, so that different
-    collectives compare fairly: an all-reduce of X bytes sends 2 X (W-1) / W.
+    collectives compare fairly: an all-reduce of X bytes sends 2 X (W-1) / W, an all-to-all of X bytes X (W-1) / W, an
+    all-gather of X bytes from each rank X (W-1).
     """
 
     def __init__(self) -> None:
-        self.bytes = 0.0
-        self.collectives = 0
+        self.by_collective: Counter[str] = Counter()
+
+    @property
+    def bytes(self) -> float:
+        """All bytes so far."""
+        return float(sum(self.by_collective.values()))
 
     def count_all_reduce(self, tensor: Tensor, ranks: int) -> None:
         """Count an all-reduce of ``tensor`` among so many ranks."""
-        self.bytes += all_reduce_bytes(tensor.numel() * tensor.element_size(), ranks)
-        self.collectives += 1
+        self._count("all-reduce", all_reduce_bytes(tensor.nbytes, ranks))
+
+    def count_all_to_all(self, tensor: Tensor, ranks: int) -> None:
+        """Count an all-to-all that splits ``tensor`` among so many ranks."""
+        self._count("all-to-all", tensor.nbytes * (ranks - 1) / ranks)
+
+    def count_all_gather(self, tensor: Tensor, ranks: int) -> None:
+        """Count an all-gather of one such ``tensor`` from each of so many ranks."""
+        self._count("all-gather", tensor.nbytes * (ranks - 1))
+
+    def _count(self, collective: str, sent: float) -> None:
+        self.by_collective[collective] += sent  # type: ignore[assignment]  # a Counter of floats
 
 
-def all_reduce_bytes(size: int, ranks: int) -> float:
-    """Bytes one rank sends in an all-reduce of ``size`` bytes."""
+def all_reduce_bytes(size: float, ranks: int) -> float:
+    """Bytes one rank sends in an all-reduce of ``size`` bytes; the same for a sum of values in a wire format."""
     return 2 * size * (ranks - 1) / ranks
 
 
@@ -44,31 +68,65 @@ class Communicator:
         self.group = group
         self.traffic = traffic
         self.ranks: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the in-place sum of ``tensor`` over the group."""
         self.traffic.count_all_reduce(tensor, self.ranks)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        if work is None:
-            raise RuntimeError("this rank is not a member of the process group it was given")
-        return work
+        return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
 
-    def all_reduce_packed(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> "PackedAllReduce":
-        """Start the in-place sum of many tensors in one message, which travels in ``dtype`` if given."""
-        return PackedAllReduce(self, tensors, dtype)
+    def all_gather(self, tensor: Tensor) -> Steps[Tensor]:
+        """Every rank's (n,) ``tensor`` as the rows of one (ranks, n)."""
+        self.traffic.count_all_gather(tensor, self.ranks)
+        gathered = tensor.new_empty(self.ranks * len(tensor))
+        yield _member(dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True))
+        return gathered.view(self.ranks, -1)
 
+    def all_to_all(self, tensor: Tensor) -> Steps[Tensor]:
+        """Row i of the (ranks, n) ``tensor`` goes to rank i; row i of the result came from there."""
+        self.traffic.count_all_to_all(tensor, self.ranks)
+        received = torch.empty_like(tensor)
+        yield _member(dist.all_to_all_single(received, tensor.contiguous(), group=self.group, async_op=True))
+        return received
 
-class PackedAllReduce:
-    """Many tensors summed in one message; ``wait`` writes the sums back into them."""
+    def sum(
+        self, tensors: Sequence[Tensor], wire: Wire, generator: torch.Generator | None = None
+    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
+        """The sums of fp32 tensors over the group, in one message in a wire format; the same bits on every rank.
 
-    def __init__(self, communicator: Communicator, tensors: Sequence[Tensor], dtype: torch.dtype | None):
-        self._tensors = tensors
+        Returns (sums, shares), shaped as ``tensors``. A share is what the sum holds of this rank: over the ranks, the
+        shares add up to the sum, whatever rounding did. So ``tensor - share`` is exactly what is left to feed back.
+
+        Formats other than fp32 cannot be added on the way. Each rank sends each other one its shard (all-to-all),
+        adds up what it got in fp32, and sends the rounded sum to all (all-gather); what this second rounding changed
+        goes into the share of the rank that did it.
+        """
+        sizes = [tensor.numel() for tensor in tensors]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._message = flat if dtype is None else flat.to(dtype)
-        self._work = communicator.all_reduce(self._message)
+        if wire.exact:
+            total = flat.clone()
+            yield self.all_reduce(total)
+            shares: Sequence[Tensor] = tensors
+        else:
+            unit = GROUP * self.ranks
+            shards = torch.nn.functional.pad(flat, (0, -len(flat) % unit)).view(self.ranks, -1)
+            message = wire.encode(shards, generator)
+            share = wire.decode(message)
+            received = yield from self.all_to_all(message)
+            own_sum = wire.decode(received).sum(dim=0)
+            rounded = wire.encode(own_sum.unsqueeze(0), generator)
+            share[self.rank] += wire.decode(rounded)[0] - own_sum
+            gathered = yield from self.all_gather(rounded[0])
+            total = wire.decode(gathered).view(-1)[: len(flat)]
+            shares = torch.split(share.view(-1)[: len(flat)], sizes)
+        sums = torch.split(total, sizes)
+        return (
+            [part.view_as(tensor) for part, tensor in zip(sums, tensors, strict=True)],
+            [part.view_as(tensor) for part, tensor in zip(shares, tensors, strict=True)],
+        )
 
-    def wait(self) -> None:
-        self._work.wait()
-        parts = torch.split(self._message, [tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+
+def _member(work: Work | None) -> Work:
+    if work is None:
+        raise RuntimeError("this rank is not a member of the process group it was given")
+    return work

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from edgc.entropy import ESTIMATORS
+from edgc.wire import WIRES
 
 PAPER = "arXiv 2511.10333"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ENGINES = ("powersgd", "dense")
+LOW_RANK = ("powersgd", "alternating")
+ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
 
 class ConfigError(ValueError):
@@ -25,16 +27,16 @@ def _knob(default: Any, help: str, unit: str, source: str, choices: tuple[str, .
 class EDGCConfig:
     """Settings of one run. A value that breaks a rule raises ``ConfigError`` here, before anything is built.
 
-    On the command line each field is ``--edgc-`` plus its name with dashes, except ``align``, which is switched off
-    by ``--edgc-no-align``.
+    On the command line each field is ``--edgc-`` plus its name with dashes; a switch that is on by default is switched
+    off by ``--edgc-no-`` plus its name.
     """
 
     engine: str = _knob(
         "powersgd",
-        "how gradients are reduced: low-rank with error feedback, or Megatron's own dense all-reduce (which still "
-        "counts bytes and entropy)",
+        "how gradients are reduced: low rank (two factors a step, or one in turn), sparse, rounded to a few bits, or "
+        "Megatron's own dense all-reduce (which still counts bytes and entropy)",
         "name",
-        "PowerSGD: arXiv 1905.13727",
+        "docs/algorithm.md, 5",
         ENGINES,
     )
     window: int = _knob(1000, "ranks change only at multiples of this", "iterations", f"{PAPER}, w")
@@ -81,7 +83,41 @@ class EDGCConfig:
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
     error_dtype: str = _knob("fp32", "storage of the error feedback", "dtype", "arXiv 1905.13727", tuple(DTYPES))
-    wire_dtype: str = _knob("fp32", "precision in which the factors travel", "dtype", "EDGC's own", tuple(DTYPES))
+    wire: str = _knob(
+        "fp32",
+        "format in which low-rank factors travel (of powersgd: the second)",
+        "format",
+        "EDGC's own",
+        tuple(WIRES),
+    )
+    basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", tuple(WIRES))
+    rest_wire: str = _knob(
+        "fp32",
+        "format of what low rank does not take (embeddings, one-dimensional parameters, small matrices)",
+        "format",
+        "EDGC's own",
+        tuple(WIRES),
+    )
+    dense_wire: str = _knob(
+        "fp32",
+        "format of everything while a stage is not compressed, as in the warm-up; all but fp32 with error feedback",
+        "format",
+        "EDGC's own",
+        tuple(WIRES),
+    )
+    compress_embeddings: bool = _knob(False, "embeddings and the output layer in low rank, too", "switch", "EDGC's own")
+    equalise: bool = _knob(
+        False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
+    )
+    density: float = _knob(
+        0.01, "share of the entries that topk and randomk send", "fraction", "arXiv 1712.01887 sends 0.001"
+    )
+    stochastic: bool = _knob(
+        False, "round at random, without bias, in the int8 and int4 engines", "switch", "QSGD: arXiv 1610.02132"
+    )
+    hadamard: bool = _knob(
+        False, "rotate groups before rounding in the int engines and onebit", "switch", "SDP4Bit: arXiv 2410.15526"
+    )
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 
@@ -103,12 +139,14 @@ class EDGCConfig:
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
+        _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
         if self.static_rank is not None:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")
+            _require(self.low_rank, "static_rank", self.static_rank, f"the engine {self.engine} has no rank")
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
@@ -121,12 +159,18 @@ class EDGCConfig:
     @property
     def dynamic(self) -> bool:
         """Whether entropy sets the ranks."""
-        return self.engine != "dense" and self.static_rank is None
+        return self.low_rank and self.static_rank is None
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the engine has a rank."""
+        return self.engine in LOW_RANK
 
 
 def flag(name: str) -> str:
     """The command-line flag of a field."""
-    return "--edgc-no-align" if name == "align" else "--edgc-" + name.replace("_", "-")
+    (knob,) = (knob for knob in fields(EDGCConfig) if knob.name == name)
+    return ("--edgc-no-" if knob.default is True else "--edgc-") + name.replace("_", "-")
 
 
 def knobs() -> tuple[Field[Any], ...]:

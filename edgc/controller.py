@@ -9,6 +9,8 @@ from edgc.alignment import RANK_MULTIPLE, CommCost, aligned_ranks
 from edgc.config import EDGCConfig
 from edgc.rank_model import StageRankModel
 
+NO_RANK = 0  # in a plan: compressed by an engine that has no rank
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -94,10 +96,10 @@ class Controller:
     def _first_plan(self) -> RankPlan:
         if self.config.engine == "dense":
             return RankPlan(0, 0, (None,) * len(self.stages), reason="dense engine")
-        if self.config.static_rank is None:
+        if self.config.dynamic:
             return RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
         first = math.ceil(self.config.warmup_fraction * self.iterations)
-        return RankPlan(0, first, (self.config.static_rank,) * len(self.stages), reason="static")
+        return RankPlan(0, first, (self.config.static_rank or NO_RANK,) * len(self.stages), reason="static")
 
     def observe(self, observations: Sequence[StageObservation]) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""

@@ -6,6 +6,13 @@ from torch import Tensor
 from edgc.seeding import stable_seed
 
 
+def limited(rank: int, rows: int, cols: int) -> int:
+    """The rank clamped to min(rows, cols). Raises ValueError for a rank below 1."""
+    if rank < 1:
+        raise ValueError(f"rank {rank}: a rank must be at least 1")
+    return min(rank, rows, cols)
+
+
 def orthonormalise(p: Tensor) -> Tensor:
     """Orthonormal basis, in fp32, of the columns of ``p`` (rows x rank with rank <= rows).
 
@@ -13,6 +20,16 @@ def orthonormalise(p: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(p.float(), mode="reduced").Q
     return basis
+
+
+def principal_columns(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis of the columns of ``factor`` (n x rank, rank <= n), strongest first, and their strengths.
+
+    The left singular vectors (n x rank) and singular values (rank,) in fp32, by QR and the SVD of the small factor.
+    """
+    basis, small = torch.linalg.qr(factor.float(), mode="reduced")
+    vectors, strengths, _ = torch.linalg.svd(small)
+    return basis @ vectors, strengths
 
 
 def random_factor(cols: int, rank: int, device: torch.device, *seed: object) -> Tensor:

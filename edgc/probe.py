@@ -9,10 +9,11 @@ from torch import Tensor
 from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
 from edgc.allocation import Allocation, pays
 from edgc.collectives import Communicator, all_reduce_bytes
-from edgc.config import DTYPES, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.controller import StageCost
-from edgc.engines import ENGINES, MatrixSpec
-from edgc.reducer import run
+from edgc.engines import MatrixSpec
+from edgc.reducer import GradientReducer, run
+from edgc.wire import wire
 
 REPETITIONS = 3
 
@@ -33,13 +34,17 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
 def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float) -> StageCost:
     """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
 
-    def seconds(elements: int, dtype: torch.dtype) -> float:
-        return all_reduce_bytes(elements * dtype.itemsize, ranks) / (gbps * 1e9 / 8)
+    def seconds(elements: float, name: str) -> float:
+        return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks) / (gbps * 1e9 / 8)
 
-    rest = seconds(allocation.dense_elements, torch.float32)
-    per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes), DTYPES[config.wire_dtype])
-    dense = seconds(sum(rows * cols for rows, cols in allocation.shapes), torch.float32)
-    return StageCost(CommCost(rest, per_rank), rest + dense)
+    rest = seconds(allocation.rest_elements, config.rest_wire)
+    if config.engine == "alternating":
+        per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
+    else:
+        per_rank = seconds(sum(rows for rows, _ in allocation.shapes), config.basis_wire)
+        per_rank += seconds(sum(cols for _, cols in allocation.shapes), config.wire)
+    dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
+    return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire))
 
 
 def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device) -> StageCost:
@@ -49,27 +54,27 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
     while it runs. The smallest of a few repetitions counts: anything above it is noise.
     """
     matrices = allocation.matrices
+    reducer = GradientReducer(allocation, config, communicator, device)
+    sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
     generator = torch.Generator().manual_seed(config.seed)
-    rest = torch.zeros(max(allocation.dense_elements, 1), device=device)
-    scratch = {
-        matrix.name: torch.randn(matrix.rows, matrix.cols, generator=generator).to(device) for matrix in matrices
-    }
-    flat = torch.cat([rest, *(gradient.reshape(-1) for gradient in scratch.values())])
-    dense_seconds = _fastest(lambda: communicator.all_reduce(flat).wait(), [flat], communicator)
+    flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
+    gradients = dict(zip(sizes, torch.split(flat, list(sizes.values())), strict=True))
     top = largest_rank(matrices, config.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
-    engine = ENGINES[config.engine](matrices, config, device)
 
-    def compressed(rank: int) -> Callable[[], None]:
+    def reduction(rank: int | None) -> Callable[[], None]:
         def reduce() -> None:
-            work = communicator.all_reduce(rest)
-            run(engine.reduce(scratch, {name: rank for name in scratch}, communicator))
-            work.wait()
+            reducer.set_rank(rank)
+            if reducer.plain:
+                communicator.all_reduce(flat).wait()
+            else:
+                run(reducer.reduce(gradients))
 
         return reduce
 
-    seconds = [_fastest(compressed(rank), list(scratch.values()), communicator) for rank in ranks]
-    return StageCost(CommCost.fit(ranks, seconds), dense_seconds)
+    # dense first, while there is no error to feed back
+    seconds = [_fastest(reduction(rank), flat, communicator) for rank in (None, *ranks)]
+    return StageCost(CommCost.fit(ranks, seconds[1:]), seconds[0])
 
 
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
@@ -78,12 +83,11 @@ def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: floa
     return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 
-def _fastest(work: Callable[[], object], scratch: Sequence[Tensor], communicator: Communicator) -> float:
-    device = scratch[0].device
+def _fastest(work: Callable[[], object], scratch: Tensor, communicator: Communicator) -> float:
+    device = scratch.device
     fastest = float("inf")
     for _ in range(1 + REPETITIONS):
-        for tensor in scratch:
-            tensor.clamp_(-1, 1)  # sums of sums of sums would overflow
+        scratch.clamp_(-1, 1)  # sums of sums of sums would overflow
         communicator.all_reduce(torch.zeros(1, device=device)).wait()  # start together
         _synchronise(device)
         start = time.perf_counter()

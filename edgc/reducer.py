@@ -1,6 +1,7 @@
-"""The reduction of one group of gradients: sample, compress what the plan says, send the rest dense."""
+"""The reduction of one group of gradients: sample, hand each to the engine that the plan says, feed errors back."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -8,10 +9,13 @@ import torch
 from torch import Tensor
 
 from edgc.allocation import Allocation, uniform_ranks
-from edgc.collectives import Communicator, Work
-from edgc.config import EDGCConfig
-from edgc.engines import ENGINES
+from edgc.collectives import Communicator, Steps, Work
+from edgc.config import DTYPES, EDGCConfig
+from edgc.engines import ENGINES, Engine, MatrixSpec, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
+from edgc.equaliser import Equaliser
+from edgc.error_feedback import ErrorFeedback
+from edgc.wire import wire
 
 
 @dataclass
@@ -32,7 +36,7 @@ class GradientReducer:
     """Sums named gradients over a process group under a stage rank that a controller sets.
 
     Args:
-        allocation: which parameters may be compressed, and which travel dense.
+        allocation: which parameters the engine takes.
         config: the run's settings.
         communicator: the data-parallel process group.
         device: where the gradients live.
@@ -48,23 +52,28 @@ class GradientReducer:
             seed=config.seed,
         )
         self.estimate = ESTIMATORS[config.entropy_estimator]
-        # The dense engine has nothing to compress, but its entropy is still wanted.
-        self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
+        self.feedback = ErrorFeedback(DTYPES[config.error_dtype])
+        self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
+        self.specs = {matrix.name: matrix for matrix in allocation.matrices}
+        self.specs.update(
+            (parameter.name, MatrixSpec(parameter.name, 1, parameter.elements)) for parameter, _ in allocation.rest
+        )
+        everything = list(self.specs.values())
+        # The dense engine has nothing to compress, but its entropy is still wanted.
+        self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
+        self.rest = Rounding(everything, config, device, wire(config.rest_wire))
+        self.dense = Rounding(everything, config, device, wire(config.dense_wire))
 
     def set_rank(self, rank: int | None) -> None:
-        """Use this rank from the next reduction on; None: dense."""
-        self.ranks = (
-            {}
-            if rank is None or self.engine is None
-            else uniform_ranks(self.allocation.matrices, rank, self.config.min_saving)
-        )
-
-    @property
-    def compressing(self) -> bool:
-        """Whether the next reduction compresses anything."""
-        return bool(self.ranks)
+        """Use this rank from the next reduction on, any for an engine that has none; None: do not compress."""
+        if rank is None or self.engine is None:
+            self.ranks = {}
+        elif self.config.low_rank:
+            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.min_saving)
+        else:
+            self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
     def measure(self, gradients: Mapping[str, Tensor], iteration: int) -> None:
         """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS)."""
@@ -76,39 +85,62 @@ class GradientReducer:
         self.measurements.entropy.append(self.estimate(torch.cat(sample)))
 
     @property
-    def owes(self) -> bool:
-        """Whether a matrix that will travel dense has error feedback left: the next reduction must run here."""
-        return self.engine is not None and any(name not in self.ranks for name in self.engine.owing())
+    def plain(self) -> bool:
+        """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
+        return not self.ranks and self.dense.wire.exact and not self.feedback.errors
 
-    def _flush(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add what is owed to every matrix that is about to travel dense."""
-        if self.engine is not None:
-            for name in self.engine.owing():
-                if name not in self.ranks:
-                    self.engine.flush(name, _matrix(gradients[name], self.engine.matrices[name].rows))
+    def reduce(self, gradients: Mapping[str, Tensor], iteration: int | None = None) -> Steps[None]:
+        """Replace every local gradient by the sum over the group, in place.
 
-    def reduce(self, gradients: Mapping[str, Tensor], iteration: int) -> Iterator[Work]:
-        """Replace every local gradient by the sum over the group, in place; a generator as in ``Engine.reduce``.
-
-        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled.
+        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled. Where this
+        ``iteration`` is a measured one, what was left unsent is recorded.
         """
-        self._flush(gradients)
-        dense = [gradient for name, gradient in gradients.items() if name not in self.ranks]
-        dense_work = self.communicator.all_reduce_packed(dense) if dense else None
-        if self.engine is not None and self.ranks:
-            compressed = {name: _matrix(gradients[name], self.engine.matrices[name].rows) for name in self.ranks}
-            yield from self.engine.reduce(compressed, self.ranks, self.communicator)
-            if self.sampler.measures(iteration):
-                ratio = self.engine.residual_ratio()
-                if math.isfinite(ratio):
-                    self.measurements.residual.append(ratio)
-        if dense_work is not None:
-            yield dense_work
+        # view, not reshape: the result has to be written back into the bucket
+        matrices = {name: gradient.view(self.specs[name].rows, -1) for name, gradient in gradients.items()}
+        for name, matrix in matrices.items():
+            self.feedback.add_to(name, matrix)
+        measured = iteration is not None and self.sampler.measures(iteration) and bool(self.ranks)
+        to_send = sum(float(matrix.square().sum()) for matrix in matrices.values()) if measured else math.nan
+
+        taken = {name: matrix for name, matrix in matrices.items() if name in self.ranks}
+        left = {name: matrix for name, matrix in matrices.items() if name not in self.ranks}
+        reductions = []
+        if left:
+            rounding = self.rest if self.ranks else self.dense
+            reductions.append(rounding.reduce(left, {}, self.feedback, self.communicator))
+        if self.engine is not None and taken:
+            reductions.append(self._compress(self.engine, taken))
+        yield from _interleave(reductions)
+        if self.config.equalise:
+            for spec in self.allocation.matrices:
+                self.equaliser.update(spec.name, matrices[spec.name])
+        if measured and 0 < to_send < math.inf:
+            self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
+
+    def _compress(self, engine: Engine, matrices: Mapping[str, Tensor]) -> Steps[None]:
+        if not self.config.equalise:
+            yield from engine.reduce(matrices, self.ranks, self.feedback, self.communicator)
+            return
+        scales = {name: self.equaliser.scale(name, matrix) for name, matrix in matrices.items()}
+        for name, matrix in matrices.items():
+            matrix.div_(scales[name])
+        equalised = ErrorFeedback(torch.float32)
+        yield from engine.reduce(matrices, self.ranks, equalised, self.communicator)
+        for name, matrix in matrices.items():
+            matrix.mul_(scales[name])
+            if name in equalised.errors:  # else it was not finite
+                self.feedback.store(name, equalised.errors[name].mul_(scales[name]))
 
 
-def _matrix(gradient: Tensor, rows: int) -> Tensor:
-    # view, not reshape: the result has to be written back into the bucket
-    return gradient.view(rows, -1)
+def _interleave(reductions: list[Steps[None]]) -> Iterator[Work]:
+    """All reductions at once: while one waits for its message, the messages of the others travel."""
+    under_way = deque((reduction, work) for reduction in reductions if (work := next(reduction, None)) is not None)
+    while under_way:
+        reduction, work = under_way.popleft()
+        yield work
+        following = next(reduction, None)
+        if following is not None:
+            under_way.append((reduction, following))
 
 
 def run(reduction: Iterator[Work]) -> None:

@@ -1,9 +1,35 @@
 """Reduction engines behind one interface. A new idea is one small file here and one line in ``ENGINES``."""
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from edgc.config import EDGCConfig
+from edgc.engines.alternating import Alternating
 from edgc.engines.base import Engine, MatrixSpec
+from edgc.engines.loco import LoCo
 from edgc.engines.powersgd import PowerSGD
+from edgc.engines.rounding import Rounding
+from edgc.engines.sparse import RandomK, TopK
+from edgc.wire import wire
+
+Build = Callable[[Sequence[MatrixSpec], EDGCConfig, torch.device], Engine]
+
+
+def _rounding(name: str, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device) -> Rounding:
+    return Rounding(matrices, config, device, wire(name, stochastic=config.stochastic, hadamard=config.hadamard))
+
 
 # "dense" is no engine: where nothing is compressed, the host's own all-reduce is left in place.
-ENGINES: dict[str, type[Engine]] = {"powersgd": PowerSGD}
+ENGINES: Mapping[str, Build] = {
+    "powersgd": PowerSGD,
+    "alternating": Alternating,
+    "topk": TopK,
+    "randomk": RandomK,
+    "loco": LoCo,
+    "onebit": partial(_rounding, "int1"),
+    **{name: partial(_rounding, name) for name in ("bf16", "int8", "int4", "int3", "int2")},
+}
 
-__all__ = ["ENGINES", "Engine", "MatrixSpec", "PowerSGD"]
+__all__ = ["ENGINES", "Alternating", "Engine", "LoCo", "MatrixSpec", "PowerSGD", "RandomK", "Rounding", "TopK"]

@@ -1,19 +1,20 @@
 """The interface between a gradient reducer and an engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from edgc.collectives import Communicator, Work
+from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
+from edgc.error_feedback import ErrorFeedback
 
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """A gradient matrix: the parameter's name and its shape seen as rows x cols."""
+    """A gradient seen as a matrix: the parameter's name and rows x cols (1 x elements for a vector)."""
 
     name: str
     rows: int
@@ -21,10 +22,12 @@ class MatrixSpec:
 
 
 class Engine(ABC):
-    """Sums a set of gradient matrices over a process group with fewer bytes than an all-reduce takes.
+    """Sums a set of gradients over a process group with fewer bytes than an all-reduce takes.
 
-    What an engine could not send stays in its own state (error feedback) and is added to the next gradient.
+    ``low_rank`` tells what it works on: matrices at a rank that the controller sets, or any parameter.
     """
+
+    low_rank: bool
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         self.matrices = {matrix.name: matrix for matrix in matrices}
@@ -33,24 +36,26 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce(
-        self, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], communicator: Communicator
-    ) -> Iterator[Work]:
-        """Replace each local gradient (rows x cols, fp32, scaled) by the group's sum, in place.
+        self,
+        gradients: Mapping[str, Tensor],
+        ranks: Mapping[str, int],
+        feedback: ErrorFeedback,
+        communicator: Communicator,
+    ) -> Steps[None]:
+        """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
-        A generator that yields every collective it has started; the caller waits on it, at once or after doing
-        something else, and resumes. When it is exhausted the gradients hold the result. So one code serves the
-        synchronous, the overlapped and the side-stream use. ``ranks`` gives each matrix's rank. A gradient that is
-        not finite on any rank comes out as NaN on every rank and leaves the engine's state as it was.
+        What the sum does not hold of a gradient goes to ``feedback``: over the group, sums and errors together are
+        exactly what was put in. ``ranks`` gives each matrix's rank and means nothing to other engines. A gradient that
+        is not finite on any rank comes out as NaN on every rank, with ``feedback`` and the engine's state unchanged.
         """
 
-    @abstractmethod
-    def owing(self) -> tuple[str, ...]:
-        """Names of the matrices with error feedback that has not been sent."""
 
-    @abstractmethod
-    def flush(self, name: str, gradient: Tensor) -> None:
-        """Add what is owed to ``gradient``, which will travel exactly, and forget it."""
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every entry is finite. Called on sums, which are the same on every rank, so the answer is too."""
+    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all())
 
-    @abstractmethod
-    def residual_ratio(self) -> float:
-        """Norm of what the last reduction left unsent over the norm of what it was to send, on this rank."""
+
+def spoil(gradients: Mapping[str, Tensor]) -> None:
+    """Make a failed reduction visible."""
+    for gradient in gradients.values():
+        gradient.fill_(torch.nan)

@@ -24,7 +24,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         meta = knob.metadata
         text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
         if hints[knob.name] is bool:
-            group.add_argument(flag(knob.name), dest=f"edgc_{knob.name}", action="store_false", help="Do not " + text)
+            group.add_argument(
+                flag(knob.name),
+                dest=f"edgc_{knob.name}",
+                action="store_false" if knob.default else "store_true",
+                default=argparse.SUPPRESS,
+                help="Do not " + text if knob.default else text,
+            )
         else:
             group.add_argument(
                 flag(knob.name),
@@ -41,7 +47,7 @@ def config_from_args(args: Namespace) -> EDGCConfig | None:
     """The run's settings; None without ``--edgc``. Raises ``ConfigError``, also for an EDGC flag without ``--edgc``."""
     given = {knob.name: getattr(args, f"edgc_{knob.name}") for knob in knobs() if hasattr(args, f"edgc_{knob.name}")}
     if not args.edgc:
-        stray = sorted(flag(name) for name, value in given.items() if not (name == "align" and value))
+        stray = sorted(flag(name) for name in given)
         if stray:
             raise ConfigError(f"{', '.join(stray)} given without --edgc: add --edgc to compress gradients")
         return None

@@ -50,15 +50,15 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         # Before scaling in both branches: the entropy must not jump when compression begins.
         reducer.measure(gradients, iteration)
         start = self.edgc_spans.mark()
-        if reducer.compressing or reducer.owes:
-            self._reduce_compressed(gradients, iteration)
-        else:
+        if reducer.plain:
             for bucket in self.buckets:
                 reducer.communicator.traffic.count_all_reduce(bucket.grad_data, reducer.communicator.ranks)
             super().start_grad_sync(force_all_reduce=force_all_reduce)
+        else:
+            self._reduce(gradients, iteration)
         self.edgc_spans.add(start)
 
-    def _reduce_compressed(self, gradients: dict[str, Tensor], iteration: int) -> None:
+    def _reduce(self, gradients: dict[str, Tensor], iteration: int) -> None:
         if self.ddp_config.check_for_nan_in_grad:
             self.check_grads(check_for_nan_or_inf=True, check_for_large=False)
         with torch.no_grad():
@@ -97,5 +97,4 @@ def describe(name: str, parameter: torch.nn.Parameter) -> Parameter:
         tuple(parameter.shape),
         # Megatron marks word embeddings and output layers, but not position embeddings
         embedding=name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False),
-        shared=getattr(parameter, "shared_embedding", False),
     )

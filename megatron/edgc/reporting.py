@@ -16,7 +16,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from edgc import __version__
 from edgc.allocation import Allocation
 from edgc.config import EDGCConfig
-from edgc.controller import StageCost
+from edgc.controller import NO_RANK, StageCost
 from edgc.events import EventLog
 from megatron.edgc.windows import WindowReport
 
@@ -42,8 +42,9 @@ class Reporter:
         config = self.config
         if config.engine == "dense":
             how = "dense all-reduce, counted"
-        elif config.static_rank is not None:
-            how = f"rank {config.static_rank} after {config.warmup_fraction:.0%} of the run"
+        elif not config.dynamic:
+            what = "compressed" if config.static_rank is None else f"rank {config.static_rank}"
+            how = f"{what} after {config.warmup_fraction:.0%} of the run"
         else:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
@@ -56,12 +57,12 @@ class Reporter:
             )
             count: Counter[str] = Counter()
             size: Counter[str] = Counter()
-            for parameter, why in allocation.dense:
+            for parameter, why in allocation.rest:
                 count[why] += 1
                 size[why] += parameter.elements * GRADIENT_BYTES
             for why, number in count.items():
-                plural = "s" if number > 1 else ""
-                lines.append(f"stage {stage} dense: {number} parameter{plural}, {_bytes(size[why])} a step: {why}")
+                what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
+                lines.append(f"stage {stage} in {config.rest_wire}: {what}: {why}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.events.write(
             "start",
@@ -71,7 +72,7 @@ class Reporter:
             stages=[
                 {
                     "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in allocation.matrices],
-                    "dense": [[parameter.name, parameter.elements, why] for parameter, why in allocation.dense],
+                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in allocation.rest],
                     "cost": None if cost is None else asdict(cost),
                 }
                 for allocation, cost in zip(stages, costs, strict=True)
@@ -131,7 +132,7 @@ class Reporter:
 
 
 def _rank(rank: int | None) -> str:
-    return "dense" if rank is None else f"rank {rank}"
+    return "dense" if rank is None else "compressed" if rank == NO_RANK else f"rank {rank}"
 
 
 def _bytes(count: float) -> str:

@@ -75,7 +75,7 @@ class Session:
         self.config, setups = self._plan_run([p for group in parameters for p in group], groups[0][0], device)
         for (group, _), described in zip(groups, parameters, strict=True):
             reducer = GradientReducer(
-                allocate(described, self._smallest_rank(), self.config.min_saving),
+                allocate(described, self.config, self._smallest_rank()),
                 self.config,
                 Communicator(group.data_parallel_group, self.traffic),
                 device,
@@ -120,7 +120,7 @@ class Session:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""
         config = self.config
         communicator = Communicator(group.data_parallel_group, Traffic())  # probing is no training traffic
-        candidates = allocate(parameters, self._smallest_rank(), config.min_saving)
+        candidates = allocate(parameters, config, self._smallest_rank())
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:
             cost = (
@@ -150,7 +150,7 @@ class Session:
         config = resolve_ranks(config, lowest)
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
-        settled = allocate(parameters, config.rmin or RANK_MULTIPLE, config.min_saving)
+        settled = allocate(parameters, config, config.rmin or RANK_MULTIPLE)
         return config, _all_gather(StageSetup(self.stage, settled, cost, break_even))
 
     def _wrap_finalize(self, chunk: DistributedDataParallel) -> None:

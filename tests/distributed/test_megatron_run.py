@@ -89,7 +89,7 @@ def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> N
         for setup, stage, rank in zip(start["stages"], event["stages"], event["ranks"], strict=True):
             matrices = sum(rows * cols for _, rows, cols in setup["matrices"])
             factors = sum((rank or 0) * (rows + cols) for _, rows, cols in setup["matrices"])
-            dense = sum(elements for _, elements, _ in setup["dense"])
+            dense = sum(elements for _, elements, _ in setup["rest"])
             # fp32, four steps a window, 2 (W-1)/W = 1 for two data-parallel ranks
             assert stage["dp_bytes"] == 4 * 4 * (dense + (factors if rank else matrices))
 
@@ -129,5 +129,5 @@ def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ra
     start, *windows = read_events(tmp_path)
     assert [event["ranks"] for event in windows] == [[None], [None], [8], [8]]
     (setup,) = start["stages"]
-    elements = sum(8 * (rows + cols) for _, rows, cols in setup["matrices"]) + sum(e for _, e, _ in setup["dense"])
+    elements = sum(8 * (rows + cols) for _, rows, cols in setup["matrices"]) + sum(e for _, e, _ in setup["rest"])
     assert windows[-1]["stages"][0]["dp_bytes"] == 2 * 4 * elements * 2 * 3 / 4  # two steps in fp32 among four ranks

@@ -10,9 +10,11 @@ from edgc.allocation import Allocation
 from edgc.collectives import Communicator, Traffic
 from edgc.config import EDGCConfig
 from edgc.engines import MatrixSpec, PowerSGD
+from edgc.error_feedback import ErrorFeedback
 from edgc.probe import probe
 from edgc.reducer import run
 from edgc.timing import Spans
+from edgc.wire import WIRES, wire
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,20 +30,31 @@ def communicator(tmp_path: Path):
 
 def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) -> None:
     device = torch.device("cuda")
-    engine = PowerSGD(MATRICES, EDGCConfig(), device)
+    engine, feedback = PowerSGD(MATRICES, EDGCConfig(), device), ErrorFeedback(torch.float32)
     for step in range(3):
         torch.manual_seed(step)
         local = {m.name: torch.randn(m.rows, m.cols, device=device) for m in MATRICES}
         expected = {}
-        for name, gradient in local.items():
-            compressor = engine.compressors[name]
-            owed = gradient.double() + (0 if compressor.error is None else compressor.error.double())
-            basis = torch.linalg.qr(owed @ compressor.factor(8).double()).Q
-            expected[name] = basis @ (basis.T @ owed), owed
-        run(engine.reduce(local, {m.name: 8 for m in MATRICES}, communicator))
+        for matrix in MATRICES:
+            gradient = local[matrix.name]
+            feedback.add_to(matrix.name, gradient)
+            owed = gradient.double()
+            basis = torch.linalg.qr(owed @ engine.factor(matrix, 8).double()).Q
+            expected[matrix.name] = basis @ (basis.T @ owed), owed
+        run(engine.reduce(local, {m.name: 8 for m in MATRICES}, feedback, communicator))
         for name, (result, owed) in expected.items():
             assert torch.allclose(local[name].double(), result, atol=1e-4)
-            assert torch.allclose(engine.compressors[name].error.double(), owed - result, atol=1e-4)
+            assert torch.allclose(feedback.errors[name].double(), owed - result, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_message_is_the_same_on_gpu_as_on_the_cpu(name: str) -> None:
+    values = torch.randn(2, 1280, generator=torch.Generator().manual_seed(0))
+    message = wire(name).encode(values)
+    on_gpu = wire(name).encode(values.cuda())
+    # a value halfway between two codes may go either way
+    assert (on_gpu.cpu() != message).float().mean() < 0.01
+    assert torch.allclose(wire(name).decode(message.cuda()).cpu(), wire(name).decode(message))
 
 
 def test_probing_and_timing_use_the_devices_own_clock(communicator: Communicator) -> None:

@@ -2,7 +2,9 @@ from typing import Any
 
 import pytest
 
+from edgc.config import ENGINES as NAMES
 from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.engines import ENGINES
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,9 @@ from edgc.config import ConfigError, EDGCConfig, flag, knobs
         ({"entropy_estimator": "guess"}, r"--edgc-entropy-estimator = guess: must be one of gaussian"),
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
+        ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
+        ({"density": 0.0}, r"--edgc-density = 0.0: must lie in \(0, 1\]"),
+        ({"engine": "int4", "static_rank": 8}, r"--edgc-static-rank = 8: the engine int4 has no rank"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any], message: str) -> None:
@@ -51,3 +56,8 @@ def test_every_knob_says_what_it_is() -> None:
         assert all(knob.metadata[key] for key in ("help", "unit", "source")), knob.name
     assert flag("warmup_fraction") == "--edgc-warmup-fraction"
     assert flag("align") == "--edgc-no-align"
+    assert flag("hadamard") == "--edgc-hadamard"
+
+
+def test_every_engine_has_a_name_and_every_name_an_engine() -> None:
+    assert set(NAMES) == {*ENGINES, "dense"}

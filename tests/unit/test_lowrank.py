@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from edgc import lowrank
-from edgc.compressor import MatrixCompressor
 
 CPU = torch.device("cpu")
 
@@ -47,12 +46,12 @@ def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> 
     torch.manual_seed(0)
     u, v = (lowrank.orthonormalise(torch.randn(256, 256)) for _ in range(2))
     matrix = u * (torch.arange(1, 257).float() ** -0.7) @ v.T
-    compressor = MatrixCompressor("m", 256, 256, seed=1, error_dtype=torch.float32, device=CPU)
+    q = lowrank.random_factor(256, 16, CPU, 1, "m")
 
     def captured() -> float:
-        basis = lowrank.orthonormalise(matrix @ compressor.factor(16))
-        compressor.q = matrix.T @ basis
-        return float(compressor.q.norm() / matrix.norm()) ** 2
+        nonlocal q
+        q = matrix.T @ lowrank.orthonormalise(matrix @ q)
+        return float(q.norm() / matrix.norm()) ** 2
 
     first = captured()
     warm = [captured() for _ in range(8)][-1]
@@ -61,20 +60,18 @@ def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> 
     assert warm > 0.99 * best
 
 
-def test_compressor_rejects_a_rank_below_one() -> None:
-    compressor = MatrixCompressor("m", 8, 8, seed=1, error_dtype=torch.float32, device=CPU)
-    with pytest.raises(ValueError, match="rank 0 of m"):
-        compressor.factor(0)
+def test_principal_columns_are_those_of_the_svd() -> None:
+    torch.manual_seed(0)
+    factor = torch.randn(40, 6) * torch.tensor([1.0, 5.0, 0.1, 3.0, 0.2, 4.0])
+    basis, strengths = lowrank.principal_columns(factor)
+    assert torch.allclose(strengths, torch.linalg.svdvals(factor), rtol=1e-4)
+    assert torch.allclose(basis.T @ basis, torch.eye(6), atol=1e-5)
+    assert torch.allclose((basis.T @ factor).norm(dim=1), strengths, rtol=1e-4)
+    zero_basis, zero = lowrank.principal_columns(torch.zeros(40, 6))
+    assert torch.allclose(zero_basis.T @ zero_basis, torch.eye(6), atol=1e-5) and not zero.any()
 
 
-def test_flushing_hands_over_the_whole_error_once() -> None:
-    compressor = MatrixCompressor("m", 8, 6, seed=1, error_dtype=torch.float32, device=CPU)
-    matrix = torch.randn(8, 6)
-    basis = lowrank.orthonormalise(matrix @ compressor.factor(2))
-    q = matrix.T @ basis
-    compressor.store_error(matrix, basis, q)
-    gradient = torch.zeros(8, 6)
-    compressor.flush_error(gradient)
-    assert torch.allclose(gradient, matrix - basis @ q.T, atol=1e-6)
-    compressor.flush_error(gradient.zero_())
-    assert not gradient.any()
+def test_a_rank_is_limited_by_the_matrix_and_must_be_at_least_1() -> None:
+    assert lowrank.limited(100, 8, 6) == 6
+    with pytest.raises(ValueError, match="rank 0"):
+        lowrank.limited(0, 8, 6)

@@ -22,7 +22,7 @@ RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 
 def write_run(folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True) -> None:
     log = EventLog(str(folder))
-    stage = {"matrices": [["w", 8, 8]], "dense": [], "cost": None}
+    stage = {"matrices": [["w", 8, 8]], "rest": [], "cost": None}
     log.write("start", config={"window": 10, "seed": 7}, iterations=40, stages=[stage] * 2, world_size=4, versions={})
     for window, ranks in enumerate(RANKS, start=1):
         stages = [{"entropy": -float(window)}, {"entropy": None}]

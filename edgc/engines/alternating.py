@@ -1,0 +1,73 @@
+"""Low rank with one factor a step: alternate compressed PowerSGD (Zhang et al. 2023, ACP-SGD, ICDCS)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from edgc import lowrank
+from edgc.collectives import Communicator, Steps
+from edgc.config import EDGCConfig
+from edgc.engines.base import Engine, MatrixSpec, all_finite, spoil
+from edgc.error_feedback import ErrorFeedback
+from edgc.wire import wire
+
+
+class Alternating(Engine):
+    """PowerSGD whose two factors are learned in turn. Per matrix and step, with a basis B from the step before:
+
+    1. M_i = gradient_i + error_i       transposed in every other step
+    2. C_i = B^T M_i
+    3. C   = sum_i C_i                  the only message (rank x cols)
+    4. error_i = M_i - B C_i            with C_i as the sum holds it, so that rounding on the wire is fed back
+    5. gradient = B C
+    6. B   = orthonormal rows of C, the strongest first: the basis of the next step, for M transposed
+
+    Half the bytes of PowerSGD at the same rank, and no message is delicate: B never travels, C is exact up to what
+    error feedback returns.
+    """
+
+    low_rank = True
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
+        super().__init__(matrices, config, device)
+        self.wire = wire(config.wire)
+        self.bases: dict[str, Tensor] = {}  # (rows x rank) or, if transposed, (cols x rank); orthonormal, fp32
+        self.strengths: dict[str, Tensor] = {}  # (rank,) singular values of the last gradient
+        self.transposed: dict[str, bool] = {}
+
+    def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
+        """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
+        name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
+        basis = self.bases.get(name)
+        if basis is None:
+            return lowrank.orthonormalise(lowrank.random_factor(matrix.rows, rank, self.device, self.config.seed, name))
+        if basis.shape[1] > rank:
+            return basis[:, :rank]  # the strongest come first
+        if basis.shape[1] < rank:
+            return lowrank.resize(basis, rank, self.config.seed, name, basis.shape[1], rank)
+        return basis
+
+    def reduce(
+        self,
+        gradients: Mapping[str, Tensor],
+        ranks: Mapping[str, int],
+        feedback: ErrorFeedback,
+        communicator: Communicator,
+    ) -> Steps[None]:
+        bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
+        oriented = [matrix.T if self.transposed.get(name) else matrix for name, matrix in gradients.items()]
+        local = [basis.T @ matrix for basis, matrix in zip(bases, oriented, strict=True)]
+        sums, shares = yield from communicator.sum(local, self.wire)
+        if not all_finite(sums):
+            spoil(gradients)
+            return
+        for (name, gradient), matrix, basis, coefficients, share in zip(
+            gradients.items(), oriented, bases, sums, shares, strict=True
+        ):
+            error = torch.addmm(matrix, basis, share, alpha=-1)
+            transposed = self.transposed.get(name, False)
+            feedback.store(name, error.T if transposed else error)
+            gradient.copy_((basis @ coefficients).T if transposed else basis @ coefficients)
+            self.bases[name], self.strengths[name] = lowrank.principal_columns(coefficients.T)
+            self.transposed[name] = not transposed

@@ -1,0 +1,100 @@
+"""Sparsification with error feedback: few values travel, unrounded."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from edgc.collectives import Communicator, Steps
+from edgc.engines.base import Engine, all_finite, spoil
+from edgc.error_feedback import ErrorFeedback
+from edgc.seeding import stable_seed
+from edgc.wire import wire
+
+
+class TopK(Engine):
+    """Each rank's largest entries of each gradient: Aji and Heafield 2017; Lin et al. 2018 (arXiv 1712.01887).
+
+    An all-gather of k values in fp32 and k indices in int32 for each parameter, k = density * elements, at least 1.
+    """
+
+    low_rank = False
+
+    def reduce(
+        self,
+        gradients: Mapping[str, Tensor],
+        ranks: Mapping[str, int],
+        feedback: ErrorFeedback,
+        communicator: Communicator,
+    ) -> Steps[None]:
+        chosen, values = [], []
+        for gradient in gradients.values():
+            flat = gradient.reshape(-1)
+            indices = flat.abs().topk(_kept(flat.numel(), self.config.density), sorted=False).indices
+            chosen.append(indices.to(torch.int32))
+            values.append(flat[indices])
+        sizes = [len(part) for part in values]
+        message = torch.cat([torch.cat(values).view(torch.int32), torch.cat(chosen)])
+        gathered = yield from communicator.all_gather(message)
+        all_values, all_indices = (torch.split(half, sizes, dim=1) for half in gathered.chunk(2, dim=1))
+        if not all_finite([part.view(torch.float32) for part in all_values]):
+            spoil(gradients)
+            return
+        for (name, gradient), indices, received, places in zip(
+            gradients.items(), chosen, all_values, all_indices, strict=True
+        ):
+            error = gradient.clone()
+            error.view(-1)[indices.long()] = 0
+            feedback.store(name, error)
+            total = gradient.new_zeros(gradient.numel())
+            for value, place in zip(received, places, strict=True):  # one rank after another: the same bits everywhere
+                total.index_add_(0, place.long(), value.view(torch.float32))
+            gradient.copy_(total.view_as(gradient))
+
+
+class RandomK(Engine):
+    """The same random entries of each gradient on all ranks: the indices follow from a seed and don't travel.
+
+    An all-reduce of about k values, k = density * elements, at least 1: an entry drawn twice travels once. Source:
+    Stich et al. 2018 (arXiv 1809.07599).
+    """
+
+    low_rank = False
+    steps = 0
+
+    def reduce(
+        self,
+        gradients: Mapping[str, Tensor],
+        ranks: Mapping[str, int],
+        feedback: ErrorFeedback,
+        communicator: Communicator,
+    ) -> Steps[None]:
+        # drawn on the CPU so that every device gets the same
+        generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", self.steps))
+        chosen = [
+            _draw(gradient.numel(), self.config.density, generator).to(self.device) for gradient in gradients.values()
+        ]
+        local = [gradient.view(-1)[indices] for gradient, indices in zip(gradients.values(), chosen, strict=True)]
+        # what is not chosen must not hide what is not finite
+        healthy = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
+        flag = torch.where(healthy, 0.0, torch.nan).view(1)
+        (flag, *sums), _ = yield from communicator.sum([flag, *local], wire("fp32"))
+        if not all_finite([flag]):
+            spoil(gradients)
+            return
+        self.steps += 1
+        for (name, gradient), indices, total in zip(gradients.items(), chosen, sums, strict=True):
+            error = gradient.clone()
+            error.view(-1)[indices] = 0
+            feedback.store(name, error)
+            gradient.zero_()
+            gradient.view(-1)[indices] = total
+
+
+def _kept(elements: int, density: float) -> int:
+    return max(1, round(density * elements))
+
+
+def _draw(elements: int, density: float, generator: torch.Generator) -> Tensor:
+    indices: Tensor = torch.unique(torch.randint(elements, (_kept(elements, density),), generator=generator))
+    return indices

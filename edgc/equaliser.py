@@ -1,0 +1,46 @@
+"""Row and column scales of past gradients, by which a gradient is divided before compression. No collectives.
+
+Adam divides every entry by the root of its second moment, so an error that is small against the largest rows of a
+matrix can be large where it matters: compression should lose alike of all entries in the units of the update. The
+second moment of each entry is taken as the product of its row's and its column's (Adafactor, Shazeer and Stern 2018,
+arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them, so no scale travels.
+"""
+
+import torch
+from torch import Tensor
+
+DECAY = 0.95  # of the moving averages, per step
+FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
+
+
+class Equaliser:
+    """Moving averages of the mean square of each row and column, by parameter name."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def scale(self, name: str, like: Tensor) -> Tensor:
+        """(rows x cols) scales with root mean square about 1; ones while nothing is known."""
+        if name not in self._moments:
+            return torch.ones_like(like)
+        rows, cols = (_relative(moment) for moment in self._moments[name])
+        return torch.outer(rows, cols)
+
+    def update(self, name: str, total: Tensor) -> None:
+        """Take in the sum (rows x cols) that a reduction gave; one that is not finite is left out."""
+        squares = total.square()
+        if not torch.isfinite(squares.sum()):
+            return
+        now = squares.mean(dim=1), squares.mean(dim=0)
+        before = self._moments.get(name)
+        # Only ratios matter, so the start at the first value needs no bias correction.
+        self._moments[name] = now if before is None else (_average(before[0], now[0]), _average(before[1], now[1]))
+
+
+def _average(before: Tensor, now: Tensor) -> Tensor:
+    return torch.lerp(now, before, DECAY)
+
+
+def _relative(moment: Tensor) -> Tensor:
+    mean = moment.mean()
+    return torch.where(mean > 0, (moment / mean).sqrt().clamp_min(FLOOR), 1.0)

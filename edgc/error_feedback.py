@@ -1,0 +1,33 @@
+"""Error feedback: what reductions have left unsent on this rank, added to the next gradient. No collectives."""
+
+import torch
+from torch import Tensor
+
+
+class ErrorFeedback:
+    """One error for each parameter, keyed by *name*, so that a rebuilt bucket or another process finds the same state.
+
+    An error is this rank's own; only the sum over the data-parallel group matters to training. Source: Seide et al.
+    2014; Karimireddy et al. 2019 (arXiv 1901.09847).
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.errors: dict[str, Tensor] = {}
+
+    def add_to(self, name: str, gradient: Tensor) -> None:
+        """gradient += error, in place. The error stays until ``store`` or ``clear``: a failed step loses nothing."""
+        if name in self.errors:
+            gradient.add_(self.errors[name].view_as(gradient))
+
+    def store(self, name: str, error: Tensor) -> None:
+        """This is what the reduction has left; the tensor becomes the store's own."""
+        self.errors[name] = error.to(self.dtype)
+
+    def clear(self, name: str) -> None:
+        """The whole of it was sent."""
+        self.errors.pop(name, None)
+
+    def squared_norm(self) -> float:
+        """Sum of squares of all errors."""
+        return sum(float(error.float().square().sum()) for error in self.errors.values())

@@ -1,0 +1,152 @@
+"""Wire formats: how fp32 values are written into the bytes of a message. Pure functions of tensors.
+
+A format of 1 to 8 bits works on groups of 128 values that share a scale in bf16. 4 bits and more: the largest
+magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv 2306.10209) and SDP4Bit
+(arXiv 2410.15526). 3 bits and fewer: levels at odd multiples of half a step, the step that is best for normal values
+(Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values would stretch so few
+levels too far. Codes are packed without padding bits.
+
+A group with an entry that is not finite comes out not finite; so may one of magnitudes beyond 1e18, whose squares
+overflow.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+# Step in units of the root mean square that loses least of normal values, by bits.
+_NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A wire format. ``bits`` a value: 32 (fp32), 16 (bf16), or 1 to 8 with one scale for each 128 values.
+
+    ``stochastic`` rounding is unbiased: up or down with the probability that makes the mean right (4 bits and more).
+    ``hadamard`` rotates every group, which spreads outliers over it.
+    """
+
+    bits: int
+    stochastic: bool = False
+    hadamard: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.bits == 32
+
+    def message_bytes(self, values: int) -> int:
+        """Bytes that ``values`` values, a multiple of 128, take."""
+        return values * self.bits // 8 + (values // GROUP * 2 if self.bits <= 8 else 0)
+
+    def bytes_per_value(self) -> float:
+        return self.message_bytes(GROUP) / GROUP
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """fp32 (rows, n), n a multiple of 128 -> uint8 (rows, ``message_bytes(n)``).
+
+        ``generator`` draws the stochastic rounding.
+        """
+        rows = values.shape[0]
+        if self.bits == 32:
+            return values.contiguous().view(torch.uint8)
+        if self.bits == 16:
+            return values.to(torch.bfloat16).view(torch.uint8)
+        groups = values.view(rows, -1, GROUP)
+        if self.hadamard:
+            groups = groups @ _hadamard(values.device)
+        scale = self._scale(groups)
+        # a group of zeros has scale 0; its codes do not matter
+        scaled = groups / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
+        codes = self._codes(scaled, generator)
+        return torch.cat([_pack(codes.view(rows, -1), self.bits), scale.view(rows, -1).view(torch.uint8)], dim=1)
+
+    def decode(self, message: Tensor) -> Tensor:
+        """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
+        rows = message.shape[0]
+        if self.bits == 32:
+            return message.view(torch.float32)
+        if self.bits == 16:
+            return message.view(torch.bfloat16).float()
+        groups = message.shape[1] // self.message_bytes(GROUP)
+        packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
+        codes = _unpack(packed, self.bits).view(rows, groups, GROUP)
+        scales = scale.contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+        values = (codes.float() - self._centre) * scales
+        if self.hadamard:
+            values = values @ _hadamard(message.device)
+        result: Tensor = values.view(rows, -1)
+        return result
+
+    @property
+    def _centre(self) -> float:
+        """The code that stands for 0: a whole one from 4 bits on, below between two codes."""
+        return float(2 ** (self.bits - 1)) - (1 if self.bits >= 4 else 0.5)
+
+    def _scale(self, groups: Tensor) -> Tensor:
+        """(rows, groups, 128) -> bf16 (rows, groups, 1): the difference between neighbouring levels."""
+        if self.bits in _NORMAL_STEP:
+            norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
+            return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
+        # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
+        largest = torch.amax(groups.abs(), dim=-1, keepdim=True)
+        return (largest * (1.004 / self._centre)).to(torch.bfloat16)
+
+    def _codes(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+        shifted = scaled + self._centre
+        if self.stochastic and self.bits >= 4:
+            shifted = torch.floor(shifted + torch.rand(shifted.shape, generator=generator, device=shifted.device))
+        else:
+            shifted = torch.round(shifted)
+        return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
+
+
+WIRES = {"fp32": 32, "bf16": 16, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2, "int1": 1}
+
+
+def wire(name: str, *, stochastic: bool = False, hadamard: bool = False) -> Wire:
+    """The format of a name in ``WIRES``."""
+    return Wire(WIRES[name], stochastic, hadamard)
+
+
+@functools.cache
+def _hadamard(device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix of 128 x 128 (Sylvester's construction): its own inverse."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < GROUP:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return (matrix / math.sqrt(GROUP)).to(device)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 (rows, n) with values below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
+    rows = codes.shape[0]
+    if bits == 8:
+        return codes
+    if 8 % bits == 0:
+        parts = codes.view(rows, -1, 8 // bits)
+        return _or([parts[..., i] << (i * bits) for i in range(8 // bits)])
+    # other widths: eight codes in as many bytes as they have bits, byte k holding bit k of each
+    parts = codes.view(rows, -1, 8)
+    planes = [_or([((parts[..., i] >> k) & 1) << i for i in range(8)]) for k in range(bits)]
+    return torch.stack(planes, dim=-1).view(rows, -1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of ``_pack``."""
+    rows = packed.shape[0]
+    if bits == 8:
+        return packed
+    if 8 % bits == 0:
+        mask = 2**bits - 1
+        return torch.stack([(packed >> (i * bits)) & mask for i in range(8 // bits)], dim=-1).view(rows, -1)
+    planes = packed.reshape(rows, -1, bits)
+    codes = [_or([((planes[..., k] >> i) & 1) << k for k in range(bits)]) for i in range(8)]
+    return torch.stack(codes, dim=-1).view(rows, -1)
+
+
+def _or(parts: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.bitwise_or, parts)

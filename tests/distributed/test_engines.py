@@ -1,0 +1,208 @@
+"""What every engine owes its user, over real gloo groups (docs/algorithm.md, 5)."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.collectives import Communicator, Traffic
+from edgc.config import EDGCConfig
+from edgc.engines import ENGINES, Engine, MatrixSpec
+from edgc.error_feedback import ErrorFeedback
+from edgc.reducer import run
+from edgc.wire import GROUP, wire
+from tests.distributed.gloo import run_on_ranks
+
+MATRICES = (MatrixSpec("tall", 48, 20), MatrixSpec("wide", 12, 40), MatrixSpec("square", 24, 24))
+CPU = torch.device("cpu")
+# by label: settings
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"engine": name} for name in ENGINES},
+    "powersgd, rounded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int8"},
+    "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
+    "alternating, rounded": {"engine": "alternating", "wire": "int2"},
+    "int4, stochastic and rotated": {"engine": "int4", "stochastic": True, "hadamard": True},
+    "topk, denser": {"engine": "topk", "density": 0.1},
+}
+
+
+class Bench:
+    """An engine with its error feedback and a counted group."""
+
+    def __init__(self, **settings: Any):
+        assert dist.group.WORLD is not None
+        config = EDGCConfig(**settings)
+        self.engine: Engine = ENGINES[config.engine](MATRICES, config, CPU)
+        self.feedback = ErrorFeedback(torch.float32)
+        self.communicator = Communicator(dist.group.WORLD, Traffic())
+
+    def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:
+        for name, gradient in gradients.items():
+            self.feedback.add_to(name, gradient)
+        ranks = {matrix.name: rank for matrix in MATRICES}
+        run(self.engine.reduce(gradients, ranks, self.feedback, self.communicator))
+
+    def errors(self) -> dict[str, Tensor]:
+        return {m.name: self.feedback.errors.get(m.name, torch.zeros(m.rows, m.cols)).clone() for m in MATRICES}
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    """Different on every rank and step, with a common part of low rank so that there is something to learn."""
+    own = torch.Generator().manual_seed(1000 * step + rank)
+    common = torch.Generator().manual_seed(7)
+    result = {}
+    for matrix in MATRICES:
+        signal = torch.randn(matrix.rows, 3, generator=common) @ torch.randn(3, matrix.cols, generator=common)
+        result[matrix.name] = signal + torch.randn(matrix.rows, matrix.cols, generator=own)
+    return result
+
+
+def summed(local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The exact sum over the group in float64."""
+    total = {name: tensor.double() for name, tensor in local.items()}
+    for tensor in total.values():
+        dist.all_reduce(tensor)
+    return total
+
+
+def lost(bench: Bench, rank: int, schedule: list[int]) -> float:
+    """Largest |sum of (gradient + old error) - result - sum of new errors| over steps, relative to the gradient."""
+    worst = 0.0
+    for step, r in enumerate(schedule):
+        local = gradients(rank, step)
+        owed = summed({name: local[name] + error for name, error in bench.errors().items()})
+        bench.step(local, r)
+        left = summed(bench.errors())
+        for name, result in local.items():
+            worst = max(worst, float((owed[name] - result - left[name]).abs().max() / owed[name].abs().max()))
+    return worst
+
+
+def each(rank: int, cases: list[str]) -> dict[str, Any]:
+    """Per case: what is lost, and the results and state after 8 steps."""
+    outcome = {}
+    for case in cases:
+        bench = Bench(**CASES[case])
+        gap = lost(bench, rank, [4, 4, 8, 8, 4, 12, 12, 4])
+        results = gradients(rank, 50)
+        bench.step(results)
+        outcome[case] = gap, results
+    return outcome
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_lost_and_every_rank_gets_the_same_bits(ranks: int) -> None:
+    first, *others = run_on_ranks(each, ranks, list(CASES))
+    gaps = {case: gap for case, (gap, _) in first.items()}
+    # LoCo forgets by design
+    assert {case: gap for case, gap in gaps.items() if gap > 5e-6} == {"loco": gaps["loco"]}
+    for case, (_, results) in first.items():
+        for other in others:
+            assert all(torch.equal(results[name], other[case][1][name]) for name in results), case
+
+
+def tracking(rank: int) -> dict[str, float]:
+    """Relative distance between the sum of 60 results and the sum of 60 true gradients, worst matrix."""
+    distance = {}
+    for case, settings in CASES.items():
+        bench = Bench(**settings)
+        exact = {m.name: torch.zeros(m.rows, m.cols, dtype=torch.float64) for m in MATRICES}
+        result = {name: tensor.clone() for name, tensor in exact.items()}
+        for step in range(60):
+            local = gradients(rank, step)
+            for name, total in summed(local).items():
+                exact[name] += total
+            bench.step(local, rank=8)
+            for name, total in local.items():
+                result[name] += total
+        distance[case] = max(float((exact[name] - result[name]).norm() / exact[name].norm()) for name in exact)
+    return distance
+
+
+def test_error_feedback_catches_up_over_steps() -> None:
+    distances = run_on_ranks(tracking, 2)[0]
+    # one entry in a hundred or ten of a normal distribution, or its signs alone
+    slow = {"topk": 0.5, "randomk": 0.9, "topk, denser": 0.1, "onebit": 0.2}
+    assert {case: distance for case, distance in distances.items() if distance > slow.get(case, 0.1)} == {}
+
+
+def full_rank(rank: int) -> float:
+    bench, worst = Bench(engine="powersgd"), 0.0
+    for step in range(3):
+        local = gradients(rank, step)
+        exact = summed(local)
+        bench.step(local, rank=1000)
+        worst = max(worst, *(float((exact[n] - g).abs().max() / exact[n].abs().max()) for n, g in local.items()))
+    return worst
+
+
+def test_full_rank_is_the_dense_all_reduce() -> None:
+    assert max(run_on_ranks(full_rank, 2)) < 5e-6
+
+
+def not_finite(rank: int) -> list[str]:
+    """Cases in which a bad gradient goes unseen or changes the state."""
+    wrong = []
+    for case, settings in CASES.items():
+        bench = Bench(**settings)
+        bench.step(gradients(rank, 0))
+        twin = Bench(**settings)
+        twin.step(gradients(rank, 0))
+        local = gradients(rank, 1)
+        if rank == 1:
+            local["wide"][3, 5] = torch.inf
+        before = bench.errors()
+        bench.step(local)
+        if not all(torch.isnan(gradient).all() for gradient in local.values()):
+            wrong.append(f"{case}: not seen")
+        if any(not torch.equal(error, before[name]) for name, error in bench.errors().items()):
+            wrong.append(f"{case}: error changed")
+        if settings.get("stochastic"):
+            continue  # has drawn numbers that its twin has not
+        after, expected = gradients(rank, 2), gradients(rank, 2)
+        bench.step(after)
+        twin.step(expected)
+        if any(not torch.equal(after[name], expected[name]) for name in after):
+            wrong.append(f"{case}: state changed")
+    return wrong
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all_and_changes_no_state() -> None:
+    assert run_on_ranks(not_finite, 2) == [[], []]
+
+
+def bytes_sent(rank: int) -> dict[str, dict[str, float]]:
+    sent = {}
+    for case, settings in CASES.items():
+        bench = Bench(**settings)
+        for step in range(2):
+            bench.step(gradients(rank, step))
+        sent[case] = dict(bench.communicator.traffic.by_collective)
+    return sent
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    ranks = 3
+    sent, *_ = run_on_ranks(bytes_sent, ranks)
+    elements = sum(m.rows * m.cols for m in MATRICES)
+    rows, cols = 4 * sum(m.rows for m in MATRICES), 4 * sum(m.cols for m in MATRICES)
+    share = (ranks - 1) / ranks
+
+    def rounded(name: str, values: int) -> float:
+        return wire(name).message_bytes(-(-values // (GROUP * ranks)) * GROUP * ranks) * share
+
+    assert sent["powersgd"] == {"all-reduce": pytest.approx(2 * 2 * 4 * (rows + cols) * share)}
+    assert sent["alternating"] == {"all-reduce": pytest.approx(2 * 4 * (rows + cols) * share)}
+    for case, per_phase in {
+        "powersgd, rounded": 2 * (rounded("int8", rows) + rounded("int4", cols)),
+        "alternating, rounded": rounded("int2", rows) + rounded("int2", cols),
+        "int4": 2 * rounded("int4", elements),
+        "loco": 2 * rounded("int4", elements),
+        "onebit": 2 * rounded("int1", elements),
+    }.items():
+        assert sent[case] == {"all-to-all": pytest.approx(per_phase), "all-gather": pytest.approx(per_phase)}, case
+    kept = sum(max(1, round(0.01 * m.rows * m.cols)) for m in MATRICES)
+    assert sent["topk"] == {"all-gather": pytest.approx(2 * 8 * kept * (ranks - 1))}
+    assert 0.9 * 2 * 2 * 4 * kept * share <= sent["randomk"]["all-reduce"] <= 2 * 2 * 4 * (kept + 1) * share

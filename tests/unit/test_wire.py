@@ -1,0 +1,87 @@
+import math
+
+import pytest
+import torch
+
+from edgc.wire import GROUP, WIRES, Wire, _pack, _unpack, wire
+
+ROUNDED = [name for name, bits in WIRES.items() if bits <= 8]
+# Mean squared error of a unit normal: Max 1960 for 1 to 3 bits; step^2 / 12 from 4 bits on, where the step is the
+# largest of 128 magnitudes (root mean square: 2.85) over the largest code.
+EXPECTED_ERROR = {1: 0.3634, 2: 0.1175, 3: 0.0374} | {b: (2.85 / (2 ** (b - 1) - 1)) ** 2 / 12 for b in (4, 5, 6, 8)}
+
+
+def normal(rows: int = 3, groups: int = 200) -> torch.Tensor:
+    return torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_message_has_the_bits_it_says_and_loses_what_theory_says(name: str, hadamard: bool) -> None:
+    values, under_test = normal(), wire(name, hadamard=hadamard)
+    message = under_test.encode(values)
+    assert message.dtype == torch.uint8
+    assert message.shape[1] == values.shape[1] * under_test.bits / 8 + 2 * 200
+    assert under_test.message_bytes(values.shape[1]) == message.shape[1]
+    error = float((under_test.decode(message) - values).square().mean())
+    assert error == pytest.approx(EXPECTED_ERROR[under_test.bits], rel=0.08)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_code_survives_packing(bits: int) -> None:
+    codes = torch.randint(2**bits, (3, 2 * GROUP), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = _pack(codes, bits)
+    assert packed.shape == (3, 2 * GROUP * bits // 8)
+    assert torch.equal(_unpack(packed, bits), codes)
+
+
+def test_fp32_is_exact_and_bf16_is_torchs() -> None:
+    values = normal()
+    assert torch.equal(wire("fp32").decode(wire("fp32").encode(values)), values)
+    assert torch.equal(wire("bf16").decode(wire("bf16").encode(values)), values.bfloat16().float())
+    assert wire("bf16").bytes_per_value() == 2 and wire("fp32").bytes_per_value() == 4
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("scale", [0.0, 1e-15, 1e15])
+def test_extreme_scales(name: str, scale: float) -> None:
+    values = normal() * scale
+    decoded = wire(name).decode(wire(name).encode(values))
+    assert torch.isfinite(decoded).all()
+    assert (decoded - values).norm() <= 0.62 * values.norm()  # 0.36 of the energy is lost at 1 bit
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("name", WIRES)
+def test_a_value_that_is_not_finite_is_seen_by_the_receiver(name: str, hadamard: bool, bad: float) -> None:
+    values = normal(rows=1, groups=3)
+    values[0, GROUP + 5] = bad
+    decoded = wire(name, hadamard=hadamard).decode(wire(name, hadamard=hadamard).encode(values))
+    assert not torch.isfinite(decoded[0, GROUP + 5])
+    assert torch.isfinite(decoded[0, :GROUP]).all() and torch.isfinite(decoded[0, 2 * GROUP :]).all()
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
+    values = normal(rows=1, groups=2)
+
+    def mean(under_test: Wire) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        decoded = [under_test.decode(under_test.encode(values, generator)) for _ in range(2000)]
+        return torch.stack(decoded).mean(dim=0)
+
+    step = 2.85 / 7
+    assert (mean(wire("int4", stochastic=True)) - values).abs().max() < 5 * step / 2 / math.sqrt(2000)
+    assert (mean(wire("int4")) - values).abs().max() > step / 4
+
+
+def test_the_rotation_spreads_an_outlier_over_its_group() -> None:
+    values = normal(rows=1, groups=1)
+    values[0, 7] = 100.0
+    others = torch.arange(GROUP) != 7
+
+    def lost(under_test: Wire) -> float:
+        return float((under_test.decode(under_test.encode(values)) - values)[0, others].square().mean())
+
+    assert lost(wire("int4")) > 0.9  # one step is 14: all others become 0
+    assert lost(wire("int4", hadamard=True)) < 0.9

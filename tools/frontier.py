@@ -1,0 +1,236 @@
+"""Measure engines against each other: loss and bytes of real multi-process runs on the same tokens.
+
+    python tools/frontier.py --config configs/frontier/default.yaml
+
+Every run has its own folder under ``runs/frontier/`` and is kept once it has finished with the same command, so an
+interrupted list goes on where it stopped. Each finished run adds a line to ``docs/frontier/results.jsonl``; at the end
+``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot. The format of a list is
+described in docs/frontier/README.md.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from tools.report import ReportError, Run, load_run, processor  # noqa: E402
+
+RUNS = REPOSITORY / "runs" / "frontier"
+DOCS = REPOSITORY / "docs" / "frontier"
+ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
+LIST_KEYS = {"corpus", "flags", "models", "defaults", "entries"}
+
+
+class ListError(Exception):
+    """A list of runs that breaks a rule; the message names the file, the entry and the rule."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run: an entry of a list under one seed."""
+
+    name: str
+    model: str
+    data_parallel: int
+    pipeline_parallel: int
+    iterations: int
+    seed: int
+    flags: tuple[str, ...]
+    settings: tuple[str, ...]  # what all entries share: model, corpus, optimiser
+
+    @property
+    def setting(self) -> str:
+        """What runs must have in common to be compared."""
+        return f"{self.model}-dp{self.data_parallel}-pp{self.pipeline_parallel}-{self.iterations}"
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / self.setting / f"{self.name}-seed{self.seed}"
+
+    def arguments(self) -> list[str]:
+        """Everything after ``pretrain_gpt.py``, with paths relative to the repository."""
+        folder = self.folder.relative_to(REPOSITORY)
+        own = f"--train-iters {self.iterations} --seed {self.seed}"
+        if self.pipeline_parallel > 1:
+            own += f" --pipeline-model-parallel-size {self.pipeline_parallel}"
+        logs = f"--tensorboard-dir {folder}/tensorboard --edgc --edgc-log-dir {folder} --edgc-seed {self.seed}"
+        return [*self.settings, *own.split(), *logs.split(), *self.flags]
+
+
+def load_list(path: Path) -> list[Trial]:
+    """Read a list of runs. Raises ``ListError`` for one that is incomplete or misspelt."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ListError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or set(content) - LIST_KEYS or not {"models", "entries"} <= set(content):
+        raise ListError(f"{path}: needs models and entries, may have {', '.join(sorted(LIST_KEYS))}, and nothing else")
+    corpus = content.get("corpus", "runs/data/stdlib")
+    data = (
+        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
+        f"--train-data-path {corpus}_train_text_document --valid-data-path {corpus}_valid_text_document "
+        f"--data-cache-path {Path(corpus).parent}/cache"
+    )
+    trials = []
+    for entry in content["entries"]:
+        entry = {**content.get("defaults", {}), **entry}
+        where = f"{path}, entry {entry.get('name', '?')}"
+        if set(entry) != ENTRY_KEYS:
+            wrong = sorted(set(entry) ^ ENTRY_KEYS)
+            raise ListError(f"{where}: missing or unknown: {', '.join(wrong)}")
+        if entry["model"] not in content["models"]:
+            raise ListError(f"{where}: there is no model {entry['model']}")
+        shared = " ".join((content.get("flags", ""), content["models"][entry["model"]], data))
+        for seed in entry["seeds"]:
+            trials.append(
+                Trial(
+                    name=entry["name"],
+                    model=entry["model"],
+                    data_parallel=entry["data_parallel"],
+                    pipeline_parallel=entry["pipeline_parallel"],
+                    iterations=entry["iterations"],
+                    seed=seed,
+                    flags=tuple(shlex.split(entry["flags"])),
+                    settings=tuple(shlex.split(shared, comments=True)),
+                )
+            )
+    folders = [trial.folder for trial in trials]
+    if twice := sorted({folder.name for folder in folders if folders.count(folder) > 1}):
+        raise ListError(f"{path}: listed twice: {', '.join(twice)}")
+    return trials
+
+
+def run(trial: Trial, device: Sequence[str]) -> Path:
+    """Train, unless this command has finished before; returns the folder. Raises ``ReportError`` if training fails."""
+    folder, arguments = trial.folder, [*device, *trial.arguments()]
+    finished = folder / "command.json"
+    if finished.is_file() and json.loads(finished.read_text())["arguments"] == arguments:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    record = {"arguments": arguments, **commit(), "started": round(time.time())}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    processes = trial.data_parallel * trial.pipeline_parallel
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with (folder / "log.txt").open("wb") as log:
+        status = subprocess.run(
+            [sys.executable, *launcher, str(processes), "pretrain_gpt.py", *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ).returncode
+    if status != 0:
+        raise ReportError(f"{folder}: training ended with status {status}, see log.txt there")
+    load_run(folder)  # a run without results has not finished
+    finished.write_text(json.dumps(record) + "\n")
+    return folder
+
+
+def commit() -> dict[str, Any]:
+    """The checkout's commit, and whether it had other changes than those this tool makes."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    changes = [line for line in git("status", "--porcelain").splitlines() if "docs/frontier/" not in line]
+    return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
+
+
+def result(trial: Trial, measured: Run, record: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of ``results.jsonl``; docs/frontier/README.md documents the fields."""
+    config = measured.start["config"]
+    return {
+        "model": trial.model,
+        "name": trial.name,
+        "engine": config["engine"],
+        "preset": config.get("preset"),
+        "flags": shlex.join(trial.flags),
+        "seed": trial.seed,
+        "iterations": trial.iterations,
+        "data_parallel": trial.data_parallel,
+        "pipeline_parallel": trial.pipeline_parallel,
+        "val_loss": measured.val_loss,
+        "dp_bytes": measured.dp_bytes,
+        "dp_bytes_dense": float(measured.windows[-1]["dp_bytes_dense"]),
+        "step_seconds": measured.step_seconds,
+        "ranks": [window["ranks"] for window in measured.windows],
+        "settings": shlex.join(trial.settings),
+        "commit": record["commit"] + ("+" if record["modified"] else ""),
+        "versions": measured.start["versions"],
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+    }
+
+
+def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes a line of the results that of one trial: a later run of it takes its place."""
+    return tuple(line[key] for key in ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed"))
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def record_result(path: Path, line: dict[str, Any]) -> None:
+    """Add a line, or replace that of the same trial; the file is written whole or not at all."""
+    lines = {identity(known): known for known in read_results(path)}
+    if lines.get(identity(line)) == line:
+        return
+    lines[identity(line)] = line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)), encoding="utf-8")
+    draft.replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the list in ``argv``; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the list of runs, a YAML file")
+    parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")
+    arguments = parser.parse_args(argv)
+    try:
+        trials = load_list(arguments.config)
+    except ListError as error:
+        print(f"frontier: error: {error}", file=sys.stderr)
+        return 2
+    device = [] if arguments.gpu else ["--edgc-cpu"]
+    failed = []
+    for number, trial in enumerate(trials, start=1):
+        start = time.perf_counter()
+        label = f"frontier: {number}/{len(trials)} {trial.setting} {trial.name} seed {trial.seed}"
+        try:
+            folder = run(trial, device)
+            measured = load_run(folder)
+        except ReportError as error:
+            failed.append(trial)
+            print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
+            continue
+        line = result(trial, measured, json.loads((folder / "command.json").read_text()))
+        record_result(DOCS / "results.jsonl", line)
+        print(
+            f"{label}: loss {measured.val_loss:.4f}, {line['dp_bytes_dense'] / line['dp_bytes']:.2f}x fewer bytes, "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
