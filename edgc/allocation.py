@@ -1,8 +1,10 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from edgc.alignment import RANK_MULTIPLE
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
 
@@ -78,3 +80,48 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
 def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) -> dict[str, int]:
     """Every matrix at the stage's rank; matrices for which that rank does not pay are left out."""
     return {matrix.name: rank for matrix in matrices if pays(rank, matrix.rows, matrix.cols, min_saving)}
+
+
+def water_filled_ranks(
+    matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
+) -> dict[str, int]:
+    """The bytes of one common rank, spent where they carry most energy: reverse water-filling over directions.
+
+    ``energies`` holds the squared singular values of each matrix's gradient, the largest first, as far as they are
+    known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy
+    over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the bytes of
+    ``rank`` in every matrix are spent. Every matrix keeps at least half of ``rank``: what is never sent is never
+    measured. Source: rate-distortion theory (Cover and Thomas, section 10.3.3), with bytes for bits.
+    """
+    uniform = uniform_ranks(matrices, rank, min_saving)
+    planned = {matrix.name: matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)}
+    floor = min(rank, max(RANK_MULTIPLE, RANK_MULTIPLE * (rank // 2 // RANK_MULTIPLE)))
+    ranks = uniform | dict.fromkeys(planned, floor)
+    budget = sum((rank - floor) * (matrix.rows + matrix.cols) for matrix in planned.values())
+    steps = []
+    for name, matrix in planned.items():
+        spectrum = _extended(energies[name], min(matrix.rows, matrix.cols))
+        whole = sum(spectrum)
+        top = floor
+        while whole > 0 and pays(top + RANK_MULTIPLE, matrix.rows, matrix.cols, min_saving):
+            worth = sum(spectrum[top : top + RANK_MULTIPLE]) / (whole * (matrix.rows + matrix.cols))
+            steps.append((-worth, name, top))
+            top += RANK_MULTIPLE
+    for _, name, top in sorted(steps):
+        cost = RANK_MULTIPLE * (planned[name].rows + planned[name].cols)
+        # A step that no longer fits ends a matrix's turn: a later one would leave a hole.
+        if cost <= budget and ranks[name] == top:
+            ranks[name] += RANK_MULTIPLE
+            budget -= cost
+    return ranks
+
+
+def _extended(energies: Sequence[float], length: int) -> list[float]:
+    """The spectrum continued to ``length`` values by the power law through its last three quarters."""
+    known = len(energies)
+    first = max(known // 4, 1)
+    slope = 1.0
+    if known > first and energies[known - 1] > 0:
+        slope = math.log(energies[first - 1] / energies[known - 1]) / math.log(known / first)
+    tail = [energies[-1] * (known / place) ** slope for place in range(known + 1, length + 1)]
+    return [*energies[:length], *tail]

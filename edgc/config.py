@@ -64,6 +64,13 @@ class EDGCConfig:
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
     entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS))
+    allocation: str = _knob(
+        "uniform",
+        "how a stage's rank is shared among its matrices: alike, or by the energy that a byte carries, at equal bytes",
+        "name",
+        "docs/algorithm.md, 6",
+        ("uniform", "waterfill"),
+    )
     static_rank: int | None = _knob(
         None, "one rank for the whole run after the warm-up: plain PowerSGD", "rank", "arXiv 1905.13727"
     )
@@ -83,6 +90,9 @@ class EDGCConfig:
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
     error_dtype: str = _knob("fp32", "storage of the error feedback", "dtype", "arXiv 1905.13727", tuple(DTYPES))
+    error_decay: float = _knob(
+        1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
+    )
     wire: str = _knob(
         "fp32",
         "format in which low-rank factors travel (of powersgd: the second)",
@@ -139,6 +149,7 @@ class EDGCConfig:
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
+        _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
         _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
         if self.link_gbps is not None:

@@ -1,12 +1,14 @@
 """The central controller: windows of entropy in, one frozen rank plan out. No tensors, no collectives."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from edgc.alignment import RANK_MULTIPLE, CommCost, aligned_ranks
+from edgc.allocation import water_filled_ranks
 from edgc.config import EDGCConfig
+from edgc.engines.base import MatrixSpec
 from edgc.rank_model import StageRankModel
 
 NO_RANK = 0  # in a plan: compressed by an engine that has no rank
@@ -32,20 +34,29 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageObservation:
-    """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured."""
+    """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
+
+    ``energies``: squared singular values, the largest first, of what was sent of each matrix, by name.
+    """
 
     entropy: float = math.nan
     reduce_seconds: float = math.nan
     micro_backward_seconds: float = math.nan
+    energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank."""
+    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
+
+    ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
+    stage's rank.
+    """
 
     version: int
     first_iteration: int
     ranks: tuple[int | None, ...]
+    matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
     entropy: tuple[float, ...] = ()
     proposed: tuple[float | None, ...] = ()
     reason: str = ""
@@ -55,7 +66,7 @@ class RankPlan:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "RankPlan":
-        lists = {name: tuple(fields[name]) for name in ("ranks", "entropy", "proposed")}
+        lists = {name: tuple(fields[name]) for name in ("ranks", "matrix_ranks", "entropy", "proposed")}
         return cls(**{**fields, **lists})
 
 
@@ -68,8 +79,7 @@ class Controller:
     Args:
         config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
         iterations: length of the run.
-        stages: rank model of each stage, over the matrices that one of its ranks compresses; None for a stage that
-            has none, which stays dense.
+        stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
         costs: communication cost of each stage; None where it was not measured.
     """
 
@@ -77,16 +87,20 @@ class Controller:
         self,
         config: EDGCConfig,
         iterations: int,
-        stages: Sequence[StageRankModel | None],
+        stages: Sequence[Sequence[MatrixSpec]],
         costs: Sequence[StageCost | None],
     ):
         if len(stages) != len(costs) or not stages:
-            raise ValueError(f"{len(stages)} rank models and {len(costs)} costs: one of each per stage is needed")
+            raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
         if config.dynamic and (config.rmin is None or config.rmax is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
-        self.stages = tuple(stages)
+        self.matrices = tuple(tuple(stage) for stage in stages)
+        self.stages = tuple(
+            StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in stages
+        )
+        self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
         self.costs = list(costs)
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
         self.micro_backward_seconds = math.nan
@@ -106,6 +120,7 @@ class Controller:
         if len(observations) != len(self.stages):
             raise ValueError(f"{len(observations)} observations for {len(self.stages)} stages")
         self.history.append(tuple(observation.entropy for observation in observations))
+        self.energies = [observation.energies for observation in observations]
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
@@ -119,7 +134,7 @@ class Controller:
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
         if not self.config.dynamic:
-            return self.plan
+            return self._adopt(iteration, self.plan, self.plan.ranks)
         entropy = self.history[-1]
         if self.anchor is None:
             ready = iteration >= self.config.warmup_fraction * self.iterations and self._stable()
@@ -131,16 +146,26 @@ class Controller:
         else:
             proposed = tuple(self._proposed(stage, entropy[stage]) for stage in range(len(self.stages)))
             ranks, reason = self._constrained(proposed)
-        changed = ranks != self.plan.ranks
-        self.plan = RankPlan(
-            version=self.plan.version + changed,
-            first_iteration=iteration if changed else self.plan.first_iteration,
-            ranks=ranks,
-            entropy=entropy,
-            proposed=proposed,
-            reason=reason,
-        )
-        return self.plan
+        return self._adopt(iteration, replace(self.plan, entropy=entropy, proposed=proposed, reason=reason), ranks)
+
+    def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
+        """Share the ranks out among matrices; the plan is a new one only if a rank changes."""
+        matrix_ranks = tuple(self._shared(stage, rank) for stage, rank in enumerate(ranks))
+        if (ranks, matrix_ranks) != (plan.ranks, plan.matrix_ranks or (None,) * len(ranks)):
+            # a static plan's first iteration may lie ahead
+            first = max(iteration, plan.first_iteration)
+            plan = replace(
+                plan, version=plan.version + 1, first_iteration=first, ranks=ranks, matrix_ranks=matrix_ranks
+            )
+        self.plan = plan
+        return plan
+
+    def _shared(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
+        if self.config.allocation == "uniform" or not rank:
+            return None
+        if not self.energies[stage]:  # nothing has been measured since
+            return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
+        return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.min_saving)
 
     def _stable(self) -> bool:
         """Whether no stage's entropy changed by more than the threshold between the last two windows."""

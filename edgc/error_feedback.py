@@ -11,8 +11,9 @@ class ErrorFeedback:
     2014; Karimireddy et al. 2019 (arXiv 1901.09847).
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, decay: float = 1.0):
         self.dtype = dtype
+        self.decay = decay  # what is kept of an error from step to step; below 1 gradients are lost
         self.errors: dict[str, Tensor] = {}
 
     def add_to(self, name: str, gradient: Tensor) -> None:
@@ -22,7 +23,7 @@ class ErrorFeedback:
 
     def store(self, name: str, error: Tensor) -> None:
         """This is what the reduction has left; the tensor becomes the store's own."""
-        self.errors[name] = error.to(self.dtype)
+        self.errors[name] = (error if self.decay == 1.0 else error * self.decay).to(self.dtype)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""

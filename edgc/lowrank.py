@@ -32,22 +32,19 @@ def principal_columns(factor: Tensor) -> tuple[Tensor, Tensor]:
     return basis @ vectors, strengths
 
 
-def random_factor(cols: int, rank: int, device: torch.device, *seed: object) -> Tensor:
-    """Gaussian (cols x rank) factor in fp32, drawn on the CPU so that every device and rank gets the same."""
+def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
+    """Gaussian (rows x rank) factor in fp32, drawn on the CPU so that every device and rank gets the same."""
     generator = torch.Generator().manual_seed(stable_seed(*seed))
-    return torch.randn(cols, rank, generator=generator).to(device)
+    return torch.randn(rows, rank, generator=generator).to(device)
 
 
-def resize(q: Tensor, rank: int, *seed: object) -> Tensor:
-    """Orthonormal (cols x rank) factor that keeps what ``q`` has learned.
+def resize(basis: Tensor | None, rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
+    """An orthonormal (rows x rank) basis that keeps what ``basis``, the strongest column first, has learned.
 
-    Fewer columns: the strongest stay (the norm of a column of Q = M^T P is the energy it carries). More columns:
-    seeded random ones are added behind the learned ones.
+    Fewer columns: the strongest stay. More, or none to begin with: seeded random ones come behind the learned ones.
     """
-    cols, old = q.shape
-    if rank < old:
-        strongest = torch.linalg.vector_norm(q, dim=0).topk(rank).indices.sort().values
-        q = q[:, strongest]
-    elif rank > old:
-        q = torch.cat([q, random_factor(cols, rank - old, q.device, *seed)], dim=1)
-    return orthonormalise(q)
+    learned = 0 if basis is None else basis.shape[1]
+    if basis is not None and rank <= learned:
+        return basis[:, :rank]
+    fresh = random_factor(rows, rank - learned, device, *seed, learned, rank)
+    return orthonormalise(fresh if basis is None else torch.cat([basis, fresh], dim=1))

@@ -24,12 +24,23 @@ class Measurements:
 
     entropy: list[float] = field(default_factory=list)
     residual: list[float] = field(default_factory=list)
+    energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared singular values by matrix
 
     def take(self) -> "Measurements":
         """The entries so far; start anew."""
-        taken = Measurements(self.entropy, self.residual)
-        self.entropy, self.residual = [], []
+        taken = Measurements(self.entropy, self.residual, self.energies)
+        self.entropy, self.residual, self.energies = [], [], []
         return taken
+
+    def mean_energies(self) -> dict[str, list[float]]:
+        """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
+        if not self.energies:
+            return {}
+        means = {}
+        for name, last in self.energies[-1].items():
+            alike = [seen[name] for seen in self.energies if name in seen and len(seen[name]) == len(last)]
+            means[name] = torch.stack(alike).mean(dim=0).tolist()
+        return means
 
 
 class GradientReducer:
@@ -52,7 +63,7 @@ class GradientReducer:
             seed=config.seed,
         )
         self.estimate = ESTIMATORS[config.entropy_estimator]
-        self.feedback = ErrorFeedback(DTYPES[config.error_dtype])
+        self.feedback = ErrorFeedback(DTYPES[config.error_dtype], config.error_decay)
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
@@ -66,10 +77,15 @@ class GradientReducer:
         self.rest = Rounding(everything, config, device, wire(config.rest_wire))
         self.dense = Rounding(everything, config, device, wire(config.dense_wire))
 
-    def set_rank(self, rank: int | None) -> None:
-        """Use this rank from the next reduction on, any for an engine that has none; None: do not compress."""
+    def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
+        """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
+
+        ``matrix_ranks`` may hold the rank of each matrix of the stage.
+        """
         if rank is None or self.engine is None:
             self.ranks = {}
+        elif matrix_ranks is not None:
+            self.ranks = {name: matrix_ranks[name] for name in self.engine.matrices if name in matrix_ranks}
         elif self.config.low_rank:
             self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.min_saving)
         else:
@@ -116,6 +132,10 @@ class GradientReducer:
                 self.equaliser.update(spec.name, matrices[spec.name])
         if measured and 0 < to_send < math.inf:
             self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
+            if self.engine is not None and self.engine.low_rank:
+                self.measurements.energies.append(
+                    {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
+                )
 
     def _compress(self, engine: Engine, matrices: Mapping[str, Tensor]) -> Steps[None]:
         if not self.config.equalise:

@@ -26,12 +26,13 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from tools.report import ReportError, Run, load_run, processor  # noqa: E402
+from tools.frontier_report import draw, markdown  # noqa: E402
+from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
 
 RUNS = REPOSITORY / "runs" / "frontier"
 DOCS = REPOSITORY / "docs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
-LIST_KEYS = {"corpus", "flags", "models", "defaults", "entries"}
+LIST_KEYS = {"title", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
 
 
 class ListError(Exception):
@@ -70,7 +71,17 @@ class Trial:
         return [*self.settings, *own.split(), *logs.split(), *self.flags]
 
 
-def load_list(path: Path) -> list[Trial]:
+@dataclass(frozen=True)
+class RunList:
+    """A list of runs, and the pairs of entries to set side by side."""
+
+    name: str
+    title: str
+    trials: tuple[Trial, ...]
+    comparisons: tuple[tuple[str, str], ...]
+
+
+def load_list(path: Path) -> RunList:
     """Read a list of runs. Raises ``ListError`` for one that is incomplete or misspelt."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -110,7 +121,11 @@ def load_list(path: Path) -> list[Trial]:
     folders = [trial.folder for trial in trials]
     if twice := sorted({folder.name for folder in folders if folders.count(folder) > 1}):
         raise ListError(f"{path}: listed twice: {', '.join(twice)}")
-    return trials
+    comparisons = tuple((first, second) for first, second in content.get("comparisons", []))
+    names = {trial.name for trial in trials}
+    if unknown := sorted({name for pair in comparisons for name in pair} - names):
+        raise ListError(f"{path}: compared but not listed: {', '.join(unknown)}")
+    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons)
 
 
 def run(trial: Trial, device: Sequence[str]) -> Path:
@@ -194,9 +209,7 @@ def record_result(path: Path, line: dict[str, Any]) -> None:
         return
     lines[identity(line)] = line
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)), encoding="utf-8")
-    draft.replace(path)
+    write(path, "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,29 +219,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")
     arguments = parser.parse_args(argv)
     try:
-        trials = load_list(arguments.config)
+        runs = load_list(arguments.config)
     except ListError as error:
         print(f"frontier: error: {error}", file=sys.stderr)
         return 2
     device = [] if arguments.gpu else ["--edgc-cpu"]
-    failed = []
-    for number, trial in enumerate(trials, start=1):
+    lines, failed = [], False
+    for number, trial in enumerate(runs.trials, start=1):
         start = time.perf_counter()
-        label = f"frontier: {number}/{len(trials)} {trial.setting} {trial.name} seed {trial.seed}"
+        label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
         try:
             folder = run(trial, device)
             measured = load_run(folder)
         except ReportError as error:
-            failed.append(trial)
+            failed = True
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
         line = result(trial, measured, json.loads((folder / "command.json").read_text()))
+        lines.append(line)
         record_result(DOCS / "results.jsonl", line)
         print(
             f"{label}: loss {measured.val_loss:.4f}, {line['dp_bytes_dense'] / line['dp_bytes']:.2f}x fewer bytes, "
             f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )
+    if lines:
+        write(DOCS / f"{runs.name}.md", markdown(runs.title, lines, runs.comparisons).encode())
+        write(DOCS / f"{runs.name}.png", draw(lines))
+        print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")
     return 1 if failed else 0
 
 

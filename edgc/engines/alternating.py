@@ -33,20 +33,13 @@ class Alternating(Engine):
         super().__init__(matrices, config, device)
         self.wire = wire(config.wire)
         self.bases: dict[str, Tensor] = {}  # (rows x rank) or, if transposed, (cols x rank); orthonormal, fp32
-        self.strengths: dict[str, Tensor] = {}  # (rank,) singular values of the last gradient
         self.transposed: dict[str, bool] = {}
 
     def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
         """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
-        basis = self.bases.get(name)
-        if basis is None:
-            return lowrank.orthonormalise(lowrank.random_factor(matrix.rows, rank, self.device, self.config.seed, name))
-        if basis.shape[1] > rank:
-            return basis[:, :rank]  # the strongest come first
-        if basis.shape[1] < rank:
-            return lowrank.resize(basis, rank, self.config.seed, name, basis.shape[1], rank)
-        return basis
+        rows = matrix.cols if self.transposed.get(name) else matrix.rows
+        return lowrank.resize(self.bases.get(name), rows, rank, self.device, self.config.seed, name)
 
     def reduce(
         self,

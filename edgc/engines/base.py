@@ -33,6 +33,8 @@ class Engine(ABC):
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.config = config
         self.device = device
+        # of a low-rank engine: (rank,) singular values of each matrix's last sum, the largest first
+        self.strengths: dict[str, Tensor] = {}
 
     @abstractmethod
     def reduce(

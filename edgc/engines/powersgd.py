@@ -14,17 +14,20 @@ from edgc.wire import wire
 
 
 class PowerSGD(Engine):
-    """Per matrix and step, over the ranks i of the data-parallel group, with Q from the step before:
+    """Per matrix and step, over the ranks i of the data-parallel group, with V from the step before:
 
     1. M_i = gradient_i + error_i
-    2. P   = sum_i M_i Q          first message (rows x rank)
+    2. P   = sum_i M_i V          first message (rows x rank)
     3. P   = orthonormal(P)
     4. Q_i = M_i^T P
     5. Q   = sum_i Q_i            second message (cols x rank)
     6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back
     7. gradient = P Q^T
+    8. V   = left singular vectors of Q, the strongest first
 
-    P may be rounded at will: an inexact basis is still the same orthonormal one on all ranks.
+    Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
+    costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
+    still the same orthonormal basis on all ranks.
     """
 
     low_rank = True
@@ -33,15 +36,13 @@ class PowerSGD(Engine):
         super().__init__(matrices, config, device)
         self.q_wire = wire(config.wire)
         self.p_wire = wire(config.basis_wire)
-        self.q: dict[str, Tensor] = {}  # (cols x rank), fp32, identical on every rank
+        # identical on every rank
+        self.bases: dict[str, Tensor] = {}  # V: (cols x rank), fp32, orthonormal
 
-    def factor(self, matrix: MatrixSpec, rank: int) -> Tensor:
-        """Q at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
+    def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
+        """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
-        q = self.q.get(name)
-        if q is None:
-            return lowrank.random_factor(matrix.cols, rank, self.device, self.config.seed, name)
-        return q if q.shape[1] == rank else lowrank.resize(q, rank, self.config.seed, name, q.shape[1], rank)
+        return lowrank.resize(self.bases.get(name), matrix.cols, rank, self.device, self.config.seed, name)
 
     def reduce(
         self,
@@ -50,7 +51,7 @@ class PowerSGD(Engine):
         feedback: ErrorFeedback,
         communicator: Communicator,
     ) -> Steps[None]:
-        factors = [matrix @ self.factor(self.matrices[name], ranks[name]) for name, matrix in gradients.items()]
+        factors = [matrix @ self.basis(self.matrices[name], ranks[name]) for name, matrix in gradients.items()]
         # columns in rows, so that a group of rounded values lies within one column
         sums, _ = yield from communicator.sum([factor.T for factor in factors], self.p_wire)
         if not all_finite(sums):
@@ -63,4 +64,4 @@ class PowerSGD(Engine):
         for (name, matrix), basis, q, share in zip(gradients.items(), bases, sums, shares, strict=True):
             feedback.store(name, torch.addmm(matrix, basis, share, alpha=-1))
             torch.mm(basis, q, out=matrix)
-            self.q[name] = q.T.contiguous()
+            self.bases[name], self.strengths[name] = lowrank.principal_columns(q.T)

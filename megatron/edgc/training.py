@@ -22,7 +22,6 @@ from edgc.allocation import Allocation, allocate
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
-from edgc.rank_model import StageRankModel
 from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
@@ -98,7 +97,7 @@ class Session:
             self.controller = Controller(
                 self.config,
                 self.iterations,
-                [StageRankModel(a.shapes) if a.matrices else None for a in allocations],
+                [allocation.matrices for allocation in allocations],
                 costs,
             )
         self.plan = self._broadcast(self.controller.plan if self.controller else None)
@@ -174,8 +173,9 @@ class Session:
         self._last_step = now
         dense = (None,) * len(self.plan.ranks)
         self._active = self.plan.ranks if iteration >= self.plan.first_iteration else dense
+        matrix_ranks = self.plan.matrix_ranks[self.stage] if self.plan.matrix_ranks else None
         for reducer in self.reducers:
-            reducer.set_rank(self._active[self.stage])
+            reducer.set_rank(self._active[self.stage], matrix_ranks)
 
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
@@ -196,14 +196,17 @@ class Session:
             stages = tuple(merge(stage) for stage in _by_stage(seen))
             if decide:
                 self.controller.observe(
-                    [StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds) for s in stages]
+                    [
+                        StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds, s.energies)
+                        for s in stages
+                    ]
                 )
                 self.controller.decide(completed)
             report = WindowReport(
                 completed,
                 self._active,
                 self.controller.plan,
-                stages,
+                tuple(replace(stage, energies={}) for stage in stages),  # all spectra would swell the log
                 median(self._step_seconds) if self._step_seconds else math.nan,
                 fmean(sent for sent, _ in totals),
                 fmean(dense for _, dense in totals),
@@ -223,6 +226,7 @@ class Session:
             micro_backward_seconds=median_or_nan(self.backward_spans.take_seconds()),
             dp_bytes=sent - self._window_start[0],
             dp_bytes_dense=dense - self._window_start[1],
+            energies={name: values for m in measurements for name, values in m.mean_energies().items()},
         )
         self._window_start = (sent, dense)
         return window

@@ -1,8 +1,8 @@
 """What a window leaves behind: the record of each rank, of each stage, and of the whole run."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from edgc.controller import RankPlan
@@ -19,6 +19,7 @@ class RankWindow:
     micro_backward_seconds: float
     dp_bytes: float
     dp_bytes_dense: float
+    energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         ),
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
+        energies=ranks[0].energies,  # of sums, which are the same on all ranks
     )
 
 

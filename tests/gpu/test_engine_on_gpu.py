@@ -39,7 +39,7 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
             gradient = local[matrix.name]
             feedback.add_to(matrix.name, gradient)
             owed = gradient.double()
-            basis = torch.linalg.qr(owed @ engine.factor(matrix, 8).double()).Q
+            basis = torch.linalg.qr(owed @ engine.basis(matrix, 8).double()).Q
             expected[matrix.name] = basis @ (basis.T @ owed), owed
         run(engine.reduce(local, {m.name: 8 for m in MATRICES}, feedback, communicator))
         for name, (result, owed) in expected.items():

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.allocation import Parameter, allocate, pays, uniform_ranks
+from edgc.allocation import Parameter, allocate, pays, uniform_ranks, water_filled_ranks
 from edgc.config import LOW_RANK, EDGCConfig
 from edgc.engines import ENGINES, MatrixSpec
 from edgc.probe import break_even, cost_of_link, largest_rank
@@ -63,3 +63,54 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     cost = cost_of_link(allocation, one_factor, ranks=4, gbps=0.008)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
+
+
+TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))
+
+
+def spent(ranks: dict[str, int]) -> int:
+    return sum(512 * rank for rank in ranks.values())
+
+
+def test_equal_spectra_share_alike() -> None:
+    energies = {"a": [2.0**-i for i in range(16)], "b": [2.0**-i for i in range(16)]}
+    assert water_filled_ranks(TWINS, energies, 16, 2.0) == {"a": 16, "b": 16}
+    # only the shape of a spectrum counts, not its scale
+    assert water_filled_ranks(TWINS, {**energies, "b": [1000 * e for e in energies["b"]]}, 16, 2.0)["a"] == 16
+
+
+def test_rank_goes_where_the_spectrum_is_flat_but_not_all_of_it() -> None:
+    energies = {"a": [2.0**-i for i in range(16)], "b": [1.0] * 16}
+    ranks = water_filled_ranks(TWINS, energies, 16, 2.0)
+    assert ranks == {"a": 8, "b": 24}, "half of the common rank is kept"
+
+
+def test_directions_of_smaller_matrices_cost_less() -> None:
+    matrices = (MatrixSpec("large", 1024, 256), MatrixSpec("small", 256, 256))
+    energies = {"large": [1.0] * 16, "small": [1.0] * 16}
+    ranks = water_filled_ranks(matrices, energies, 16, 2.0)
+    assert ranks["small"] > 16 > ranks["large"]
+    assert 16 * (1280 + 512) - 4 * 512 < 1280 * ranks["large"] + 512 * ranks["small"] <= 16 * (1280 + 512)
+
+
+def test_best_of_all_plans_of_equal_bytes() -> None:
+    """Against every plan of two matrices, in steps of 4."""
+    energies = {"a": [1 / (1 + i) for i in range(64)], "b": [1 / (1 + i) ** 0.3 for i in range(64)]}
+
+    def captured(ranks: dict[str, int]) -> float:
+        return sum(sum(energies[n][: ranks[n]]) / sum(energies[n] + _tail(energies[n])) for n in ranks)
+
+    def _tail(known: list[float]) -> list[float]:
+        return [known[-1] * (64 / place) ** (1.0 if known is energies["a"] else 0.3) for place in range(65, 257)]
+
+    chosen = water_filled_ranks(TWINS, energies, 32, 2.0)
+    assert spent(chosen) == 2 * 32 * 512
+    every = [{"a": a, "b": 64 - a} for a in range(16, 49, 4)]
+    assert captured(chosen) >= max(captured(plan) for plan in every) - 1e-9
+
+
+def test_unknown_spectra_and_zero_gradients_keep_the_common_rank_or_the_floor() -> None:
+    assert water_filled_ranks(TWINS, {}, 16, 2.0) == {"a": 16, "b": 16}
+    zero = water_filled_ranks(TWINS, {"a": [0.0] * 16, "b": [1.0] * 16}, 16, 2.0)
+    assert zero["a"] == 8 and zero["b"] == 24
+    assert water_filled_ranks(TWINS, {"a": [1.0] * 4, "b": [1.0] * 4}, 4, 2.0) == {"a": 4, "b": 4}

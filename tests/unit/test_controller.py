@@ -10,8 +10,10 @@ import pytest
 from edgc.alignment import CommCost
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
+from edgc.engines.base import MatrixSpec
 from edgc.rank_model import StageRankModel
 
+MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
 COST = StageCost(CommCost(0.0, 0.001), 1.0)
 WINDOW = 100
@@ -19,7 +21,7 @@ BASE = EDGCConfig(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stabilit
 
 
 def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
-    return Controller(replace(BASE, **settings), iterations, [MODEL] * stages, [cost] * stages)
+    return Controller(replace(BASE, **settings), iterations, [MATRICES] * stages, [cost] * stages)
 
 
 def play(c: Controller, history: list[float], backward: float = math.nan) -> list[tuple[int | None, ...]]:
@@ -181,7 +183,7 @@ def test_versions_grow_only_when_ranks_change() -> None:
 
 
 def test_a_stage_without_matrices_stays_dense() -> None:
-    c = Controller(BASE, 1000, [None, MODEL], [None, COST])
+    c = Controller(BASE, 1000, [(), MATRICES], [None, COST])
     for window in range(3):
         c.observe([StageObservation(), StageObservation(entropy=-5.0)])
         plan = c.decide((window + 1) * WINDOW)
@@ -208,7 +210,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 observations for 1 stages"):
         controller().observe([StageObservation()] * 2)
     with pytest.raises(ValueError, match="rmin and rmax must be resolved"):
-        Controller(EDGCConfig(), 10_000, [MODEL], [COST])
+        Controller(EDGCConfig(), 10_000, [MATRICES], [COST])
 
 
 def test_ranks_are_resolved_from_the_break_even_rank() -> None:
@@ -216,3 +218,38 @@ def test_ranks_are_resolved_from_the_break_even_rank() -> None:
     given = resolve_ranks(EDGCConfig(rmax=64, rmin=8), 1000)
     assert (given.rmin, given.rmax) == (8, 64)
     assert resolve_ranks(EDGCConfig(rmax=6), 0).rmin == 4
+
+
+def falling(strength: float) -> list[float]:
+    """64 squared singular values."""
+    return [strength * 0.9**place for place in range(64)]
+
+
+def test_water_filling_moves_rank_between_matrices_at_equal_bytes() -> None:
+    c = controller(allocation="waterfill")
+    play(c, WARM)
+    assert c.plan.ranks == (64,) and c.plan.matrix_ranks == (None,), "nothing measured yet"
+    flat_b = {"a": falling(1.0), "b": [1.0] * 64}
+    c.observe([StageObservation(entropy=-5.0, energies=flat_b)])
+    version = c.plan.version
+    plan = c.decide(1100)
+    (ranks,) = plan.matrix_ranks
+    assert plan.ranks == (64,) and ranks is not None
+    assert ranks["b"] > 64 > ranks["a"] >= 32
+    assert (plan.version, plan.first_iteration) == (version + 1, 1100)
+    assert sum(ranks[m.name] * (m.rows + m.cols) for m in MATRICES) <= 64 * (2048 + 5120)
+    # a window in which nothing was measured changes nothing
+    c.observe([StageObservation(entropy=-5.0)])
+    assert c.decide(1200).matrix_ranks == (ranks,) and c.plan.version == version + 1
+    restored = RankPlan.from_dict(json.loads(json.dumps(c.plan.to_dict())))
+    assert restored == c.plan
+
+
+def test_water_filling_also_shares_a_static_rank() -> None:
+    c = controller(allocation="waterfill", rmin=None, rmax=None, static_rank=32)
+    steep = [0.5**place for place in range(32)]
+    c.observe([StageObservation(energies={"a": falling(1.0)[:32], "b": steep})])
+    plan = c.decide(100)
+    (ranks,) = plan.matrix_ranks
+    assert plan.ranks == (32,) and plan.first_iteration == 1000, "the warm-up still holds"
+    assert ranks is not None and ranks["a"] > 32 > ranks["b"]

@@ -25,20 +25,24 @@ def test_random_factor_depends_on_the_name_alone() -> None:
 
 
 def test_growing_keeps_all_learned_columns() -> None:
-    q = torch.randn(40, 6)
-    grown = lowrank.resize(q, 10, "seed")
+    basis = lowrank.orthonormalise(torch.randn(40, 6))
+    grown = lowrank.resize(basis, 40, 10, CPU, "seed")
     assert grown.shape == (40, 10)
     assert torch.allclose(grown.T @ grown, torch.eye(10), atol=1e-5)
-    assert spans(grown, q)
-    assert torch.equal(grown, lowrank.resize(q, 10, "seed"))
+    assert spans(grown, basis)
+    assert torch.equal(grown, lowrank.resize(basis, 40, 10, CPU, "seed"))
 
 
-def test_shrinking_keeps_the_strongest_columns() -> None:
+def test_shrinking_keeps_the_first_columns() -> None:
     basis = lowrank.orthonormalise(torch.randn(40, 6))
-    strength = torch.tensor([1.0, 5.0, 0.1, 3.0, 0.2, 4.0])
-    shrunk = lowrank.resize(basis * strength, 3, "seed")
-    assert spans(shrunk, basis[:, [1, 3, 5]])
-    assert shrunk.shape == (40, 3)
+    assert torch.equal(lowrank.resize(basis, 40, 3, CPU, "seed"), basis[:, :3])
+
+
+def test_a_first_basis_is_random_by_seed() -> None:
+    first = lowrank.resize(None, 40, 6, CPU, "seed", "a")
+    assert torch.allclose(first.T @ first, torch.eye(6), atol=1e-5)
+    assert torch.equal(first, lowrank.resize(None, 40, 6, CPU, "seed", "a"))
+    assert not torch.equal(first, lowrank.resize(None, 40, 6, CPU, "seed", "b"))
 
 
 def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> None:

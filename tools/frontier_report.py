@@ -1,0 +1,207 @@
+"""Table and plot of a list of runs: loss gap against volume reduction. Used by ``tools/frontier.py``."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+# Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
+T_95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers say the same.
+FAMILIES = {
+    "low rank": ("#D55E00", "o", ("powersgd", "alternating")),
+    "rounding": ("#0072B2", "s", ("bf16", "int8", "int4", "int3", "int2", "onebit", "loco")),
+    "sparse": ("#009E73", "^", ("topk", "randomk")),
+    "dense": ("#555555", "D", ("dense",)),
+}
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half width of its 95 % confidence interval: infinite for one seed."""
+
+    mean: float
+    half_width: float
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Interval":
+        count = len(values)
+        if count < 2:
+            return cls(values[0], math.inf, count)
+        quantile = T_95[count - 1] if count <= len(T_95) else 1.96
+        return cls(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
+
+    def percent(self) -> str:
+        """``+0.25 % ± 0.10``."""
+        width = f" ± {100 * self.half_width:.2f}" if math.isfinite(self.half_width) else ""
+        return f"{100 * self.mean:+.2f} %{width}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a list in one setting, over its seeds. ``gap`` is relative to the dense run of the same seed."""
+
+    setting: str
+    name: str
+    engine: str
+    gap: Interval
+    reduction: float  # bytes of the dense fp32 run over those of this one, whole run
+    step_seconds: float
+    on_front: bool = False
+
+
+def setting(line: Line) -> str:
+    """What runs must have in common to be compared."""
+    pipeline = f", PP {line['pipeline_parallel']}" if line["pipeline_parallel"] > 1 else ""
+    return f"{line['model']}, DP {line['data_parallel']}{pipeline}, {line['iterations']} iterations"
+
+
+def entries(lines: Sequence[Line]) -> list[Entry]:
+    """The entries of all settings, most bytes first. Runs without a dense run of their seed are left out."""
+    dense = {(setting(line), line["seed"]): line["val_loss"] for line in lines if line["name"] == "dense"}
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        if (setting(line), line["seed"]) in dense:
+            groups.setdefault((setting(line), line["name"]), []).append(line)
+    found = [
+        Entry(
+            where,
+            name,
+            group[0]["engine"],
+            Interval.of([line["val_loss"] / dense[where, line["seed"]] - 1 for line in group]),
+            fmean(line["dp_bytes_dense"] / line["dp_bytes"] for line in group),
+            fmean(line["step_seconds"] for line in group),
+        )
+        for (where, name), group in groups.items()
+    ]
+    marked = [Entry(**{**vars(entry), "on_front": not any(_beats(other, entry) for other in found)}) for entry in found]
+    return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
+
+
+def _beats(other: Entry, entry: Entry) -> bool:
+    """Whether ``other`` has no more bytes and no more loss, and is better in one."""
+    if other.setting != entry.setting:
+        return False
+    no_worse = other.reduction >= entry.reduction and other.gap.mean <= entry.gap.mean
+    return no_worse and (other.reduction > entry.reduction or other.gap.mean < entry.gap.mean)
+
+
+def difference(lines: Sequence[Line], first: str, second: str) -> dict[str, tuple[Interval, float]]:
+    """By setting: how much lower the loss of ``first`` is than that of ``second``, relative, and its bytes over its."""
+    runs = {(setting(line), line["name"], line["seed"]): line for line in lines}
+    pairs: dict[str, list[tuple[Line, Line]]] = {}
+    for (where, name, seed), line in runs.items():
+        if name == first and (where, second, seed) in runs:
+            pairs.setdefault(where, []).append((line, runs[where, second, seed]))
+    return {
+        where: (
+            Interval.of([1 - a["val_loss"] / b["val_loss"] for a, b in both]),
+            fmean(a["dp_bytes"] / b["dp_bytes"] for a, b in both),
+        )
+        for where, both in pairs.items()
+    }
+
+
+def markdown(title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]]) -> str:
+    """The list's page: a table for each setting, the comparisons, and what the runs ran on."""
+    page = [f"# {title}", ""]
+    page += [
+        "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the dense",
+        "fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by seed; none",
+        "for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, whole run, warm-up included.",
+        "● marks the Pareto front. Step times are medians on shared CPU cores over loopback: nothing about a cluster.",
+        "",
+    ]
+    found = entries(lines)
+    for where in dict.fromkeys(entry.setting for entry in found):
+        page += [f"## {where}", "", "| | entry | fewer bytes | gap | seeds | s/step |", "|---|---|---|---|---|---|"]
+        page += [
+            f"| {'●' if entry.on_front else ''} | {entry.name} | {entry.reduction:.1f}x | {entry.gap.percent()} | "
+            f"{entry.gap.seeds} | {entry.step_seconds:.2f} |"
+            for entry in found
+            if entry.setting == where
+        ]
+        page.append("")
+    if comparisons:
+        page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]
+        for first, second in comparisons:
+            page += [
+                f"| {first} | {second} | {where} | {gain.percent()} | {size:.2f}x |"
+                for where, (gain, size) in difference(lines, first, second).items()
+            ]
+        page.append("")
+    flags = {line["name"]: line["flags"] for line in lines}
+    page += ["## Flags", "", "| entry | flags |", "|---|---|"]
+    page += [f"| {name} | `{text}` |" for name, text in sorted(flags.items())]
+    machines = sorted({line["machine"] for line in lines})
+    versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
+    page += ["", f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}.", ""]
+    return "\n".join(page)
+
+
+def draw(lines: Sequence[Line]) -> bytes:
+    """The plot as PNG: one panel a setting."""
+    found = [entry for entry in entries(lines) if entry.engine != "dense"]
+    settings = list(dict.fromkeys(entry.setting for entry in found)) or [""]
+    figure, panels = plt.subplots(
+        1, len(settings), figsize=(6.5 * len(settings), 5.5), layout="constrained", squeeze=False
+    )
+    for where, axes in zip(settings, panels[0], strict=True):
+        _panel(axes, where, [entry for entry in found if entry.setting == where])
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=90, metadata={"Software": None})
+    plt.close(figure)
+    return picture.getvalue()
+
+
+def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
+    for family, (colour, marker, engines) in FAMILIES.items():
+        members = [entry for entry in found if entry.engine in engines]
+        if not members:
+            continue
+        axes.errorbar(
+            [entry.reduction for entry in members],
+            [100 * entry.gap.mean for entry in members],
+            yerr=[100 * entry.gap.half_width if math.isfinite(entry.gap.half_width) else 0 for entry in members],
+            fmt=marker,
+            color=colour,
+            elinewidth=1,
+            capsize=2,
+            label=family,
+        )
+    front = [entry for entry in found if entry.on_front]
+    axes.plot(
+        [entry.reduction for entry in front],
+        [100 * entry.gap.mean for entry in front],
+        color="#999999",
+        zorder=0,
+        label="Pareto front",
+    )
+    for entry in found:
+        axes.annotate(
+            entry.name,
+            (entry.reduction, 100 * entry.gap.mean),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    axes.set(title=where, xlabel="data-parallel bytes, times fewer than dense fp32", ylabel="validation-loss gap (%)")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=0.5)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.3, which="both")
+    axes.axhline(0, color="#555555", linewidth=1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
