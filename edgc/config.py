@@ -101,6 +101,9 @@ class EDGCConfig:
         tuple(WIRES),
     )
     basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", tuple(WIRES))
+    basis_cycle: int = _knob(
+        1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
+    )
     rest_wire: str = _knob(
         "fp32",
         "format of what low rank does not take (embeddings, one-dimensional parameters, small matrices)",
@@ -147,6 +150,7 @@ class EDGCConfig:
             _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
         _require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
+        _require(self.basis_cycle >= 1, "basis_cycle", self.basis_cycle, "must be at least 1")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")

@@ -28,6 +28,9 @@ class PowerSGD(Engine):
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
     still the same orthonormal basis on all ranks.
+
+    Error feedback empties the directions that have just been sent. With ``basis_cycle`` = k each matrix keeps k factors
+    V and uses them in turn, so that each comes back when its directions have filled again.
     """
 
     low_rank = True
@@ -36,13 +39,20 @@ class PowerSGD(Engine):
         super().__init__(matrices, config, device)
         self.q_wire = wire(config.wire)
         self.p_wire = wire(config.basis_wire)
-        # identical on every rank
-        self.bases: dict[str, Tensor] = {}  # V: (cols x rank), fp32, orthonormal
+        # V by name and place in the cycle: (cols x rank), fp32, orthonormal, identical on every rank
+        self.bases: dict[tuple[str, int], Tensor] = {}
+        self.steps = 0
+
+    @property
+    def turn(self) -> int:
+        """Place in the cycle of the factors that this step uses."""
+        return self.steps % self.config.basis_cycle
 
     def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
-        name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
-        return lowrank.resize(self.bases.get(name), matrix.cols, rank, self.device, self.config.seed, name)
+        rank = lowrank.limited(rank, matrix.rows, matrix.cols)
+        learned = self.bases.get((matrix.name, self.turn))
+        return lowrank.resize(learned, matrix.cols, rank, self.device, self.config.seed, matrix.name, self.turn)
 
     def reduce(
         self,
@@ -64,4 +74,5 @@ class PowerSGD(Engine):
         for (name, matrix), basis, q, share in zip(gradients.items(), bases, sums, shares, strict=True):
             feedback.store(name, torch.addmm(matrix, basis, share, alpha=-1))
             torch.mm(basis, q, out=matrix)
-            self.bases[name], self.strengths[name] = lowrank.principal_columns(q.T)
+            self.bases[name, self.turn], self.strengths[name] = lowrank.principal_columns(q.T)
+        self.steps += 1

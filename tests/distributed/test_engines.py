@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": name} for name in ENGINES},
     "powersgd, rounded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int8"},
+    "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
     "int4, stochastic and rotated": {"engine": "int4", "stochastic": True, "hadamard": True},
