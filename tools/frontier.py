@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     if lines:
-        write(DOCS / f"{runs.name}.md", markdown(runs.title, lines, runs.comparisons).encode())
+        write(DOCS / f"{runs.name}.md", markdown(runs.name, runs.title, lines, runs.comparisons).encode())
         write(DOCS / f"{runs.name}.png", draw(lines))
         print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")
     return 1 if failed else 0

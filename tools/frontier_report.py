@@ -113,14 +113,17 @@ def difference(lines: Sequence[Line], first: str, second: str) -> dict[str, tupl
     }
 
 
-def markdown(title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]]) -> str:
+def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]]) -> str:
     """The list's page: a table for each setting, the comparisons, and what the runs ran on."""
     page = [f"# {title}", ""]
     page += [
-        "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the dense",
-        "fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by seed; none",
-        "for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, whole run, warm-up included.",
-        "● marks the Pareto front. Step times are medians on shared CPU cores over loopback: nothing about a cluster.",
+        "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the",
+        "dense fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by",
+        "seed; none for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, all of the run,",
+        "warm-up included. ● marks the Pareto front. Step times are medians on shared CPU cores over loopback: they say nothing",
+        "about a cluster.",
+        "",
+        f"![Loss gap against volume reduction]({name}.png)",
         "",
     ]
     found = entries(lines)
@@ -143,7 +146,7 @@ def markdown(title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str,
         page.append("")
     flags = {line["name"]: line["flags"] for line in lines}
     page += ["## Flags", "", "| entry | flags |", "|---|---|"]
-    page += [f"| {name} | `{text}` |" for name, text in sorted(flags.items())]
+    page += [f"| {entry} | `{text}` |" for entry, text in sorted(flags.items())]
     machines = sorted({line["machine"] for line in lines})
     versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
     page += ["", f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}.", ""]

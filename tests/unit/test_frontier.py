@@ -1,0 +1,164 @@
+"""Lists of runs, their results and their report, on made-up lines whose figures are known."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import frontier, frontier_report
+from tools.frontier import ListError, identity, load_list, read_results, record_result
+from tools.frontier_report import Interval, difference, draw, entries, markdown
+
+LIST = """
+title: A list
+flags: --lr 1e-3
+models: {small: --num-layers 2, large: --num-layers 4}
+defaults: {model: small, data_parallel: 2, pipeline_parallel: 1, iterations: 10, seeds: [1, 2], flags: ""}
+entries:
+  - {name: dense, flags: --edgc-engine dense}
+  - {name: ours, flags: "--edgc-static-rank 8", model: large, pipeline_parallel: 2, seeds: [3]}
+comparisons: [[ours, dense]]
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> None:
+    runs = load_list(written(tmp_path, LIST))
+    assert (runs.name, runs.title, runs.comparisons) == ("mine", "A list", (("ours", "dense"),))
+    assert [(trial.name, trial.model, trial.seed) for trial in runs.trials] == [
+        ("dense", "small", 1),
+        ("dense", "small", 2),
+        ("ours", "large", 3),
+    ]
+    text = " ".join(runs.trials[2].arguments())
+    for part in (
+        "--lr 1e-3 --num-layers 4",
+        "--train-data-path runs/data/stdlib_train_text_document",
+        "--train-iters 10 --seed 3 --pipeline-model-parallel-size 2",
+        "--edgc-log-dir runs/frontier/large-dp2-pp2-10/ours-seed3 --edgc-seed 3 --edgc-static-rank 8",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model: large", "model: huge", "entry ours: there is no model huge"),
+        ("seeds: [3]", "seed: 3", "entry ours: missing or unknown: seed"),
+        ("title:", "titel:", "needs models and entries"),
+        ("[[ours, dense]]", "[[ours, theirs]]", "compared but not listed: theirs"),
+        ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
+        ("models: {", "models: [", "mine.yaml"),
+    ],
+)
+def test_a_list_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in LIST
+    with pytest.raises(ListError, match="mine.yaml") as error:
+        load_list(written(tmp_path, LIST.replace(old, new)))
+    assert message in str(error.value)
+
+
+def test_the_command_reports_a_bad_list_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert frontier.main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "frontier: error: " in capsys.readouterr().err
+
+
+def test_the_lists_in_the_repository_are_sound() -> None:
+    lists = sorted((frontier.REPOSITORY / "configs" / "frontier").glob("*.yaml"))
+    assert lists
+    for path in lists:
+        names = {(trial.setting, trial.seed) for trial in load_list(path).trials}
+        dense = {(trial.setting, trial.seed) for trial in load_list(path).trials if trial.name == "dense"}
+        assert names == dense, f"{path}: every run needs a dense run of its setting and seed"
+
+
+def line(name: str, seed: int, val_loss: float, megabytes: float, **other: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "name": name,
+        "engine": "dense" if name == "dense" else "powersgd",
+        "flags": f"--flag-of {name}",
+        "seed": seed,
+        "iterations": 10,
+        "data_parallel": 2,
+        "pipeline_parallel": 1,
+        "val_loss": val_loss,
+        "dp_bytes": megabytes * 1e6,
+        "dp_bytes_dense": 100e6,
+        "step_seconds": 0.5,
+        "machine": "box",
+        "versions": {"torch": "1"},
+        **other,
+    }
+
+
+LINES = [
+    line("dense", 1, 2.0, 100),
+    line("dense", 2, 4.0, 100),
+    line("good", 1, 2.02, 10),
+    line("good", 2, 4.0, 10),
+    line("worse", 1, 2.04, 20),
+    line("small", 1, 2.2, 5),
+    line("orphan", 1, 2.0, 1, model="other"),
+]
+
+
+def test_gaps_are_paired_by_seed_and_the_front_is_marked() -> None:
+    found = {entry.name: entry for entry in entries(LINES)}
+    assert set(found) == {"dense", "good", "worse", "small"}
+    assert found["good"].gap.mean == pytest.approx(0.005)
+    # two gaps of 1 % and 0 %: standard error 0.5 %, t(1 degree of freedom) = 12.706
+    assert found["good"].gap.half_width == pytest.approx(12.706 * 0.005, rel=1e-3)
+    assert found["good"].reduction == pytest.approx(10)
+    assert math.isinf(found["worse"].gap.half_width)
+    assert {name for name, entry in found.items() if entry.on_front} == {"dense", "good", "small"}
+
+
+def test_confidence_intervals_cover_what_they_say() -> None:
+    import random
+
+    random.seed(0)
+    covered = sum(
+        abs(interval.mean) <= interval.half_width
+        for interval in (Interval.of([random.gauss(0, 1) for _ in range(3)]) for _ in range(4000))
+    )
+    assert 0.94 < covered / 4000 < 0.96
+
+
+def test_a_difference_is_that_of_common_seeds() -> None:
+    ((where, (gain, size)),) = difference(LINES, "good", "worse").items()
+    assert where == "m, DP 2, 10 iterations"
+    assert gain.mean == pytest.approx(1 - 2.02 / 2.04) and size == pytest.approx(0.5)
+
+
+def test_the_page_and_the_plot() -> None:
+    page = markdown("mine", "A title", LINES, [("good", "worse")])
+    assert "| ● | good | 10.0x | +0.50 % ± 6.35 | 2 | 0.50 |" in page
+    assert "|  | worse | 5.0x | +2.00 % | 1 | 0.50 |" in page
+    assert "| good | worse | m, DP 2, 10 iterations | +0.98 % | 0.50x |" in page
+    assert "mine.png" in page and "| small | `--flag-of small` |" in page
+    assert draw(LINES).startswith(b"\x89PNG")
+
+
+def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    for known in LINES[:3]:
+        record_result(path, known)
+    record_result(path, {**LINES[0], "val_loss": 1.5})
+    kept = read_results(path)
+    assert len(kept) == 3 and {identity(known) for known in kept} == {identity(known) for known in LINES[:3]}
+    assert [known["val_loss"] for known in kept if known["name"] == "dense"] == [1.5, 4.0]
+    assert all(json.loads(text) for text in path.read_text().splitlines())
+
+
+def test_every_engine_has_a_place_in_the_plot() -> None:
+    from edgc.config import ENGINES
+
+    assert {engine for _, _, engines in frontier_report.FAMILIES.values() for engine in engines} == set(ENGINES)
