@@ -129,7 +129,10 @@ class EDGCConfig:
         False, "round at random, without bias, in the int8 and int4 engines", "switch", "QSGD: arXiv 1610.02132"
     )
     hadamard: bool = _knob(
-        False, "rotate groups before rounding in the int engines and onebit", "switch", "SDP4Bit: arXiv 2410.15526"
+        False,
+        "rotate groups before rounding in the int engines and onebit (low-rank factors always are)",
+        "switch",
+        "SDP4Bit: arXiv 2410.15526",
     )
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")

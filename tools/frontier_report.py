@@ -119,9 +119,9 @@ def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence
     page += [
         "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the",
         "dense fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by",
-        "seed; none for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, all of the run,",
-        "warm-up included. ● marks the Pareto front. Step times are medians on shared CPU cores over loopback: they say nothing",
-        "about a cluster.",
+        "seed; none for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, the whole run",
+        "with its warm-up. ● marks the Pareto front. Step times are medians on shared CPU cores over loopback: they",
+        "say nothing about a cluster.",
         "",
         f"![Loss gap against volume reduction]({name}.png)",
         "",

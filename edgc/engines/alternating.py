@@ -31,7 +31,7 @@ class Alternating(Engine):
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
-        self.wire = wire(config.wire)
+        self.wire = wire(config.wire, hadamard=True)
         self.bases: dict[str, Tensor] = {}  # (rows x rank) or, if transposed, (cols x rank); orthonormal, fp32
         self.transposed: dict[str, bool] = {}
 

@@ -16,14 +16,16 @@ from edgc.wire import wire
 class PowerSGD(Engine):
     """Per matrix and step, over the ranks i of the data-parallel group, with V from the step before:
 
-    1. M_i = gradient_i + error_i
-    2. P   = sum_i M_i V          first message (rows x rank)
+    1. M_i = gradient_i + error_i transposed if it has more rows than columns
+    2. P   = sum_i M_i V          first message (shorter side x rank)
     3. P   = orthonormal(P)
     4. Q_i = M_i^T P
-    5. Q   = sum_i Q_i            second message (cols x rank)
+    5. Q   = sum_i Q_i            second message (longer side x rank)
     6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back
     7. gradient = P Q^T
     8. V   = left singular vectors of Q, the strongest first
+
+    P takes more bits than Q, so it is on the shorter side.
 
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
@@ -37,9 +39,9 @@ class PowerSGD(Engine):
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
-        self.q_wire = wire(config.wire)
-        self.p_wire = wire(config.basis_wire)
-        # V by name and place in the cycle: (cols x rank), fp32, orthonormal, identical on every rank
+        self.q_wire = wire(config.wire, hadamard=True)
+        self.p_wire = wire(config.basis_wire, hadamard=True)
+        # V by name and place in the cycle: (longer side x rank), fp32, orthonormal, identical on every rank
         self.bases: dict[tuple[str, int], Tensor] = {}
         self.steps = 0
 
@@ -52,7 +54,9 @@ class PowerSGD(Engine):
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         learned = self.bases.get((matrix.name, self.turn))
-        return lowrank.resize(learned, matrix.cols, rank, self.device, self.config.seed, matrix.name, self.turn)
+        return lowrank.resize(
+            learned, max(matrix.rows, matrix.cols), rank, self.device, self.config.seed, matrix.name, self.turn
+        )
 
     def reduce(
         self,
@@ -61,18 +65,23 @@ class PowerSGD(Engine):
         feedback: ErrorFeedback,
         communicator: Communicator,
     ) -> Steps[None]:
-        factors = [matrix @ self.basis(self.matrices[name], ranks[name]) for name, matrix in gradients.items()]
+        # P on the shorter side: it takes more bits than Q
+        oriented = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in gradients.values()]
+        bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         # columns in rows, so that a group of rounded values lies within one column
-        sums, _ = yield from communicator.sum([factor.T for factor in factors], self.p_wire)
+        sums, _ = yield from communicator.sum(
+            [(matrix @ basis).T for matrix, basis in zip(oriented, bases, strict=True)], self.p_wire
+        )
         if not all_finite(sums):
             spoil(gradients)
             return
 
         bases = [lowrank.orthonormalise(factor.T) for factor in sums]
-        local = [basis.T @ matrix for matrix, basis in zip(gradients.values(), bases, strict=True)]
+        local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
         sums, shares = yield from communicator.sum(local, self.q_wire)
-        for (name, matrix), basis, q, share in zip(gradients.items(), bases, sums, shares, strict=True):
-            feedback.store(name, torch.addmm(matrix, basis, share, alpha=-1))
-            torch.mm(basis, q, out=matrix)
+        for name, matrix, basis, q, share in zip(gradients, oriented, bases, sums, shares, strict=True):
+            error = torch.addmm(matrix, basis, share, alpha=-1)
+            feedback.store(name, error if matrix is gradients[name] else error.T)
+            matrix.copy_(basis @ q)
             self.bases[name, self.turn], self.strengths[name] = lowrank.principal_columns(q.T)
         self.steps += 1

@@ -42,7 +42,7 @@ def summed(tensor: Tensor) -> Tensor:
 SETTINGS: list[dict[str, object]] = [
     {},
     {"engine": "alternating", "wire": "int4", "rest_wire": "int4", "dense_wire": "int8"},
-    {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "rest_wire": "int8"},
+    {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "rest_wire": "int8", "equalise": True},
 ]
 
 
