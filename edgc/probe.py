@@ -41,8 +41,8 @@ def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: f
     if config.engine == "alternating":
         per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
     else:
-        per_rank = seconds(sum(min(shape) for shape in allocation.shapes), config.basis_wire)
-        per_rank += seconds(sum(max(shape) for shape in allocation.shapes), config.wire)
+        per_rank = seconds(sum(max(shape) for shape in allocation.shapes), config.basis_wire)
+        per_rank += seconds(sum(min(shape) for shape in allocation.shapes), config.wire)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
     return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire))
 

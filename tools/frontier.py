@@ -11,6 +11,7 @@ described in docs/frontier/README.md.
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -102,6 +103,9 @@ def load_list(path: Path) -> RunList:
         if set(entry) != ENTRY_KEYS:
             wrong = sorted(set(entry) ^ ENTRY_KEYS)
             raise ListError(f"{where}: missing or unknown: {', '.join(wrong)}")
+        for key in ("name", "model"):  # they name folders and stand in command lines
+            if not re.fullmatch(r"[\w.%+-]+", str(entry[key])):
+                raise ListError(f"{where}: {key} = {entry[key]!r}: only letters, digits and ._%+- are allowed")
         if entry["model"] not in content["models"]:
             raise ListError(f"{where}: there is no model {entry['model']}")
         shared = " ".join((content.get("flags", ""), content["models"][entry["model"]], data))

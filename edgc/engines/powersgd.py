@@ -16,16 +16,16 @@ from edgc.wire import wire
 class PowerSGD(Engine):
     """Per matrix and step, over the ranks i of the data-parallel group, with V from the step before:
 
-    1. M_i = gradient_i + error_i transposed if it has more rows than columns
-    2. P   = sum_i M_i V          first message (shorter side x rank)
+    1. M_i = gradient_i + error_i transposed if it has more columns than rows
+    2. P   = sum_i M_i V          first message (longer side x rank)
     3. P   = orthonormal(P)
     4. Q_i = M_i^T P
-    5. Q   = sum_i Q_i            second message (longer side x rank)
+    5. Q   = sum_i Q_i            second message (shorter side x rank)
     6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back
     7. gradient = P Q^T
     8. V   = left singular vectors of Q, the strongest first
 
-    P takes more bits than Q, so it is on the shorter side.
+    V and Q are on the shorter side, where the directions that are in use cover more of the space.
 
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
@@ -41,7 +41,7 @@ class PowerSGD(Engine):
         super().__init__(matrices, config, device)
         self.q_wire = wire(config.wire, hadamard=True)
         self.p_wire = wire(config.basis_wire, hadamard=True)
-        # V by name and place in the cycle: (longer side x rank), fp32, orthonormal, identical on every rank
+        # V by name and place in the cycle: (shorter side x rank), fp32, orthonormal, identical on every rank
         self.bases: dict[tuple[str, int], Tensor] = {}
         self.steps = 0
 
@@ -55,7 +55,7 @@ class PowerSGD(Engine):
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         learned = self.bases.get((matrix.name, self.turn))
         return lowrank.resize(
-            learned, max(matrix.rows, matrix.cols), rank, self.device, self.config.seed, matrix.name, self.turn
+            learned, min(matrix.rows, matrix.cols), rank, self.device, self.config.seed, matrix.name, self.turn
         )
 
     def reduce(
@@ -65,8 +65,7 @@ class PowerSGD(Engine):
         feedback: ErrorFeedback,
         communicator: Communicator,
     ) -> Steps[None]:
-        # P on the shorter side: it takes more bits than Q
-        oriented = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in gradients.values()]
+        oriented = [matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T for matrix in gradients.values()]
         bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         # columns in rows, so that a group of rounded values lies within one column
         sums, _ = yield from communicator.sum(

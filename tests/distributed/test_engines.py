@@ -198,7 +198,7 @@ def test_bytes_are_those_of_the_messages() -> None:
     assert sent["powersgd"] == {"all-reduce": pytest.approx(2 * 2 * 4 * (rows + cols) * share)}
     assert sent["alternating"] == {"all-reduce": pytest.approx(2 * 4 * (rows + cols) * share)}
     for case, per_phase in {
-        "powersgd, rounded": 2 * (rounded("int8", short) + rounded("int4", long)),
+        "powersgd, rounded": 2 * (rounded("int8", long) + rounded("int4", short)),
         "alternating, rounded": rounded("int2", rows) + rounded("int2", cols),
         "int4": 2 * rounded("int4", elements),
         "loco": 2 * rounded("int4", elements),

@@ -39,10 +39,10 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
             gradient = local[matrix.name]
             feedback.add_to(matrix.name, gradient)
             owed = gradient.double()
-            short = owed if matrix.rows <= matrix.cols else owed.T
-            basis = torch.linalg.qr(short @ engine.basis(matrix, 8).double()).Q
-            result = basis @ (basis.T @ short)
-            expected[matrix.name] = result if matrix.rows <= matrix.cols else result.T, owed
+            tall = owed if matrix.rows >= matrix.cols else owed.T
+            basis = torch.linalg.qr(tall @ engine.basis(matrix, 8).double()).Q
+            result = basis @ (basis.T @ tall)
+            expected[matrix.name] = result if matrix.rows >= matrix.cols else result.T, owed
         run(engine.reduce(local, {m.name: 8 for m in MATRICES}, feedback, communicator))
         for name, (result, owed) in expected.items():
             assert torch.allclose(local[name].double(), result, atol=1e-4)

@@ -53,6 +53,7 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("model: large", "model: huge", "entry ours: there is no model huge"),
         ("seeds: [3]", "seed: 3", "entry ours: missing or unknown: seed"),
         ("title:", "titel:", "needs models and entries"),
+        ("name: ours", "name: our own", "name = 'our own': only letters"),
         ("[[ours, dense]]", "[[ours, theirs]]", "compared but not listed: theirs"),
         ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
         ("models: {", "models: [", "mine.yaml"),
