@@ -102,9 +102,9 @@ class Communicator:
         goes into the share of the rank that did it.
         """
         sizes = [tensor.numel() for tensor in tensors]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # a copy, also of a single tensor
         if wire.exact:
-            total = flat.clone()
+            total = flat
             yield self.all_reduce(total)
             shares: Sequence[Tensor] = tensors
         else:

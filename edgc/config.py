@@ -161,6 +161,8 @@ class EDGCConfig:
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
+        if self.engine == "dense":
+            _require(self.dense_wire == "fp32", "dense_wire", self.dense_wire, "the engine dense sums in fp32")
         if self.static_rank is not None:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")

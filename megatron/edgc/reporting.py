@@ -52,8 +52,9 @@ class Reporter:
         for stage, allocation in enumerate(stages, start=1):
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
+            noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
             lines.append(
-                f"stage {stage} {verb}: {len(allocation.matrices)} matrices, {_bytes(elements * GRADIENT_BYTES)} a step"
+                f"stage {stage} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * GRADIENT_BYTES)} a step"
             )
             count: Counter[str] = Counter()
             size: Counter[str] = Counter()
@@ -102,7 +103,7 @@ class Reporter:
             ratio = seen.dp_bytes_dense / seen.dp_bytes if seen.dp_bytes else math.nan
             self._print(
                 f"edgc | {report.iteration}/{self.iterations} | stage {stage + 1} | entropy {seen.entropy:.4f} nats | "
-                f"{_rank(report.ranks[stage])} -> {_rank(plan.ranks[stage])} ({plan.reason}"
+                f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reason}"
                 f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)} ({ratio:.1f}x fewer) | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
@@ -126,13 +127,14 @@ class Reporter:
                 if math.isfinite(value):
                     writer.add_scalar(f"edgc/{name}/stage-{stage + 1}", value, report.iteration)
 
+    def _rank(self, rank: int | None) -> str:
+        if rank is None:
+            return "dense" if self.config.dense_wire == "fp32" else self.config.dense_wire
+        return self.config.engine if rank == NO_RANK else f"rank {rank}"
+
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
-
-
-def _rank(rank: int | None) -> str:
-    return "dense" if rank is None else "compressed" if rank == NO_RANK else f"rank {rank}"
 
 
 def _bytes(count: float) -> str:

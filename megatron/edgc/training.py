@@ -145,7 +145,7 @@ class Session:
                 "on this link compression takes longer than the dense all-reduce at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
-            return replace(config, engine="dense"), setups
+            return replace(config, engine="dense", dense_wire="fp32"), setups
         config = resolve_ranks(config, lowest)
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,34 @@ def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ra
     (setup,) = start["stages"]
     elements = sum(8 * (rows + cols) for _, rows, cols in setup["matrices"]) + sum(e for _, e, _ in setup["rest"])
     assert windows[-1]["stages"][0]["dp_bytes"] == 2 * 4 * elements * 2 * 3 / 4  # two steps in fp32 among four ranks
+
+
+LEVERS = shlex.split(
+    "--edgc-static-rank 8 --edgc-warmup-fraction 0.25 --edgc-window 4 --edgc-iteration-sampling-rate 0.5 "
+    "--edgc-equalise --edgc-basis-cycle 2 --edgc-allocation waterfill --edgc-basis-wire int6 --edgc-wire int4 "
+    "--edgc-rest-wire int8 --edgc-dense-wire int8"
+)
+
+
+def test_all_levers_at_once_on_a_pipeline(tmp_path: Path) -> None:
+    output = train([*FOUR_RANKS, "--edgc", *LEVERS, "--edgc-log-dir", str(tmp_path)])
+    values = losses(output)
+    assert all(math.isfinite(value) for value in values) and sum(values[-4:]) / 4 < values[0] - 0.5
+    assert "int8 -> rank 8" in output and "rank 8 -> rank 8" in output
+    start, *windows = read_events(tmp_path)
+    for stage, plan in enumerate(windows[-1]["plan"]["matrix_ranks"]):
+        shapes = {name: rows + cols for name, rows, cols in start["stages"][stage]["matrices"]}
+        assert plan.keys() == shapes.keys() and set(plan.values()) != {8}
+        assert sum(plan[name] * shapes[name] for name in plan) <= 8 * sum(shapes.values())
+    last = windows[-1]["stages"][0]
+    assert last["dp_bytes_dense"] / last["dp_bytes"] > 6
+
+
+@pytest.mark.parametrize(("engine", "fewer"), [("int4", 7), ("topk", 45), ("loco", 7), ("onebit", 25)])
+def test_engines_without_ranks_train_too(engine: str, fewer: float, tmp_path: Path) -> None:
+    settings = ["--edgc", "--edgc-engine", engine, "--edgc-warmup-fraction", "0.5", "--edgc-window", "4"]
+    output = train(["--train-iters", "8", *settings, "--edgc-log-dir", str(tmp_path)], processes=2)
+    assert all(math.isfinite(value) for value in losses(output))
+    *_, last = read_events(tmp_path)
+    assert last["ranks"] == [0]
+    assert fewer < last["stages"][0]["dp_bytes_dense"] / last["stages"][0]["dp_bytes"] < 1.35 * fewer

@@ -27,6 +27,7 @@ from edgc.engines import ENGINES
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
+        ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
         ({"error_decay": 1.5}, r"--edgc-error-decay = 1.5: must lie in \[0, 1\]"),
         ({"density": 0.0}, r"--edgc-density = 0.0: must lie in \(0, 1\]"),
