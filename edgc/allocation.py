@@ -1,6 +1,7 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,14 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
         else:
             rest.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
     return Allocation(tuple(matrices), tuple(rest))
+
+
+def width(matrices: Iterable[MatrixSpec]) -> int:
+    """The smaller side that most entries' matrices have: the hidden size of a transformer; 0 of nothing."""
+    entries: Counter[int] = Counter()
+    for matrix in matrices:
+        entries[min(matrix.rows, matrix.cols)] += matrix.rows * matrix.cols
+    return max(entries, key=lambda side: (entries[side], side), default=0)
 
 
 def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) -> dict[str, int]:

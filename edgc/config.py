@@ -1,6 +1,7 @@
 """Every knob of EDGC in one frozen dataclass: its meaning, unit, default and source."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -13,6 +14,23 @@ PAPER = "arXiv 2511.10333"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOW_RANK = ("powersgd", "alternating")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
+
+# What the points of the measured front (docs/frontier) share: several warm-started factors used in turn, gradients
+# equalised, ranks shared out by energy, and int8 with error feedback in a short warm-up and for what low rank leaves.
+_FRONT = {
+    "equalise": True,
+    "basis_cycle": 4,
+    "allocation": "waterfill",
+    "rest_wire": "int8",
+    "dense_wire": "int8",
+    "warmup_fraction": 0.025,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "safe": {**_FRONT, "basis_wire": "int8", "wire": "int8", "rank_share": 1 / 4},
+    "balanced": {**_FRONT, "basis_wire": "int6", "wire": "int4", "rank_share": 1 / 8},
+    "fast": {**_FRONT, "basis_wire": "int6", "wire": "int4", "rank_share": 1 / 16},
+}
 
 
 class ConfigError(ValueError):
@@ -31,6 +49,14 @@ class EDGCConfig:
     off by ``--edgc-no-`` plus its name.
     """
 
+    preset: str = _knob(
+        "paper",
+        "defaults of the other settings: the paper's algorithm, or three points of the measured front of loss against "
+        "bytes, from few bytes saved to many",
+        "name",
+        "docs/frontier",
+        tuple(PRESETS),
+    )
     engine: str = _knob(
         "powersgd",
         "how gradients are reduced: low rank (two factors a step, or one in turn), sparse, rounded to a few bits, or "
@@ -46,6 +72,12 @@ class EDGCConfig:
         "largest rank, and the rank compression starts at (default: where compressed time reaches dense time)",
         "rank",
         f"{PAPER}, r_max",
+    )
+    rank_share: float | None = _knob(
+        None,
+        "rmax is at most this share of the model's width, the smaller side of most matrices; a given rmax wins",
+        "fraction",
+        "EDGC's own",
     )
     rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
     warmup_fraction: float = _knob(
@@ -156,6 +188,8 @@ class EDGCConfig:
         _require(self.basis_cycle >= 1, "basis_cycle", self.basis_cycle, "must be at least 1")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
+        if self.rank_share is not None:
+            _require(0 < self.rank_share <= 1, "rank_share", self.rank_share, "must lie in (0, 1]")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
         _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
@@ -167,6 +201,12 @@ class EDGCConfig:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")
             _require(self.low_rank, "static_rank", self.static_rank, f"the engine {self.engine} has no rank")
+
+    @classmethod
+    def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
+        """The preset that ``given`` names, overridden by what else it holds."""
+        preset = given.get("preset", cls.preset)
+        return cls(**{**PRESETS.get(preset, {}), **given})
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""

@@ -254,15 +254,19 @@ class Controller:
         self.plan = RankPlan.from_dict(state["plan"])
 
 
-def resolve_ranks(config: EDGCConfig, break_even: int) -> EDGCConfig:
-    """Fill in ``rmax`` from the break-even rank and ``rmin`` as a quarter of it (paper: r_max/4 to r_max/6).
+def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
+    """Fill in ``rmax``: the break-even rank, or ``rank_share`` of the width if that is less; and ``rmin``: a quarter.
 
-    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense.
+    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense. ``width``: the
+    smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has r_max/4 to r_max/6.
     """
-    rmax = config.rmax if config.rmax is not None else max(RANK_MULTIPLE, RANK_MULTIPLE * (break_even // RANK_MULTIPLE))
-    rmin = (
-        config.rmin
-        if config.rmin is not None
-        else min(rmax, max(RANK_MULTIPLE, RANK_MULTIPLE * (rmax // 4 // RANK_MULTIPLE)))
-    )
+    rmax = config.rmax
+    if rmax is None:
+        rmax = _multiple(break_even if config.rank_share is None else min(break_even, config.rank_share * width))
+    rmin = min(rmax, _multiple(rmax / 4)) if config.rmin is None else config.rmin
     return replace(config, rmin=rmin, rmax=rmax)
+
+
+def _multiple(rank: float) -> int:
+    """Rounded down to a multiple of 4, at least 4."""
+    return max(RANK_MULTIPLE, RANK_MULTIPLE * int(rank // RANK_MULTIPLE))

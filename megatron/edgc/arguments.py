@@ -24,13 +24,16 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         meta = knob.metadata
         text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
         if hints[knob.name] is bool:
-            group.add_argument(
-                flag(knob.name),
-                dest=f"edgc_{knob.name}",
-                action="store_false" if knob.default else "store_true",
-                default=argparse.SUPPRESS,
-                help="Do not " + text if knob.default else text,
-            )
+            # both, since a preset may have switched it on
+            name = knob.name.replace("_", "-")
+            for prefix, action, help in (("", "store_true", text), ("no-", "store_false", f"do without --edgc-{name}")):
+                group.add_argument(
+                    f"--edgc-{prefix}{name}",
+                    dest=f"edgc_{knob.name}",
+                    action=action,
+                    default=argparse.SUPPRESS,
+                    help=help,
+                )
         else:
             group.add_argument(
                 flag(knob.name),
@@ -51,7 +54,7 @@ def config_from_args(args: Namespace) -> EDGCConfig | None:
         if stray:
             raise ConfigError(f"{', '.join(stray)} given without --edgc: add --edgc to compress gradients")
         return None
-    return EDGCConfig(**given)
+    return EDGCConfig.from_preset(given)
 
 
 def _scalar(hint: object) -> type:

@@ -18,7 +18,7 @@ from torch import nn
 
 from edgc import probe
 from edgc.alignment import RANK_MULTIPLE
-from edgc.allocation import Allocation, allocate
+from edgc.allocation import Allocation, allocate, width
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
@@ -146,7 +146,7 @@ class Session:
                 "Give --edgc-rmax to compress all the same"
             )
             return replace(config, engine="dense", dense_wire="fp32"), setups
-        config = resolve_ranks(config, lowest)
+        config = resolve_ranks(config, lowest, width(m for s in setups for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
         settled = allocate(parameters, config, config.rmin or RANK_MULTIPLE)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.allocation import Parameter, allocate, pays, uniform_ranks, water_filled_ranks
+from edgc.allocation import Parameter, allocate, pays, uniform_ranks, water_filled_ranks, width
 from edgc.config import LOW_RANK, EDGCConfig
 from edgc.engines import ENGINES, MatrixSpec
 from edgc.probe import break_even, cost_of_link, largest_rank
@@ -114,3 +114,9 @@ def test_unknown_spectra_and_zero_gradients_keep_the_common_rank_or_the_floor() 
     zero = water_filled_ranks(TWINS, {"a": [0.0] * 16, "b": [1.0] * 16}, 16, 2.0)
     assert zero["a"] == 8 and zero["b"] == 24
     assert water_filled_ranks(TWINS, {"a": [1.0] * 4, "b": [1.0] * 4}, 4, 2.0) == {"a": 4, "b": 4}
+
+
+def test_the_width_is_the_smaller_side_of_most_entries() -> None:
+    many_small = [MatrixSpec(f"head{i}", 64, 512) for i in range(3)]
+    assert width([*many_small, MatrixSpec("fc", 2048, 512), MatrixSpec("qkv", 1536, 512)]) == 512
+    assert width([]) == 0

@@ -35,3 +35,9 @@ def test_without_flags_the_defaults_are_those_of_the_dataclass() -> None:
 def test_a_setting_without_edgc_is_refused(stray: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{stray[0]} given without --edgc"):
         config_from_args(parse(*stray))
+
+
+def test_what_a_preset_switches_on_can_be_switched_off() -> None:
+    config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
+    assert config is not None and not config.equalise and config.basis_cycle > 1
+    assert config_from_args(parse("--edgc", "--edgc-equalise")) == EDGCConfig(equalise=True)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from edgc.config import ENGINES as NAMES
-from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
 from edgc.engines import ENGINES
 
 
@@ -25,6 +25,8 @@ from edgc.engines import ENGINES
         ({"link_gbps": 0.0}, r"--edgc-link-gbps = 0.0"),
         ({"entropy_estimator": "guess"}, r"--edgc-entropy-estimator = guess: must be one of gaussian"),
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
+        ({"rank_share": 0.0}, r"--edgc-rank-share = 0.0: must lie in \(0, 1\]"),
+        ({"preset": "best"}, r"--edgc-preset = best: must be one of paper, safe, balanced, fast"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
         ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
@@ -64,3 +66,13 @@ def test_every_knob_says_what_it_is() -> None:
 
 def test_every_engine_has_a_name_and_every_name_an_engine() -> None:
     assert set(NAMES) == {*ENGINES, "dense"}
+
+
+def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
+    assert EDGCConfig.from_preset({}) == EDGCConfig()
+    balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "rmax": 64})
+    assert (balanced.preset, balanced.wire, balanced.basis_wire, balanced.rmax) == ("balanced", "int8", "int6", 64)
+    for name in PRESETS:
+        EDGCConfig.from_preset({"preset": name})
+    with pytest.raises(ConfigError, match="--edgc-preset = best"):
+        EDGCConfig.from_preset({"preset": "best"})

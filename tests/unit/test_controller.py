@@ -213,11 +213,16 @@ def test_bad_arguments_are_refused() -> None:
         Controller(EDGCConfig(), 10_000, [MATRICES], [COST])
 
 
-def test_ranks_are_resolved_from_the_break_even_rank() -> None:
-    assert (resolve_ranks(EDGCConfig(), 130).rmin, resolve_ranks(EDGCConfig(), 130).rmax) == (32, 128)
-    given = resolve_ranks(EDGCConfig(rmax=64, rmin=8), 1000)
+def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width() -> None:
+    resolved = resolve_ranks(EDGCConfig(), 130, 1024)
+    assert (resolved.rmin, resolved.rmax) == (32, 128)
+    given = resolve_ranks(EDGCConfig(rmax=64, rmin=8, rank_share=0.5), 1000, 1024)
     assert (given.rmin, given.rmax) == (8, 64)
-    assert resolve_ranks(EDGCConfig(rmax=6), 0).rmin == 4
+    assert resolve_ranks(EDGCConfig(rmax=6), 0, 1024).rmin == 4
+    share = EDGCConfig(rank_share=1 / 16)
+    assert resolve_ranks(share, 200, 1024).rmax == 64
+    assert resolve_ranks(share, 40, 1024).rmax == 40, "never above break-even"
+    assert resolve_ranks(share, 200, 32).rmax == 4
 
 
 def falling(strength: float) -> list[float]:
