@@ -166,6 +166,12 @@ class EDGCConfig:
         "switch",
         "SDP4Bit: arXiv 2410.15526",
     )
+    statistics: bool = _knob(
+        False,
+        "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
+        "switch",
+        "EDGC's own",
+    )
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from edgc.engines import ENGINES, Engine, MatrixSpec, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser
 from edgc.error_feedback import ErrorFeedback
+from edgc.statistics import GradientStatistics
 from edgc.wire import wire
 
 
@@ -25,11 +26,12 @@ class Measurements:
     entropy: list[float] = field(default_factory=list)
     residual: list[float] = field(default_factory=list)
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared singular values by matrix
+    statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
 
     def take(self) -> "Measurements":
         """The entries so far; start anew."""
-        taken = Measurements(self.entropy, self.residual, self.energies)
-        self.entropy, self.residual, self.energies = [], [], []
+        taken = replace(self)
+        self.entropy, self.residual, self.energies, self.statistics = [], [], [], []
         return taken
 
     def mean_energies(self) -> dict[str, list[float]]:
@@ -93,7 +95,14 @@ class GradientReducer:
 
     def measure(self, gradients: Mapping[str, Tensor], iteration: int) -> None:
         """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS)."""
-        if not self.allocation.matrices or not self.sampler.measures(iteration):
+        if not self.sampler.measures(iteration):
+            return
+        if self.config.statistics:
+            samples = {name: self.sampler.sample(name, gradient, iteration) for name, gradient in gradients.items()}
+            self.measurements.statistics.append(
+                {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
+            )
+        if not self.allocation.matrices:
             return
         sample = [
             self.sampler.sample(matrix.name, gradients[matrix.name], iteration) for matrix in self.allocation.matrices

@@ -109,7 +109,10 @@ class Reporter:
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
         self._tensorboard(report)
-        self.events.write("window", last=last, **asdict(report))
+        event = asdict(report)
+        for stage in event["stages"]:
+            del stage["energies"]  # all spectra would swell the log
+        self.events.write("window", last=last, **event)
 
     def _tensorboard(self, report: WindowReport) -> None:
         writer = get_tensorboard_writer()

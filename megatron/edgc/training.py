@@ -26,7 +26,15 @@ from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
 from megatron.edgc.reporting import Reporter
-from megatron.edgc.windows import RankWindow, WindowReport, mean_or_nan, median_or_nan, merge
+from megatron.edgc.windows import (
+    RankWindow,
+    WindowReport,
+    by_kind,
+    mean_or_nan,
+    median_or_nan,
+    merge,
+    merge_statistics,
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class Session:
                 completed,
                 self._active,
                 self.controller.plan,
-                tuple(replace(stage, energies={}) for stage in stages),  # all spectra would swell the log
+                stages,
                 median(self._step_seconds) if self._step_seconds else math.nan,
                 fmean(sent for sent, _ in totals),
                 fmean(dense for _, dense in totals),
@@ -227,6 +235,7 @@ class Session:
             dp_bytes=sent - self._window_start[0],
             dp_bytes_dense=dense - self._window_start[1],
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
+            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
         )
         self._window_start = (sent, dense)
         return window

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from edgc.controller import RankPlan
+from edgc.statistics import GradientStatistics
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class RankWindow:
     dp_bytes: float
     dp_bytes_dense: float
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,19 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
         energies=ranks[0].energies,  # of sums, which are the same on all ranks
+        statistics=merge_statistics([r.statistics for r in ranks]),
     )
+
+
+def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:
+    """The mean of each kind of layer, over those that have it."""
+    kinds = dict.fromkeys(kind for one in several for kind in one)
+    return {kind: GradientStatistics.mean([one[kind] for one in several if kind in one]) for kind in kinds}
+
+
+def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientStatistics]:
+    """From parameters to kinds of layer: ``decoder.layers.3.mlp.linear_fc1.weight`` is one of ``linear_fc1.weight``."""
+    return merge_statistics([{".".join(name.split(".")[-2:]): one} for name, one in statistics.items()])
 
 
 def mean_or_nan(values: Sequence[float]) -> float:
