@@ -15,8 +15,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOW_RANK = ("powersgd", "alternating")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
-# What the points of the measured front (docs/frontier) share: several warm-started factors used in turn, gradients
-# equalised, ranks shared out by energy, and int8 with error feedback in a short warm-up and for what low rank leaves.
+# What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, ranks shared out
+# by energy, and int8 with error feedback in a short warm-up and for what low rank leaves. Evidence: docs/frontier.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 4,
@@ -51,8 +51,8 @@ class EDGCConfig:
 
     preset: str = _knob(
         "paper",
-        "defaults of the other settings: the paper's algorithm, or three points of the measured front of loss against "
-        "bytes, from few bytes saved to many",
+        "defaults of the other settings: the paper's algorithm, or all of EDGC's levers at three volumes, from few "
+        "bytes saved to many",
         "name",
         "docs/frontier",
         tuple(PRESETS),
