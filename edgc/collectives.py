@@ -1,8 +1,8 @@
 """Collectives over one process group, counted. The only user of ``torch.distributed`` in ``edgc``."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,32 @@ class Work(Protocol):
         """Block until the result may be used (on CUDA: until later kernels may use it)."""
 
 
-T = TypeVar("T")
 # Code that yields every collective it has started: the caller waits on it, at once or after doing something else, and
 # resumes. So one piece of code serves the synchronous, the overlapped and the side-stream use.
-Steps = Generator[Work, None, T]
+type Steps[T] = Generator[Work, None, T]
+
+
+def together[T](several: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """Take all these steps at once, so that while one waits for its message those of the others travel; their results.
+
+    Every rank must call this with the same steps in the same order, as for the collectives themselves.
+    """
+    results: dict[int, T] = {}
+    under_way: deque[tuple[int, Work]] = deque()
+
+    def advance(place: int) -> None:
+        try:
+            under_way.append((place, next(several[place])))
+        except StopIteration as end:
+            results[place] = end.value
+
+    for place in range(len(several)):
+        advance(place)
+    while under_way:
+        place, work = under_way.popleft()
+        yield work
+        advance(place)
+    return [results[place] for place in range(len(several))]
 
 
 class Traffic:

@@ -133,6 +133,13 @@ class EDGCConfig:
         tuple(WIRES),
     )
     basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", tuple(WIRES))
+    weak_basis_wire: str | None = _knob(
+        None,
+        "format of the weaker three quarters of the first factor's columns (default: that of the others)",
+        "format",
+        "EDGC's own",
+        tuple(WIRES),
+    )
     basis_cycle: int = _knob(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
     )
@@ -179,7 +186,7 @@ class EDGCConfig:
         for knob in fields(self):
             choices = knob.metadata["choices"]
             value = getattr(self, knob.name)
-            if choices:
+            if choices and value != knob.default:
                 _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
         for name in ("rmin", "rmax", "static_rank"):
             value = getattr(self, name)

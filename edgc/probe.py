@@ -12,6 +12,7 @@ from edgc.collectives import Communicator, all_reduce_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import StageCost
 from edgc.engines import MatrixSpec
+from edgc.engines.powersgd import STRONG_SHARE
 from edgc.reducer import GradientReducer, run
 from edgc.wire import wire
 
@@ -41,7 +42,9 @@ def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: f
     if config.engine == "alternating":
         per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
     else:
-        per_rank = seconds(sum(max(shape) for shape in allocation.shapes), config.basis_wire)
+        longer = sum(max(shape) for shape in allocation.shapes)
+        per_rank = seconds(STRONG_SHARE * longer, config.basis_wire)
+        per_rank += seconds((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
         per_rank += seconds(sum(min(shape) for shape in allocation.shapes), config.wire)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
     return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire))

@@ -1,7 +1,6 @@
 """The reduction of one group of gradients: sample, hand each to the engine that the plan says, feed errors back."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edgc.allocation import Allocation, uniform_ranks
-from edgc.collectives import Communicator, Steps, Work
+from edgc.collectives import Communicator, Steps, Work, together
 from edgc.config import DTYPES, EDGCConfig
 from edgc.engines import ENGINES, Engine, MatrixSpec, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
@@ -135,7 +134,7 @@ class GradientReducer:
             reductions.append(rounding.reduce(left, {}, self.feedback, self.communicator))
         if self.engine is not None and taken:
             reductions.append(self._compress(self.engine, taken))
-        yield from _interleave(reductions)
+        yield from together(reductions)
         if self.config.equalise:
             for spec in self.allocation.matrices:
                 self.equaliser.update(spec.name, matrices[spec.name])
@@ -159,17 +158,6 @@ class GradientReducer:
             matrix.mul_(scales[name])
             if name in equalised.errors:  # else it was not finite
                 self.feedback.store(name, equalised.errors[name].mul_(scales[name]))
-
-
-def _interleave(reductions: list[Steps[None]]) -> Iterator[Work]:
-    """All reductions at once: while one waits for its message, the messages of the others travel."""
-    under_way = deque((reduction, work) for reduction in reductions if (work := next(reduction, None)) is not None)
-    while under_way:
-        reduction, work = under_way.popleft()
-        yield work
-        following = next(reduction, None)
-        if following is not None:
-            under_way.append((reduction, following))
 
 
 def run(reduction: Iterator[Work]) -> None:

@@ -1,16 +1,19 @@
 """Low rank with error feedback: PowerSGD (Vogels et al. 2019, arXiv 1905.13727)."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from edgc import lowrank
-from edgc.collectives import Communicator, Steps
+from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
 from edgc.engines.base import Engine, MatrixSpec, all_finite, spoil
 from edgc.error_feedback import ErrorFeedback
 from edgc.wire import wire
+
+STRONG_SHARE = 1 / 4  # of the first factor's columns; the others may travel in fewer bits
 
 
 class PowerSGD(Engine):
@@ -29,7 +32,8 @@ class PowerSGD(Engine):
 
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
-    still the same orthonormal basis on all ranks.
+    still the same orthonormal basis on all ranks. The last columns of P are the weakest, and ``weak_basis_wire`` may
+    give them fewer bits: an error as large against the strongest ones leaves more behind than a weak column holds.
 
     Error feedback empties the directions that have just been sent. With ``basis_cycle`` = k each matrix keeps k factors
     V and uses them in turn, so that each comes back when its directions have filled again.
@@ -40,7 +44,9 @@ class PowerSGD(Engine):
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
         self.q_wire = wire(config.wire, hadamard=True)
-        self.p_wire = wire(config.basis_wire, hadamard=True)
+        self.p_wires = [wire(config.basis_wire, hadamard=True)]
+        if config.weak_basis_wire not in (None, config.basis_wire):
+            self.p_wires.append(wire(config.weak_basis_wire, hadamard=True))
         # V by name and place in the cycle: (shorter side x rank), fp32, orthonormal, identical on every rank
         self.bases: dict[tuple[str, int], Tensor] = {}
         self.steps = 0
@@ -68,9 +74,8 @@ class PowerSGD(Engine):
         oriented = [matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T for matrix in gradients.values()]
         bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         # columns in rows, so that a group of rounded values lies within one column
-        sums, _ = yield from communicator.sum(
-            [(matrix @ basis).T for matrix, basis in zip(oriented, bases, strict=True)], self.p_wire
-        )
+        local = [(matrix @ basis).T for matrix, basis in zip(oriented, bases, strict=True)]
+        sums = yield from self._sum_first_factors(local, communicator)
         if not all_finite(sums):
             spoil(gradients)
             return
@@ -84,3 +89,18 @@ class PowerSGD(Engine):
             matrix.copy_(basis @ q)
             self.bases[name, self.turn], self.strengths[name] = lowrank.principal_columns(q.T)
         self.steps += 1
+
+    def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
+        """The sums of (rank x longer side) factors, whose rows are sorted by strength."""
+        strong = [math.ceil(len(factor) * STRONG_SHARE) for factor in factors]
+        if len(self.p_wires) == 1 or strong == [len(factor) for factor in factors]:
+            sums, _ = yield from communicator.sum(factors, self.p_wires[0])
+            return sums
+        parts = (
+            [factor[:count] for factor, count in zip(factors, strong, strict=True)],
+            [factor[count:] for factor, count in zip(factors, strong, strict=True)],
+        )
+        (heads, _), (tails, _) = yield from together(
+            [communicator.sum(part, p_wire) for part, p_wire in zip(parts, self.p_wires, strict=True)]
+        )
+        return [torch.cat(pair) for pair in zip(heads, tails, strict=True)]

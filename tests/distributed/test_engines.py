@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": name} for name in ENGINES},
     "powersgd, rounded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int8"},
+    "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6", "weak_basis_wire": "int4"},
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
@@ -192,13 +193,14 @@ def test_bytes_are_those_of_the_messages() -> None:
     short, long = (4 * sum(side(m.rows, m.cols) for m in MATRICES) for side in (min, max))
     share = (ranks - 1) / ranks
 
-    def rounded(name: str, values: int) -> float:
+    def rounded(name: str, values: float) -> float:
         return wire(name).message_bytes(-(-values // (GROUP * ranks)) * GROUP * ranks) * share
 
     assert sent["powersgd"] == {"all-reduce": pytest.approx(2 * 2 * 4 * (rows + cols) * share)}
     assert sent["alternating"] == {"all-reduce": pytest.approx(2 * 4 * (rows + cols) * share)}
     for case, per_phase in {
         "powersgd, rounded": 2 * (rounded("int8", long) + rounded("int4", short)),
+        "powersgd, graded": 2 * (rounded("int6", long / 4) + rounded("int4", 3 * long / 4) + rounded("int4", short)),
         "alternating, rounded": rounded("int2", rows) + rounded("int2", cols),
         "int4": 2 * rounded("int4", elements),
         "loco": 2 * rounded("int4", elements),
