@@ -1,6 +1,5 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from edgc.alignment import RANK_MULTIPLE
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
+from edgc.spectrum import extended
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def water_filled_ranks(
     budget = sum((rank - floor) * (matrix.rows + matrix.cols) for matrix in planned.values())
     steps = []
     for name, matrix in planned.items():
-        spectrum = _extended(energies[name], min(matrix.rows, matrix.cols))
+        spectrum = extended(energies[name], min(matrix.rows, matrix.cols))
         whole = sum(spectrum)
         top = floor
         while whole > 0 and pays(top + RANK_MULTIPLE, matrix.rows, matrix.cols, min_saving):
@@ -123,14 +123,3 @@ def water_filled_ranks(
             ranks[name] += RANK_MULTIPLE
             budget -= cost
     return ranks
-
-
-def _extended(energies: Sequence[float], length: int) -> list[float]:
-    """The spectrum continued to ``length`` values by the power law through its last three quarters."""
-    known = len(energies)
-    first = max(known // 4, 1)
-    slope = 1.0
-    if known > first and energies[known - 1] > 0:
-        slope = math.log(energies[first - 1] / energies[known - 1]) / math.log(known / first)
-    tail = [energies[-1] * (known / place) ** slope for place in range(known + 1, length + 1)]
-    return [*energies[:length], *tail]

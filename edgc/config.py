@@ -16,20 +16,33 @@ LOW_RANK = ("powersgd", "alternating")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
 # What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, ranks shared out
-# by energy, and int8 with error feedback in a short warm-up and for what low rank leaves. Evidence: docs/frontier.
+# by energy, and a rounded warm-up with error feedback that two windows of entropy end. Evidence: docs/frontier.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 4,
     "allocation": "waterfill",
-    "rest_wire": "int8",
-    "dense_wire": "int8",
     "warmup_fraction": 0.025,
+    "entropy_stability": 1.0,
+}
+_FEW_BITS = {
+    "basis_wire": "int6",
+    "weak_basis_wire": "int4",
+    "wire": "int4",
+    "rest_wire": "int4",
+    "dense_wire": "int4",
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "safe": {**_FRONT, "basis_wire": "int8", "wire": "int8", "rank_share": 1 / 4},
-    "balanced": {**_FRONT, "basis_wire": "int6", "wire": "int4", "rank_share": 1 / 8},
-    "fast": {**_FRONT, "basis_wire": "int6", "wire": "int4", "rank_share": 1 / 16},
+    "safe": {
+        **_FRONT,
+        "basis_wire": "int8",
+        "wire": "int8",
+        "rest_wire": "int8",
+        "dense_wire": "int8",
+        "rank_share": 1 / 4,
+    },
+    "balanced": {**_FRONT, **_FEW_BITS, "rank_share": 1 / 8},
+    "fast": {**_FRONT, **_FEW_BITS, "rank_share": 1 / 16},
 }
 
 
@@ -96,6 +109,14 @@ class EDGCConfig:
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
     entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS))
+    rank_model: str = _knob(
+        "gaussian",
+        "how entropy or spectrum sets the rank, holding what it drops: the norm, for normal entries of that entropy; "
+        "the norm by the measured spectrum; or its share of the whole by the measured spectrum",
+        "name",
+        f"{PAPER}, CQM; docs/algorithm.md, 2",
+        ("gaussian", "measured", "residual"),
+    )
     allocation: str = _knob(
         "uniform",
         "how a stage's rank is shared among its matrices: alike, or by the energy that a byte carries, at equal bytes",
@@ -142,6 +163,19 @@ class EDGCConfig:
     )
     basis_cycle: int = _knob(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
+    )
+    warm_start: bool = _knob(
+        True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
+    )
+    power_iterations: int = _knob(
+        1, "how often powersgd sends both factors in a step, each time from the last", "number", "arXiv 1905.13727"
+    )
+    residual_wire: str | None = _knob(
+        None,
+        "format in which powersgd sends what low rank leaves of each matrix, too (default: it is only fed back)",
+        "format",
+        "EDGC's own: low rank and a quantised residual",
+        tuple(name for name in WIRES if name != "fp32"),
     )
     rest_wire: str = _knob(
         "fp32",
@@ -199,6 +233,7 @@ class EDGCConfig:
         _require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.basis_cycle >= 1, "basis_cycle", self.basis_cycle, "must be at least 1")
+        _require(self.power_iterations >= 1, "power_iterations", self.power_iterations, "must be at least 1")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         if self.rank_share is not None:

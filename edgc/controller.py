@@ -10,6 +10,7 @@ from edgc.allocation import water_filled_ranks
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
 from edgc.rank_model import StageRankModel
+from edgc.spectrum import dropped, extended, rank_for_dropped
 
 NO_RANK = 0  # in a plan: compressed by an engine that has no rank
 
@@ -105,6 +106,8 @@ class Controller:
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
         self.micro_backward_seconds = math.nan
         self.anchor: tuple[float, ...] | None = None  # entropy at which compression began, with rank rmax
+        # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
+        self.tolerated: list[float | None] = [None] * len(stages)
         self.plan = self._first_plan()
 
     def _first_plan(self) -> RankPlan:
@@ -181,10 +184,30 @@ class Controller:
     def _proposed(self, stage: int, entropy: float) -> float | None:
         """CQM: the rank that drops the same norm as rmax did when compression began; None without an entropy."""
         assert self.anchor is not None and self.config.rmax is not None
+        if self.config.rank_model != "gaussian":
+            return self._proposed_by_spectrum(stage)
         model = self.stages[stage]
         if model is None or not math.isfinite(entropy):
             return None
         return model.adjusted_rank(self.config.rmax, self.anchor[stage], entropy)
+
+    def _proposed_by_spectrum(self, stage: int) -> float | None:
+        """CQM with measured spectra in place of normal entries; the first that are measured set what is tolerated."""
+        rank, energies = self.plan.ranks[stage], self.energies[stage]
+        spectra = [
+            extended(energies[matrix.name], min(matrix.rows, matrix.cols))
+            for matrix in self.matrices[stage]
+            if energies.get(matrix.name)
+        ]
+        whole = dropped(spectra, 0)
+        if not rank or not 0 < whole < math.inf:
+            return None
+        unit = whole if self.config.rank_model == "residual" else 1.0
+        tolerated = self.tolerated[stage]
+        if tolerated is None:
+            self.tolerated[stage] = dropped(spectra, rank) / unit
+            return rank
+        return rank_for_dropped(spectra, tolerated * unit)
 
     def _constrained(self, proposed: Sequence[float | None]) -> tuple[tuple[int | None, ...], str]:
         """Bounds, rounding, step limit, and alignment of the later stages to the first."""
@@ -235,6 +258,7 @@ class Controller:
         return {
             "history": [list(entropy) for entropy in self.history],
             "anchor": None if self.anchor is None else list(self.anchor),
+            "tolerated": list(self.tolerated),
             "micro_backward_seconds": self.micro_backward_seconds,
             "costs": [None if cost is None else asdict(cost) for cost in self.costs],
             "plan": self.plan.to_dict(),
@@ -246,6 +270,7 @@ class Controller:
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}")
         self.history = [tuple(entropy) for entropy in state["history"]]
         self.anchor = None if state["anchor"] is None else tuple(state["anchor"])
+        self.tolerated = list(state["tolerated"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
         self.costs = [
             None if cost is None else StageCost(CommCost(**cost["compressed"]), cost["dense_seconds"])

@@ -28,6 +28,9 @@ class PowerSGD(Engine):
     7. gradient = P Q^T
     8. V   = left singular vectors of Q, the strongest first
 
+    With ``power_iterations`` above 1, steps 2 to 5 are repeated from V = Q. With ``residual_wire`` what low rank leaves
+    travels, too, in few bits; the error is then what rounding leaves of it.
+
     V and Q are on the shorter side, where the directions that are in use cover more of the space.
 
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
@@ -47,6 +50,7 @@ class PowerSGD(Engine):
         self.p_wires = [wire(config.basis_wire, hadamard=True)]
         if config.weak_basis_wire not in (None, config.basis_wire):
             self.p_wires.append(wire(config.weak_basis_wire, hadamard=True))
+        self.residual_wire = None if config.residual_wire is None else wire(config.residual_wire)
         # V by name and place in the cycle: (shorter side x rank), fp32, orthonormal, identical on every rank
         self.bases: dict[tuple[str, int], Tensor] = {}
         self.steps = 0
@@ -60,9 +64,8 @@ class PowerSGD(Engine):
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         learned = self.bases.get((matrix.name, self.turn))
-        return lowrank.resize(
-            learned, min(matrix.rows, matrix.cols), rank, self.device, self.config.seed, matrix.name, self.turn
-        )
+        seed = (self.config.seed, matrix.name, self.turn if self.config.warm_start else self.steps)
+        return lowrank.resize(learned, min(matrix.rows, matrix.cols), rank, self.device, *seed)
 
     def reduce(
         self,
@@ -72,22 +75,37 @@ class PowerSGD(Engine):
         communicator: Communicator,
     ) -> Steps[None]:
         oriented = [matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T for matrix in gradients.values()]
-        bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
-        # columns in rows, so that a group of rounded values lies within one column
-        local = [(matrix @ basis).T for matrix, basis in zip(oriented, bases, strict=True)]
-        sums = yield from self._sum_first_factors(local, communicator)
-        if not all_finite(sums):
-            spoil(gradients)
-            return
+        starts = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
+        for _ in range(self.config.power_iterations):
+            local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
+            sums = yield from self._sum_first_factors(local, communicator)
+            if not all_finite(sums):
+                spoil(gradients)
+                return
+            bases = [lowrank.orthonormalise(factor.T) for factor in sums]
+            local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
+            sums, shares = yield from communicator.sum(local, self.q_wire)
+            principal = [lowrank.principal_columns(q.T) for q in sums]
+            starts = [vectors for vectors, _ in principal]
 
-        bases = [lowrank.orthonormalise(factor.T) for factor in sums]
-        local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
-        sums, shares = yield from communicator.sum(local, self.q_wire)
+        left = []
         for name, matrix, basis, q, share in zip(gradients, oriented, bases, sums, shares, strict=True):
             error = torch.addmm(matrix, basis, share, alpha=-1)
-            feedback.store(name, error if matrix is gradients[name] else error.T)
             matrix.copy_(basis @ q)
-            self.bases[name, self.turn], self.strengths[name] = lowrank.principal_columns(q.T)
+            if self.residual_wire is None:
+                feedback.store(name, error if matrix is gradients[name] else error.T)
+            else:
+                left.append(error)
+        if self.residual_wire is not None:
+            sums, shares = yield from communicator.sum(left, self.residual_wire)
+            for name, matrix, error, total, share in zip(gradients, oriented, left, sums, shares, strict=True):
+                matrix += total
+                error -= share
+                feedback.store(name, error if matrix is gradients[name] else error.T)
+        for name, (vectors, strengths) in zip(gradients, principal, strict=True):
+            self.strengths[name] = strengths
+            if self.config.warm_start:
+                self.bases[name, self.turn] = vectors
         self.steps += 1
 
     def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:

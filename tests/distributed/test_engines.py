@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": name} for name in ENGINES},
     "powersgd, rounded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int8"},
     "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6", "weak_basis_wire": "int4"},
+    "powersgd, twice": {"engine": "powersgd", "power_iterations": 2, "warm_start": False},
+    "powersgd, residual": {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "residual_wire": "int2"},
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
@@ -197,10 +199,12 @@ def test_bytes_are_those_of_the_messages() -> None:
         return wire(name).message_bytes(-(-values // (GROUP * ranks)) * GROUP * ranks) * share
 
     assert sent["powersgd"] == {"all-reduce": pytest.approx(2 * 2 * 4 * (rows + cols) * share)}
+    assert sent["powersgd, twice"] == {"all-reduce": pytest.approx(2 * sent["powersgd"]["all-reduce"])}
     assert sent["alternating"] == {"all-reduce": pytest.approx(2 * 4 * (rows + cols) * share)}
     for case, per_phase in {
         "powersgd, rounded": 2 * (rounded("int8", long) + rounded("int4", short)),
         "powersgd, graded": 2 * (rounded("int6", long / 4) + rounded("int4", 3 * long / 4) + rounded("int4", short)),
+        "powersgd, residual": 2 * (rounded("int8", long) + rounded("int8", short) + rounded("int2", elements)),
         "alternating, rounded": rounded("int2", rows) + rounded("int2", cols),
         "int4": 2 * rounded("int4", elements),
         "loco": 2 * rounded("int4", elements),
