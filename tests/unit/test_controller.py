@@ -258,3 +258,34 @@ def test_water_filling_also_shares_a_static_rank() -> None:
     (ranks,) = plan.matrix_ranks
     assert plan.ranks == (32,) and plan.first_iteration == 1000, "the warm-up still holds"
     assert ranks is not None and ranks["a"] > 32 > ranks["b"]
+
+
+def spectra(first: float, slope: float) -> dict[str, list[float]]:
+    """Measured energies of the 64 strongest directions of every matrix."""
+    return {matrix.name: [first * (1 + place) ** -slope for place in range(64)] for matrix in MATRICES}
+
+
+@pytest.mark.parametrize("model", ["measured", "residual"])
+def test_by_measured_spectra_a_steeper_one_needs_a_lower_rank(model: str) -> None:
+    c = controller(warmup_fraction=0.0, rank_model=model, rank_step=64)
+    ranks = []
+    for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(1, 1), spectra(1, 1.2), spectra(1, 1)], start=1):
+        c.observe([StageObservation(entropy=-5.0, energies=energies)])
+        ranks.append(c.decide(window * WINDOW).ranks[0])
+    assert ranks[:4] == [None, 64, 64, 64]
+    assert 16 <= ranks[4] < 64 and ranks[5] == 64  # type: ignore[operator]
+
+
+def test_measured_holds_the_norm_and_residual_its_share() -> None:
+    ranks = {}
+    for model in ("measured", "residual"):
+        c = controller(warmup_fraction=0.0, rank_model=model, rank_step=64)
+        for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(0.9, 1)], start=1):
+            c.observe([StageObservation(entropy=-5.0, energies=energies)])
+            ranks[model] = c.decide(window * WINDOW).ranks[0]
+    assert ranks["measured"] < 64 and ranks["residual"] == 64  # type: ignore[operator]
+
+
+def test_without_a_spectrum_the_rank_stays() -> None:
+    c = controller(warmup_fraction=0.0, rank_model="residual")
+    assert first_stage(play(c, [-5.0, -5.0, -9.0])) == [None, 64, 64]
