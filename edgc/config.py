@@ -13,36 +13,25 @@ from edgc.wire import WIRES
 PAPER = "arXiv 2511.10333"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOW_RANK = ("powersgd", "alternating")
+RANK_MODELS = ("gaussian", "measured", "residual", "constant")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
-# What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, ranks shared out
-# by energy, and a rounded warm-up with error feedback that two windows of entropy end. Evidence: docs/frontier.
+# What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, one rank for the
+# whole run that energy shares out among the matrices, and a short warm-up in int8. Evidence: docs/frontier.
 _FRONT = {
+    "rank_model": "constant",
     "equalise": True,
     "basis_cycle": 4,
     "allocation": "waterfill",
-    "warmup_fraction": 0.025,
-    "entropy_stability": 1.0,
+    "dense_wire": "int8",
 }
-_FEW_BITS = {
-    "basis_wire": "int6",
-    "weak_basis_wire": "int4",
-    "wire": "int4",
-    "rest_wire": "int4",
-    "dense_wire": "int4",
-}
+_FEW_BITS = {"basis_wire": "int6", "weak_basis_wire": "int4", "wire": "int4", "rest_wire": "int4"}
+_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "safe": {
-        **_FRONT,
-        "basis_wire": "int8",
-        "wire": "int8",
-        "rest_wire": "int8",
-        "dense_wire": "int8",
-        "rank_share": 1 / 4,
-    },
-    "balanced": {**_FRONT, **_FEW_BITS, "rank_share": 1 / 8},
-    "fast": {**_FRONT, **_FEW_BITS, "rank_share": 1 / 16},
+    "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
+    "balanced": {**_FRONT, **_FEW_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 8},
+    "fast": {**_FRONT, **_FEW_BITS, "warmup_fraction": 0.01, "rank_share": 1 / 16},
 }
 
 
@@ -111,11 +100,12 @@ class EDGCConfig:
     entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS))
     rank_model: str = _knob(
         "gaussian",
-        "how entropy or spectrum sets the rank, holding what it drops: the norm, for normal entries of that entropy; "
-        "the norm by the measured spectrum; or its share of the whole by the measured spectrum",
+        "what sets the rank: what it drops is to stay alike, its norm for normal entries of the sampled entropy "
+        "(gaussian), its norm by the measured spectrum (measured) or its share of the whole (residual); or rmax always "
+        "(constant)",
         "name",
         f"{PAPER}, CQM; docs/algorithm.md, 2",
-        ("gaussian", "measured", "residual"),
+        RANK_MODELS,
     )
     allocation: str = _knob(
         "uniform",
@@ -249,6 +239,8 @@ class EDGCConfig:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")
             _require(self.low_rank, "static_rank", self.static_rank, f"the engine {self.engine} has no rank")
+        if self.rank_model == "constant":
+            _require(self.rmin is None, "rmin", self.rmin, "does nothing where rank_model is constant")
 
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":

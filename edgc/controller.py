@@ -282,12 +282,16 @@ class Controller:
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
     """Fill in ``rmax``: the break-even rank, or ``rank_share`` of the width if that is less; and ``rmin``: a quarter.
 
+    With the rank model ``constant``, that rmax becomes ``static_rank``.
+
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense. ``width``: the
     smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has r_max/4 to r_max/6.
     """
     rmax = config.rmax
     if rmax is None:
         rmax = _multiple(break_even if config.rank_share is None else min(break_even, config.rank_share * width))
+    if config.rank_model == "constant":
+        return replace(config, static_rank=rmax, rmin=None, rmax=None)
     rmin = min(rmax, _multiple(rmax / 4)) if config.rmin is None else config.rmin
     return replace(config, rmin=rmin, rmax=rmax)
 

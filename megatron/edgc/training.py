@@ -157,7 +157,7 @@ class Session:
         config = resolve_ranks(config, lowest, width(m for s in setups for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
-        settled = allocate(parameters, config, config.rmin or RANK_MULTIPLE)
+        settled = allocate(parameters, config, config.static_rank or config.rmin or RANK_MULTIPLE)
         return config, _all_gather(StageSetup(self.stage, settled, cost, break_even))
 
     def _wrap_finalize(self, chunk: DistributedDataParallel) -> None:

@@ -223,6 +223,8 @@ def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width(
     assert resolve_ranks(share, 200, 1024).rmax == 64
     assert resolve_ranks(share, 40, 1024).rmax == 40, "never above break-even"
     assert resolve_ranks(share, 200, 32).rmax == 4
+    constant = resolve_ranks(replace(share, rank_model="constant"), 200, 1024)
+    assert (constant.static_rank, constant.rmin, constant.rmax, constant.dynamic) == (64, None, None, False)
 
 
 def falling(strength: float) -> list[float]:
