@@ -27,13 +27,14 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from tools import frontier_studies  # noqa: E402
 from tools.frontier_report import draw, markdown  # noqa: E402
 from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
 
 RUNS = REPOSITORY / "runs" / "frontier"
 DOCS = REPOSITORY / "docs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
-LIST_KEYS = {"title", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
+LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
 
 
 class ListError(Exception):
@@ -74,12 +75,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class RunList:
-    """A list of runs, and the pairs of entries to set side by side."""
+    """A list of runs, the pairs of entries to set side by side, and the study that it is, if any."""
 
     name: str
     title: str
     trials: tuple[Trial, ...]
     comparisons: tuple[tuple[str, str], ...]
+    study: str | None = None
 
 
 def load_list(path: Path) -> RunList:
@@ -129,7 +131,10 @@ def load_list(path: Path) -> RunList:
     names = {trial.name for trial in trials}
     if unknown := sorted({name for pair in comparisons for name in pair} - names):
         raise ListError(f"{path}: compared but not listed: {', '.join(unknown)}")
-    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons)
+    study = content.get("study")
+    if study is not None and study not in frontier_studies.STUDIES:
+        raise ListError(f"{path}: study = {study}: must be one of {', '.join(frontier_studies.STUDIES)}")
+    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study)
 
 
 def run(trial: Trial, device: Sequence[str]) -> Path:
@@ -172,10 +177,10 @@ def commit() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
 
 
-def result(trial: Trial, measured: Run, record: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of ``results.jsonl``; docs/frontier/README.md documents the fields."""
+def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool) -> dict[str, Any]:
+    """One line of ``results.jsonl``, with what each window saw if asked; docs/frontier/README.md has the fields."""
     config = measured.start["config"]
-    return {
+    line = {
         "model": trial.model,
         "name": trial.name,
         "engine": config["engine"],
@@ -195,6 +200,26 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any]) -> dict[str, 
         "versions": measured.start["versions"],
         "machine": f"{processor()}, {os.cpu_count()} cores",
     }
+    if windows:
+        line["windows"] = [_window(event) for event in measured.windows]
+    return line
+
+
+def _window(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A window of the event log without the plan; numbers to six digits, to keep the file small."""
+    stages = [_rounded(stage) for stage in event["stages"]]
+    return {
+        "iteration": event["iteration"],
+        "ranks": event["ranks"],
+        "dp_bytes": event["dp_bytes"],
+        **{key: [stage[key] for stage in stages] for key in ("entropy", "residual", "reduce_seconds", "statistics")},
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(part) for key, part in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -239,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
-        line = result(trial, measured, json.loads((folder / "command.json").read_text()))
+        line = result(trial, measured, json.loads((folder / "command.json").read_text()), bool(runs.study))
         lines.append(line)
         record_result(DOCS / "results.jsonl", line)
         print(
@@ -248,8 +273,12 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     if lines:
-        write(DOCS / f"{runs.name}.md", markdown(runs.name, runs.title, lines, runs.comparisons).encode())
-        write(DOCS / f"{runs.name}.png", draw(lines))
+        if runs.study:
+            page, picture = frontier_studies.page(runs.name, runs.title, runs.study, lines)
+        else:
+            page, picture = markdown(runs.name, runs.title, lines, runs.comparisons), draw(lines)
+        write(DOCS / f"{runs.name}.md", page.encode())
+        write(DOCS / f"{runs.name}.png", picture)
         print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")
     return 1 if failed else 0
 

@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 # Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
 T_95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -147,10 +148,14 @@ def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence
     flags = {line["name"]: line["flags"] for line in lines}
     page += ["## Flags", "", "| entry | flags |", "|---|---|"]
     page += [f"| {entry} | `{text}` |" for entry, text in sorted(flags.items())]
+    return "\n".join([*page, "", *provenance(lines), ""])
+
+
+def provenance(lines: Sequence[Line]) -> list[str]:
+    """What the runs ran on."""
     machines = sorted({line["machine"] for line in lines})
     versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
-    page += ["", f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}.", ""]
-    return "\n".join(page)
+    return [f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}."]
 
 
 def draw(lines: Sequence[Line]) -> bytes:
@@ -162,6 +167,11 @@ def draw(lines: Sequence[Line]) -> bytes:
     )
     for where, axes in zip(settings, panels[0], strict=True):
         _panel(axes, where, [entry for entry in found if entry.setting == where])
+    return to_png(figure)
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as PNG, without the version of what drew it; closes it."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=90, metadata={"Software": None})
     plt.close(figure)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools import frontier, frontier_report
+from tools import frontier, frontier_report, frontier_studies
 from tools.frontier import ListError, identity, load_list, read_results, record_result
 from tools.frontier_report import Interval, difference, draw, entries, markdown
 
@@ -57,6 +57,7 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("[[ours, dense]]", "[[ours, theirs]]", "compared but not listed: theirs"),
         ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
         ("models: {", "models: [", "mine.yaml"),
+        ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of entropy"),
     ],
 )
 def test_a_list_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -163,3 +164,76 @@ def test_every_engine_has_a_place_in_the_plot() -> None:
     from edgc.config import ENGINES
 
     assert {engine for _, _, engines in frontier_report.FAMILIES.values() for engine in engines} == set(ENGINES)
+
+
+def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[str, Any]:
+    """A run of 40 iterations whose entropy falls by 0.1 nats an iteration in stage 0 and rises in stage 1."""
+    ends = range(period, 41, period)
+    kinds = {"skewness": 0.1, "excess_kurtosis": 3.0, "gaussian_entropy": -4.0, "histogram_entropy": -4.5}
+    return line(
+        name,
+        1,
+        2.0 if name == "dense" else 2.01,
+        100,
+        windows=[
+            {
+                "iteration": end,
+                "ranks": ranks,
+                "dp_bytes": 1000.0 * end * (ranks[0] or 64),
+                # the mean over the window that ends here
+                "entropy": [-(end - period / 2) / 10, (end - period / 2) / 10],
+                "residual": [0.5, None],
+                "reduce_seconds": [0.1, None],
+                "statistics": [{"fc1.weight": kinds}, {}],
+            }
+            for end in ends
+        ],
+        **other,
+    )
+
+
+def test_trajectories_of_different_windows_agree() -> None:
+    alike, apart = frontier_studies.correlation(seen("a", 5, [8, 8]), seen("b", 20, [8, 8]), 0)
+    assert alike == pytest.approx(1) and apart == pytest.approx(0, abs=1e-9)
+    opposite = seen("c", 10, [8, 8])
+    for window in opposite["windows"]:
+        window["entropy"].reverse()
+    alike, apart = frontier_studies.correlation(seen("a", 5, [8, 8]), opposite, 0)
+    assert alike == pytest.approx(-1) and apart == pytest.approx(2 * 3.5)
+
+
+@pytest.mark.parametrize("study", sorted(frontier_studies.STUDIES))
+def test_every_study_has_a_page_and_a_plot(study: str) -> None:
+    lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]
+    page, picture = frontier_studies.page("mine", "A title", study, lines)
+    assert picture.startswith(b"\x89PNG") and page.startswith("# A title") and "configs/frontier/mine.yaml" in page
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
+    assert "nan" not in page
+
+
+def test_ranks_suggests_bounds() -> None:
+    lines = [
+        seen("dense", 10, [None, None]),
+        seen("r4", 10, [4, 4]),
+        seen("r16", 10, [16, 16]),
+        seen("r99", 10, [99, 99]),
+    ]
+    lines[1]["val_loss"] = 3.0
+    page, _ = frontier_studies.page("mine", "A title", "ranks", lines)
+    assert "| r4 | 4 | 4 kB | 0.1000 | 20.09 | +50.00 % |" in page
+    assert "r_max = 16 " in page and "r_min = 16 " in page
+
+
+def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
+    stage = {"entropy": -1.23456789, "residual": None, "reduce_seconds": 0.1, "statistics": {"k": {"skewness": 1 / 3}}}
+    event = {"iteration": 5, "ranks": [4], "dp_bytes": 1.0, "plan": {"version": 1}, "stages": [{**stage, "stage": 0}]}
+    assert frontier._window(event) == {
+        "iteration": 5,
+        "ranks": [4],
+        "dp_bytes": 1.0,
+        "entropy": [-1.23457],
+        "residual": [None],
+        "reduce_seconds": [0.1],
+        "statistics": [{"k": {"skewness": 0.333333}}],
+    }
