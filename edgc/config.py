@@ -51,10 +51,10 @@ class EDGCConfig:
     off by ``--edgc-no-`` plus its name.
     """
 
-    preset: str = _knob(
-        "paper",
-        "defaults of the other settings: the paper's algorithm, or all of EDGC's levers at three volumes, from few "
-        "bytes saved to many",
+    preset: str | None = _knob(
+        None,
+        "defaults of the other settings: the paper's algorithm, or EDGC's levers at three volumes, from many bytes to "
+        "few (default: balanced for powersgd, paper for other engines)",
         "name",
         "docs/frontier",
         tuple(PRESETS),
@@ -240,13 +240,15 @@ class EDGCConfig:
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")
             _require(self.low_rank, "static_rank", self.static_rank, f"the engine {self.engine} has no rank")
         if self.rank_model == "constant":
-            _require(self.rmin is None, "rmin", self.rmin, "does nothing where rank_model is constant")
+            rule = "the rank is constant; --edgc-preset paper or --edgc-rank-model gaussian lets entropy move it"
+            _require(self.rmin is None, "rmin", self.rmin, rule)
 
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
-        """The preset that ``given`` names, overridden by what else it holds."""
-        preset = given.get("preset", cls.preset)
-        return cls(**{**PRESETS.get(preset, {}), **given})
+        """The preset that ``given`` names, or the default one, overridden by what else it holds."""
+        usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else "paper"
+        preset = given.get("preset", usual)
+        return cls(**{"preset": preset, **PRESETS.get(preset, {}), **given})
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""

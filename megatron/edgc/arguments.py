@@ -19,8 +19,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="train on the CPU over gloo (chosen by itself where there is no GPU)",
     )
     hints = typing.get_type_hints(EDGCConfig)
+    defaults = EDGCConfig.from_preset({})
     for knob in knobs():
-        default = "" if knob.default is None else f" Default: {knob.default}."
+        value = getattr(defaults, knob.name)
+        default = "" if value is None or knob.name == "preset" else f" Default: {value}."
         meta = knob.metadata
         text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
         if hints[knob.name] is bool:

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
 
 TWO_STEPS = [*TINY_GPT, "--train-iters", "10"]
-EDGC = [*TWO_STEPS, "--edgc", "--edgc-window", "10"]
+EDGC = [*TWO_STEPS, "--edgc", "--edgc-preset", "paper", "--edgc-window", "10"]
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -22,7 +22,10 @@ CASES = {
     ),
     "rank": ([*EDGC, "--edgc-static-rank", "0"], "--edgc-static-rank = 0: a rank must be at least 1"),
     "rate": ([*EDGC, "--edgc-gradient-sampling-rate", "2"], "--edgc-gradient-sampling-rate = 2.0: a sampling rate"),
-    "window of the default": ([*TWO_STEPS, "--edgc"], "--edgc-window = 1000: is longer than the run of 10 iterations"),
+    "window of the default": (
+        [*TWO_STEPS, "--edgc", "--edgc-preset", "paper"],
+        "--edgc-window = 1000: is longer than the run of 10 iterations",
+    ),
     "estimator": ([*EDGC, "--edgc-entropy-estimator", "guess"], "--edgc-entropy-estimator: invalid choice: 'guess'"),
     "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
     "option": ([*EDGC, "--calculate-per-token-loss"], "--edgc does not support yet: --calculate-per-token-loss"),

@@ -15,7 +15,18 @@ from tests.distributed.megatron_runs import REPOSITORY, train
 # Without alignment no clock enters a decision, so two runs can be compared bit for bit.
 ITERATIONS = 24
 FOUR_RANKS = ["--pipeline-model-parallel-size", "2", "--train-iters", str(ITERATIONS)]
-EDGC = ["--edgc", "--edgc-window", "4", "--edgc-rmax", "12", "--edgc-rmin", "4", "--edgc-no-align"] + [
+EDGC = [
+    "--edgc",
+    "--edgc-preset",
+    "paper",
+    "--edgc-window",
+    "4",
+    "--edgc-rmax",
+    "12",
+    "--edgc-rmin",
+    "4",
+    "--edgc-no-align",
+] + [
     "--edgc-iteration-sampling-rate",
     "0.5",
 ]
@@ -113,7 +124,17 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
 
 
 def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
-    settings = ["--edgc", "--edgc-window", "10", "--edgc-entropy-estimator", "spacing", "--edgc-log-dir", str(tmp_path)]
+    settings = [
+        "--edgc",
+        "--edgc-preset",
+        "paper",
+        "--edgc-window",
+        "10",
+        "--edgc-entropy-estimator",
+        "spacing",
+        "--edgc-log-dir",
+        str(tmp_path),
+    ]
     output = train(["--train-iters", "20", *settings], processes=2)
     start, *windows = read_events(tmp_path)
     if start["config"]["engine"] == "dense":
@@ -125,7 +146,17 @@ def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
 
 
 def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ranks(tmp_path: Path) -> None:
-    settings = ["--edgc", "--edgc-static-rank", "8", "--edgc-warmup-fraction", "0.5", "--edgc-window", "2"]
+    settings = [
+        "--edgc",
+        "--edgc-preset",
+        "paper",
+        "--edgc-static-rank",
+        "8",
+        "--edgc-warmup-fraction",
+        "0.5",
+        "--edgc-window",
+        "2",
+    ]
     train(["--train-iters", "8", *settings, "--edgc-log-dir", str(tmp_path)])
     start, *windows = read_events(tmp_path)
     assert [event["ranks"] for event in windows] == [[None], [None], [8], [8]]
@@ -136,8 +167,7 @@ def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ra
 
 LEVERS = shlex.split(
     "--edgc-static-rank 16 --edgc-warmup-fraction 0.25 --edgc-window 4 --edgc-iteration-sampling-rate 0.5 "
-    "--edgc-equalise --edgc-basis-cycle 2 --edgc-allocation waterfill --edgc-basis-wire int6 --edgc-wire int4 "
-    "--edgc-rest-wire int8 --edgc-dense-wire int8 --edgc-statistics"
+    "--edgc-basis-cycle 2 --edgc-rest-wire int8 --edgc-statistics"
 )
 
 

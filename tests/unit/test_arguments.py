@@ -16,18 +16,19 @@ def test_every_setting_is_a_flag_with_help_unit_default_and_source() -> None:
         assert flag(knob.name) in text, knob.name
         assert f"[{knob.metadata['unit']}]" in text
         assert knob.metadata["source"] in text
-    assert "Default: 1000." in text and "Default: 0.1." in text
+    assert "Default: 1000." in text and "Default: 0.025." in text
 
 
 def test_flags_become_settings_of_the_right_type() -> None:
-    config = config_from_args(
-        parse("--edgc", "--edgc-rmax", "64", "--edgc-warmup-fraction", "0.2", "--edgc-no-align", "--edgc-log-dir", "x")
-    )
-    assert config == EDGCConfig(rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
+    flags = "--edgc --edgc-preset paper --edgc-rmax 64 --edgc-warmup-fraction 0.2 --edgc-no-align --edgc-log-dir x"
+    config = config_from_args(parse(*flags.split()))
+    assert config == EDGCConfig(preset="paper", rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
-def test_without_flags_the_defaults_are_those_of_the_dataclass() -> None:
-    assert config_from_args(parse("--edgc")) == EDGCConfig()
+def test_without_flags_the_default_preset_holds() -> None:
+    assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
+    assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig(preset="paper")
+    assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig(preset="paper", engine="int4")
     assert config_from_args(parse()) is None
 
 
@@ -40,4 +41,5 @@ def test_a_setting_without_edgc_is_refused(stray: list[str]) -> None:
 def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
     assert config is not None and not config.equalise and config.basis_cycle > 1
-    assert config_from_args(parse("--edgc", "--edgc-equalise")) == EDGCConfig(equalise=True)
+    plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
+    assert plain == EDGCConfig(preset="paper", equalise=True)

@@ -69,7 +69,7 @@ def test_every_engine_has_a_name_and_every_name_an_engine() -> None:
 
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
-    assert EDGCConfig.from_preset({}) == EDGCConfig()
+    assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
     balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "rmax": 64})
     assert (balanced.preset, balanced.wire, balanced.basis_wire, balanced.rmax) == ("balanced", "int8", "int6", 64)
     for name in PRESETS:
