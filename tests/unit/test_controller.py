@@ -225,6 +225,7 @@ def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width(
     assert resolve_ranks(share, 200, 32).rmax == 4
     constant = resolve_ranks(replace(share, rank_model="constant"), 200, 1024)
     assert (constant.static_rank, constant.rmin, constant.rmax, constant.dynamic) == (64, None, None, False)
+    assert resolve_ranks(EDGCConfig(rank_model="constant", rmax=12), 0, 1024).static_rank == 12
 
 
 def falling(strength: float) -> list[float]:
@@ -286,6 +287,18 @@ def test_measured_holds_the_norm_and_residual_its_share() -> None:
             c.observe([StageObservation(entropy=-5.0, energies=energies)])
             ranks[model] = c.decide(window * WINDOW).ranks[0]
     assert ranks["measured"] < 64 and ranks["residual"] == 64  # type: ignore[operator]
+
+
+def test_what_is_tolerated_is_part_of_the_state() -> None:
+    c = controller(warmup_fraction=0.0, rank_model="residual", rank_step=64)
+    for window, energies in enumerate([{}, {}, spectra(1, 1)], start=1):
+        c.observe([StageObservation(entropy=-5.0, energies=energies)])
+        c.decide(window * WINDOW)
+    resumed = controller(warmup_fraction=0.0, rank_model="residual", rank_step=64)
+    resumed.load_state_dict(json.loads(json.dumps(c.state_dict())))
+    for one in (c, resumed):
+        one.observe([StageObservation(entropy=-5.0, energies=spectra(1, 1.2))])
+    assert resumed.decide(4 * WINDOW).ranks == c.decide(4 * WINDOW).ranks != (64,)
 
 
 def test_without_a_spectrum_the_rank_stays() -> None:
