@@ -48,5 +48,5 @@ train() {
 
 train dense --edgc-engine dense
 # Loopback is no network, so the ranks are planned for a link of 0.05 Gbit/s instead of the measured one.
-train edgc --edgc-rmax 48 --edgc-link-gbps 0.05
+train edgc --edgc-link-gbps 0.05
 "$python" tools/report.py "$run"

@@ -196,3 +196,15 @@ def test_engines_without_ranks_train_too(engine: str, fewer: float, tmp_path: Pa
     *_, last = read_events(tmp_path)
     assert last["ranks"] == [0]
     assert fewer < last["stages"][0]["dp_bytes_dense"] / last["stages"][0]["dp_bytes"] < 1.35 * fewer
+
+
+def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
+    settings = "--bf16 --edgc --edgc-window 4 --edgc-iteration-sampling-rate 0.5 --edgc-link-gbps 0.05"
+    output = train([*FOUR_RANKS, *shlex.split(settings), "--edgc-log-dir", str(tmp_path)])
+    values = losses(output)
+    assert all(math.isfinite(value) for value in values) and sum(values[-4:]) / 4 < values[0] - 0.5
+    start, *windows = read_events(tmp_path)
+    assert (start["config"]["preset"], start["config"]["static_rank"]) == ("balanced", 8)  # 1/8 of a width of 64
+    assert windows[-1]["ranks"] == [8, 8]
+    last = windows[-1]["stages"][0]
+    assert last["dp_bytes_dense"] / last["dp_bytes"] > 10
