@@ -44,14 +44,14 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             by_stage.plot(iterations, values, label=f"{_label(line, lines)} stage {stage + 1}")
             table.append(_trend(_label(line, lines), f"stage {stage + 1}", iterations, values))
         for stage in stages:
-            for kind in sorted(line["windows"][-1]["statistics"][stage]):
+            for kind in _kinds(line, stage):
                 iterations, values = _statistic(line, stage, kind, "gaussian_entropy")
                 by_kind.plot(iterations, values, linewidth=1, label=f"{stage + 1}: {kind}")
                 table.append(_trend(_label(line, lines), f"stage {stage + 1}, {kind}", iterations, values))
     by_stage.set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
     by_kind.set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
     by_stage.legend(frameon=False)
-    by_kind.legend(frameon=False, fontsize=5, ncols=2)
+    by_kind.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure, table
 
 
@@ -106,8 +106,8 @@ def statistics(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "|---|---|---|---|---|",
     ]
     for line in lines:
-        for stage, kinds in enumerate(line["windows"][-1]["statistics"]):
-            for kind in sorted(kinds):
+        for stage in range(len(line["windows"][-1]["statistics"])):
+            for kind in _kinds(line, stage):
                 label = f"stage {stage + 1}, {kind}"
                 cells = []
                 gaussian = _statistic(line, stage, kind, "gaussian_entropy")
@@ -128,7 +128,7 @@ def statistics(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     for axes, title in zip(panels, ("skewness", "excess kurtosis", "Gaussian minus histogram entropy"), strict=True):
         axes.set(xlabel="iteration", title=title)
         axes.set_yscale("symlog", linthresh=1)
-    panels[-1].legend(frameon=False, fontsize=5, ncols=2)
+    panels[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     table += ["", "First window → last window. A normal distribution has 0 in all three columns."]
     return figure, table
 
@@ -230,6 +230,12 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, list(panels[0])
+
+
+def _kinds(line: Line, stage: int) -> list[str]:
+    """Linear layers and embeddings: the other parameters have too few entries for a histogram."""
+    kinds = line["windows"][-1]["statistics"][stage]
+    return sorted(kind for kind in kinds if kind.endswith(".weight") and "norm" not in kind)
 
 
 def _statistic(line: Line, stage: int, kind: str, field: str) -> tuple[np.ndarray, np.ndarray]:
