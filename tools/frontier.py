@@ -33,6 +33,7 @@ from tools.report import ReportError, Run, load_run, processor, write  # noqa: E
 
 RUNS = REPOSITORY / "runs" / "frontier"
 DOCS = REPOSITORY / "docs" / "frontier"
+COMMAND = "command.json"  # in a run's folder once it has finished
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
 LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
 
@@ -140,8 +141,7 @@ def load_list(path: Path) -> RunList:
 def run(trial: Trial, device: Sequence[str]) -> Path:
     """Train, unless this command has finished before; returns the folder. Raises ``ReportError`` if training fails."""
     folder, arguments = trial.folder, [*device, *trial.arguments()]
-    finished = folder / "command.json"
-    if finished.is_file() and json.loads(finished.read_text())["arguments"] == arguments:
+    if finished(trial, device):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -161,8 +161,14 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
     if status != 0:
         raise ReportError(f"{folder}: training ended with status {status}, see log.txt there")
     load_run(folder)  # a run without results has not finished
-    finished.write_text(json.dumps(record) + "\n")
+    (folder / COMMAND).write_text(json.dumps(record) + "\n")
     return folder
+
+
+def finished(trial: Trial, device: Sequence[str]) -> bool:
+    """Whether this very command has run to its end before."""
+    record = trial.folder / COMMAND
+    return record.is_file() and json.loads(record.read_text())["arguments"] == [*device, *trial.arguments()]
 
 
 def commit() -> dict[str, Any]:
@@ -246,6 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the list of runs, a YAML file")
     parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")
+    parser.add_argument("--report", action="store_true", help="train nothing: report the runs that have finished")
     arguments = parser.parse_args(argv)
     try:
         runs = load_list(arguments.config)
@@ -257,6 +264,9 @@ def main(argv: list[str] | None = None) -> int:
     for number, trial in enumerate(runs.trials, start=1):
         start = time.perf_counter()
         label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
+        if arguments.report and not finished(trial, device):
+            print(f"{label}: has not finished, left out", flush=True)
+            continue
         try:
             folder = run(trial, device)
             measured = load_run(folder)
@@ -264,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
-        line = result(trial, measured, json.loads((folder / "command.json").read_text()), bool(runs.study))
+        line = result(trial, measured, json.loads((folder / COMMAND).read_text()), bool(runs.study))
         lines.append(line)
         record_result(DOCS / "results.jsonl", line)
         print(

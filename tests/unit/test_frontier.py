@@ -237,3 +237,12 @@ def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
         "reduce_seconds": [0.1],
         "statistics": [{"k": {"skewness": 0.333333}}],
     }
+
+
+def test_a_report_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(frontier, "RUNS", frontier.REPOSITORY / "runs" / "no-such-folder")
+    assert frontier.main(["--config", str(written(tmp_path, LIST)), "--report"]) == 0
+    assert capsys.readouterr().out.count("has not finished, left out") == 3
+    assert not (frontier.REPOSITORY / "runs" / "no-such-folder").exists()
