@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 # Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
 T_95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -212,7 +213,9 @@ def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
     axes.set(title=where, xlabel="data-parallel bytes, times fewer than dense fp32", ylabel="validation-loss gap (%)")
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.5)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(alpha=0.3, which="both")
     axes.axhline(0, color="#555555", linewidth=1)
