@@ -88,14 +88,29 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     return figure, table
 
 
-def windows(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """Whether windows of different length see the same entropy."""
-    return _agreement(lines)
-
-
-def sampling(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """Whether sampled gradients give the entropy and the ranks that whole ones give."""
-    return _agreement(lines)
+def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Whether windows of different length, or samples, see the same entropy and lead to the same ranks."""
+    measured = [line for line in lines if line["name"] != "dense"]
+    figure, (paths, decisions) = _panels(2)
+    table = ["| stage | runs | correlation | largest difference (nats) | ranks, mean |", "|---|---|---|---|---|"]
+    for line in measured:
+        for stage in range(len(line["windows"][0]["entropy"])):
+            label = f"{line['name']}: stage {stage + 1}"
+            paths.plot(*trajectory(line, stage), label=label)
+            decisions.step(
+                [window["iteration"] for window in line["windows"]],
+                [window["ranks"][stage] or math.nan for window in line["windows"]],
+                label=label,
+            )
+    for first, second in combinations(measured, 2):
+        for stage in range(len(first["windows"][0]["entropy"])):
+            alike, apart = correlation(first, second, stage)
+            means = " / ".join(f"{_mean_rank(line, stage):.1f}" for line in (first, second))
+            table.append(f"| {stage + 1} | {first['name']}, {second['name']} | {alike:.3f} | {apart:.3f} | {means} |")
+    paths.set(xlabel="iteration", ylabel="entropy (nats)")
+    decisions.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
+    paths.legend(frameon=False, fontsize=7)
+    return figure, table
 
 
 def statistics(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
@@ -164,9 +179,9 @@ def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 STUDIES: Mapping[str, Study] = {
     "entropy": entropy,
     "ranks": ranks,
-    "windows": windows,
+    "windows": agreement,
     "statistics": statistics,
-    "sampling": sampling,
+    "sampling": agreement,
     "topology": topology,
 }
 
@@ -197,31 +212,6 @@ def correlation(first: Line, second: Line, stage: int) -> tuple[float, float]:
         start = end
     one, other = np.array(pairs).T
     return float(np.corrcoef(one, other)[0, 1]), float(np.abs(one - other).max())
-
-
-def _agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """Entropy trajectories over each other, and how well each pair agrees."""
-    measured = [line for line in lines if line["name"] != "dense"]
-    figure, (paths, decisions) = _panels(2)
-    table = ["| stage | runs | correlation | largest difference (nats) | ranks, mean |", "|---|---|---|---|---|"]
-    for line in measured:
-        for stage in range(len(line["windows"][0]["entropy"])):
-            label = f"{line['name']}: stage {stage + 1}"
-            paths.plot(*trajectory(line, stage), label=label)
-            decisions.step(
-                [window["iteration"] for window in line["windows"]],
-                [window["ranks"][stage] or math.nan for window in line["windows"]],
-                label=label,
-            )
-    for first, second in combinations(measured, 2):
-        for stage in range(len(first["windows"][0]["entropy"])):
-            alike, apart = correlation(first, second, stage)
-            means = " / ".join(f"{_mean_rank(line, stage):.1f}" for line in (first, second))
-            table.append(f"| {stage + 1} | {first['name']}, {second['name']} | {alike:.3f} | {apart:.3f} | {means} |")
-    paths.set(xlabel="iteration", ylabel="entropy (nats)")
-    decisions.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
-    paths.legend(frameon=False, fontsize=7)
-    return figure, table
 
 
 def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:

@@ -114,7 +114,7 @@ class Session:
         if (self.args.save or self.args.load) and self.config.engine != "dense":
             Reporter.warn(
                 "checkpoints hold no EDGC state yet: after a resume the error feedback starts at zero and the "
-                "reduction is dense until entropy is stable again"
+                "controller knows no earlier entropy"
             )
         return chunks
 
