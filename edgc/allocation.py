@@ -25,6 +25,12 @@ class Parameter:
             count *= extent
         return count
 
+    @property
+    def spec(self) -> MatrixSpec:
+        """As a matrix: the first dimension by all others; a vector is one row."""
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        return MatrixSpec(self.name, rows, self.elements // rows)
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -57,22 +63,21 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
     """Sort parameters into those that the engine takes and the rest.
 
     An engine without ranks takes everything, as it is. Low rank takes matrices; a parameter of more than two dimensions
-    counts as a matrix of its first dimension by all others. A matrix that does not pay at ``min_rank``, the smallest
+    counts as a matrix (``Parameter.spec``). A matrix that does not pay at ``min_rank``, the smallest
     rank of the run, never will.
     """
     matrices: list[MatrixSpec] = []
     rest: list[tuple[Parameter, str]] = []
     for parameter in parameters:
-        rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
-        cols = parameter.elements // rows
+        spec = parameter.spec
         if not config.low_rank and config.engine != "dense":
-            matrices.append(MatrixSpec(parameter.name, rows, cols))
-        elif rows == 1:
+            matrices.append(spec)
+        elif spec.rows == 1:
             rest.append((parameter, "one-dimensional"))
         elif parameter.embedding and not config.compress_embeddings:
             rest.append((parameter, "embedding or output layer"))
-        elif pays(min_rank, rows, cols, config.min_saving):
-            matrices.append(MatrixSpec(parameter.name, rows, cols))
+        elif pays(min_rank, spec.rows, spec.cols, config.min_saving):
+            matrices.append(spec)
         else:
             rest.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
     return Allocation(tuple(matrices), tuple(rest))

@@ -117,6 +117,12 @@ class EDGCConfig:
     static_rank: int | None = _knob(
         None, "one rank for the whole run after the warm-up: plain PowerSGD", "rank", "arXiv 1905.13727"
     )
+    rank_tilt: float = _knob(
+        0.0,
+        "how much above its mean a constant rank starts, as a fraction; it falls linearly to as much below",
+        "fraction",
+        "EDGC's own",
+    )
     align: bool = _knob(
         True, "choose later stages' ranks so that all stages end together (DAC)", "switch", f"{PAPER}, DAC"
     )
@@ -136,12 +142,27 @@ class EDGCConfig:
     error_decay: float = _knob(
         1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
     )
+    error_average: float = _knob(
+        0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"
+    )
+    local_error: bool = _knob(
+        True,
+        "powersgd feeds back what the sum does not hold of this worker's own gradient, not of the workers' mean",
+        "switch",
+        "docs/algorithm.md, 5",
+    )
     wire: str = _knob(
         "fp32",
         "format in which low-rank factors travel (of powersgd: the second)",
         "format",
         "EDGC's own",
         tuple(WIRES),
+    )
+    transpose: bool = _knob(
+        True,
+        "powersgd's first factor lies on the longer side of a matrix, not always on its rows",
+        "switch",
+        "EDGC's own",
     )
     basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", tuple(WIRES))
     weak_basis_wire: str | None = _knob(
@@ -229,10 +250,17 @@ class EDGCConfig:
         if self.rank_share is not None:
             _require(0 < self.rank_share <= 1, "rank_share", self.rank_share, "must lie in (0, 1]")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
+        _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
+        _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
+        if self.rank_tilt:
+            constant = self.static_rank is not None or (self.low_rank and self.rank_model == "constant")
+            _require(constant, "rank_tilt", self.rank_tilt, "tilts only a constant rank")
         _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
+        if self.engine == "loco":
+            _require(not self.equalise, "equalise", True, "the engine loco keeps its error in its own units")
         if self.engine == "dense":
             _require(self.dense_wire == "fp32", "dense_wire", self.dense_wire, "the engine dense sums in fp32")
         if self.static_rank is not None:

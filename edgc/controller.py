@@ -116,7 +116,12 @@ class Controller:
         if self.config.dynamic:
             return RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
         first = math.ceil(self.config.warmup_fraction * self.iterations)
-        return RankPlan(0, first, (self.config.static_rank or NO_RANK,) * len(self.stages), reason="static")
+        return RankPlan(0, first, (self._static_rank(0),) * len(self.stages), reason="static")
+
+    def _static_rank(self, iteration: int) -> int:
+        """The rank without entropy: always the same, or on a straight line around it."""
+        rank, tilt = self.config.static_rank or NO_RANK, self.config.rank_tilt
+        return _nearest(rank * (1 + tilt * (1 - 2 * iteration / self.iterations))) if tilt else rank
 
     def observe(self, observations: Sequence[StageObservation]) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
@@ -137,7 +142,9 @@ class Controller:
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
         if not self.config.dynamic:
-            return self._adopt(iteration, self.plan, self.plan.ranks)
+            if self.config.engine == "dense":
+                return self.plan
+            return self._adopt(iteration, self.plan, (self._static_rank(iteration),) * len(self.stages))
         entropy = self.history[-1]
         if self.anchor is None:
             ready = iteration >= self.config.warmup_fraction * self.iterations and self._stable()
@@ -236,8 +243,7 @@ class Controller:
 
     def _bounded(self, rank: float) -> int:
         assert self.config.rmin is not None and self.config.rmax is not None
-        rounded = RANK_MULTIPLE * round(rank / RANK_MULTIPLE)
-        return min(max(rounded, self.config.rmin), self.config.rmax)
+        return min(max(_nearest(rank), self.config.rmin), self.config.rmax)
 
     def _step(self, before: int | None, wanted: int | None) -> int | None:
         """Move from ``before`` towards ``wanted`` by at most the step limit. Dense lies one step beyond rmax."""
@@ -294,6 +300,18 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
         return replace(config, static_rank=rmax, rmin=None, rmax=None)
     rmin = min(rmax, _multiple(rmax / 4)) if config.rmin is None else config.rmin
     return replace(config, rmin=rmin, rmax=rmax)
+
+
+def smallest_rank(config: EDGCConfig) -> int:
+    """The smallest rank that a run can have, as far as ``config`` settles it."""
+    if config.static_rank is None:
+        return config.rmin or RANK_MULTIPLE
+    return _nearest(config.static_rank * (1 - abs(config.rank_tilt))) if config.rank_tilt else config.static_rank
+
+
+def _nearest(rank: float) -> int:
+    """Rounded to a multiple of 4, at least 4."""
+    return max(RANK_MULTIPLE, RANK_MULTIPLE * round(rank / RANK_MULTIPLE))
 
 
 def _multiple(rank: float) -> int:

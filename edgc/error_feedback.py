@@ -11,9 +11,11 @@ class ErrorFeedback:
     2014; Karimireddy et al. 2019 (arXiv 1901.09847).
     """
 
-    def __init__(self, dtype: torch.dtype, decay: float = 1.0):
+    def __init__(self, dtype: torch.dtype, decay: float = 1.0, average: float = 0.0):
         self.dtype = dtype
-        self.decay = decay  # what is kept of an error from step to step; below 1 gradients are lost
+        # Other values than these lose gradients.
+        self.decay = decay  # what is kept of an error from step to step
+        self.average = average  # weight of older errors in their moving average
         self.errors: dict[str, Tensor] = {}
 
     def add_to(self, name: str, gradient: Tensor) -> None:
@@ -23,7 +25,12 @@ class ErrorFeedback:
 
     def store(self, name: str, error: Tensor) -> None:
         """This is what the reduction has left; the tensor becomes the store's own."""
-        self.errors[name] = (error if self.decay == 1.0 else error * self.decay).to(self.dtype)
+        if self.decay != 1:
+            error = error * self.decay
+        if self.average:
+            before = self.errors[name].float() if name in self.errors else torch.zeros_like(error)
+            error = torch.lerp(error, before.view_as(error), self.average)
+        self.errors[name] = error.to(self.dtype)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from edgc.allocation import Allocation, uniform_ranks
 from edgc.collectives import Communicator, Steps, Work, together
 from edgc.config import DTYPES, EDGCConfig
-from edgc.engines import ENGINES, Engine, MatrixSpec, Rounding
+from edgc.engines import ENGINES, Engine, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser
 from edgc.error_feedback import ErrorFeedback
@@ -64,14 +64,12 @@ class GradientReducer:
             seed=config.seed,
         )
         self.estimate = ESTIMATORS[config.entropy_estimator]
-        self.feedback = ErrorFeedback(DTYPES[config.error_dtype], config.error_decay)
+        self.feedback = ErrorFeedback(DTYPES[config.error_dtype], config.error_decay, config.error_average)
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
         self.specs = {matrix.name: matrix for matrix in allocation.matrices}
-        self.specs.update(
-            (parameter.name, MatrixSpec(parameter.name, 1, parameter.elements)) for parameter, _ in allocation.rest
-        )
+        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.rest)
         everything = list(self.specs.values())
         # The dense engine has nothing to compress, but its entropy is still wanted.
         self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
@@ -131,19 +129,26 @@ class GradientReducer:
         reductions = []
         if left:
             rounding = self.rest if self.ranks else self.dense
-            reductions.append(rounding.reduce(left, {}, self.feedback, self.communicator))
+            reductions.append(self._round(rounding, left))
         if self.engine is not None and taken:
             reductions.append(self._compress(self.engine, taken))
         yield from together(reductions)
         if self.config.equalise:
-            for spec in self.allocation.matrices:
-                self.equaliser.update(spec.name, matrices[spec.name])
+            for name, matrix in matrices.items():
+                if matrix.shape[0] > 1:
+                    self.equaliser.update(name, matrix)
         if measured and 0 < to_send < math.inf:
             self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
             if self.engine is not None and self.engine.low_rank:
                 self.measurements.energies.append(
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
                 )
+
+    def _round(self, rounding: Rounding, matrices: Mapping[str, Tensor]) -> Steps[None]:
+        if rounding.wire.exact:
+            yield from rounding.reduce(matrices, {}, self.feedback, self.communicator)
+        else:
+            yield from self._compress(rounding, matrices)
 
     def _compress(self, engine: Engine, matrices: Mapping[str, Tensor]) -> Steps[None]:
         if not self.config.equalise:

@@ -24,14 +24,16 @@ class PowerSGD(Engine):
     3. P   = orthonormal(P)
     4. Q_i = M_i^T P
     5. Q   = sum_i Q_i            second message (shorter side x rank)
-    6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back
+    6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back; with
+                                  ``local_error`` off, the workers' mean in the place of their own Q_i
     7. gradient = P Q^T
     8. V   = left singular vectors of Q, the strongest first
 
     With ``power_iterations`` above 1, steps 2 to 5 are repeated from V = Q. With ``residual_wire`` what low rank leaves
     travels, too, in few bits; the error is then what rounding leaves of it.
 
-    V and Q are on the shorter side, where the directions that are in use cover more of the space.
+    V and Q are on the shorter side, where the directions that are in use cover more of the space. ``transpose`` off
+    leaves every matrix as it is.
 
     Step 8 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
@@ -63,9 +65,14 @@ class PowerSGD(Engine):
     def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
+        side = matrix.rows if self._turned(matrix.rows, matrix.cols) else matrix.cols
         learned = self.bases.get((matrix.name, self.turn))
         seed = (self.config.seed, matrix.name, self.turn if self.config.warm_start else self.steps)
-        return lowrank.resize(learned, min(matrix.rows, matrix.cols), rank, self.device, *seed)
+        return lowrank.resize(learned, side, rank, self.device, *seed)
+
+    def _turned(self, rows: int, cols: int) -> bool:
+        """Whether the transposed matrix is what the steps work on."""
+        return self.config.transpose and cols > rows
 
     def reduce(
         self,
@@ -74,7 +81,7 @@ class PowerSGD(Engine):
         feedback: ErrorFeedback,
         communicator: Communicator,
     ) -> Steps[None]:
-        oriented = [matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T for matrix in gradients.values()]
+        oriented = [matrix.T if self._turned(*matrix.shape) else matrix for matrix in gradients.values()]
         starts = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         for _ in range(self.config.power_iterations):
             local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
@@ -90,10 +97,11 @@ class PowerSGD(Engine):
 
         left = []
         for name, matrix, basis, q, share in zip(gradients, oriented, bases, sums, shares, strict=True):
-            error = torch.addmm(matrix, basis, share, alpha=-1)
+            own = share if self.config.local_error else q / communicator.ranks
+            error = torch.addmm(matrix, basis, own, alpha=-1)
             matrix.copy_(basis @ q)
             if self.residual_wire is None:
-                feedback.store(name, error if matrix is gradients[name] else error.T)
+                feedback.store(name, error.T if self._turned(*gradients[name].shape) else error)
             else:
                 left.append(error)
         if self.residual_wire is not None:
@@ -101,7 +109,7 @@ class PowerSGD(Engine):
             for name, matrix, error, total, share in zip(gradients, oriented, left, sums, shares, strict=True):
                 matrix += total
                 error -= share
-                feedback.store(name, error if matrix is gradients[name] else error.T)
+                feedback.store(name, error.T if self._turned(*gradients[name].shape) else error)
         for name, (vectors, strengths) in zip(gradients, principal, strict=True):
             self.strengths[name] = strengths
             if self.config.warm_start:

@@ -21,7 +21,7 @@ from edgc.alignment import RANK_MULTIPLE
 from edgc.allocation import Allocation, allocate, width
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
+from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks, smallest_rank
 from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
@@ -82,7 +82,7 @@ class Session:
         self.config, setups = self._plan_run([p for group in parameters for p in group], groups[0][0], device)
         for (group, _), described in zip(groups, parameters, strict=True):
             reducer = GradientReducer(
-                allocate(described, self.config, self._smallest_rank()),
+                allocate(described, self.config, smallest_rank(self.config)),
                 self.config,
                 Communicator(group.data_parallel_group, self.traffic),
                 device,
@@ -118,16 +118,13 @@ class Session:
             )
         return chunks
 
-    def _smallest_rank(self) -> int:
-        return self.config.static_rank or self.config.rmin or RANK_MULTIPLE
-
     def _plan_run(
         self, parameters: Sequence[Any], group: Any, device: torch.device
     ) -> tuple[EDGCConfig, list[StageSetup]]:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""
         config = self.config
         communicator = Communicator(group.data_parallel_group, Traffic())  # probing is no training traffic
-        candidates = allocate(parameters, config, self._smallest_rank())
+        candidates = allocate(parameters, config, smallest_rank(config))
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:
             cost = (
@@ -157,7 +154,7 @@ class Session:
         config = resolve_ranks(config, lowest, width(m for s in setups for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
-        settled = allocate(parameters, config, config.static_rank or config.rmin or RANK_MULTIPLE)
+        settled = allocate(parameters, config, smallest_rank(config))
         return config, _all_gather(StageSetup(self.stage, settled, cost, break_even))
 
     def _wrap_finalize(self, chunk: DistributedDataParallel) -> None:

@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6", "weak_basis_wire": "int4"},
     "powersgd, twice": {"engine": "powersgd", "power_iterations": 2, "warm_start": False},
     "powersgd, residual": {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "residual_wire": "int2"},
+    "powersgd, not turned": {"engine": "powersgd", "transpose": False, "basis_cycle": 2},
+    "powersgd, the mean's error": {"engine": "powersgd", "local_error": False, "wire": "int4", "basis_wire": "int8"},
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},

@@ -43,6 +43,7 @@ SETTINGS: list[dict[str, object]] = [
     {},
     {"engine": "alternating", "wire": "int4", "rest_wire": "int4", "dense_wire": "int8"},
     {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "rest_wire": "int8", "equalise": True},
+    {"wire": "int4", "basis_wire": "int4", "rest_wire": "int4", "dense_wire": "int8", "equalise": True},
 ]
 
 

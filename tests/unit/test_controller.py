@@ -9,7 +9,7 @@ import pytest
 
 from edgc.alignment import CommCost
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks
+from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks, smallest_rank
 from edgc.engines.base import MatrixSpec
 from edgc.rank_model import StageRankModel
 
@@ -108,6 +108,14 @@ def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
     c = controller(static_rank=32, rmin=None, rmax=None)
     assert c.plan == RankPlan(0, 1000, (32,), reason="static")
     assert first_stage(play(c, [-5.0, -9.0, -1.0])) == [32, 32, 32]
+
+
+@pytest.mark.parametrize(("tilt", "expected"), [(0.5, [44, 40, 36, 32, 28, 24, 20, 16]), (-0.5, [20, 24, 28, 32])])
+def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, expected: list[int]) -> None:
+    c = controller(static_rank=32, rmin=None, rmax=None, rank_tilt=tilt, iterations=8 * WINDOW, warmup_fraction=0.0)
+    assert c.plan.ranks == (48 if tilt > 0 else 16,)
+    assert first_stage(play(c, [math.nan] * len(expected))) == expected
+    assert smallest_rank(c.config) == 16
 
 
 def test_dense_engine_stays_dense() -> None:

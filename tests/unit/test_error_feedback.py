@@ -27,3 +27,11 @@ def test_errors_are_kept_in_the_type_that_was_asked_for() -> None:
     gradient = torch.zeros(4)
     feedback.add_to("w", gradient)
     assert torch.equal(gradient, torch.ones(4))
+
+
+def test_a_moving_average_takes_in_new_errors_by_and_by() -> None:
+    feedback = ErrorFeedback(torch.float32, average=0.75)
+    feedback.store("w", torch.full((2, 3), 8.0))
+    assert torch.equal(feedback.errors["w"], torch.full((2, 3), 2.0))
+    feedback.store("w", torch.full((6,), 4.0))
+    assert torch.equal(feedback.errors["w"], torch.full((6,), 2.5))
