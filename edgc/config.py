@@ -30,8 +30,15 @@ _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
-    "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 1 / 8},
-    "fast": {**_FRONT, **_FEW_BITS, "rest_wire": "int4", "warmup_fraction": 0.01, "rank_share": 1 / 16},
+    "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 1 / 7},
+    "fast": {
+        **_FRONT,
+        **_FEW_BITS,
+        "compress_embeddings": True,
+        "rest_wire": "int4",
+        "warmup_fraction": 0.01,
+        "rank_share": 3 / 32,
+    },
 }
 
 
