@@ -25,20 +25,13 @@ _FRONT = {
     "allocation": "waterfill",
     "dense_wire": "int8",
 }
-_FEW_BITS = {"basis_wire": "int6", "weak_basis_wire": "int4", "wire": "int4"}
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8"}
+_FEW_BITS = {"basis_wire": "int6", "weak_basis_wire": "int4", "wire": "int4", "compress_embeddings": True}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
-    "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 1 / 7},
-    "fast": {
-        **_FRONT,
-        **_FEW_BITS,
-        "compress_embeddings": True,
-        "rest_wire": "int4",
-        "warmup_fraction": 0.01,
-        "rank_share": 3 / 32,
-    },
+    "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 5 / 32},
+    "fast": {**_FRONT, **_FEW_BITS, "rest_wire": "int4", "warmup_fraction": 0.01, "rank_share": 3 / 32},
 }
 
 

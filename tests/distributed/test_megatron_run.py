@@ -204,7 +204,7 @@ def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
     values = losses(output)
     assert all(math.isfinite(value) for value in values) and sum(values[-4:]) / 4 < values[0] - 0.5
     start, *windows = read_events(tmp_path)
-    # a seventh of a width of 64, in fours
+    # 5/32 of a width of 64, in fours
     assert (start["config"]["preset"], start["config"]["static_rank"]) == ("balanced", 8)
     assert windows[-1]["ranks"] == [8, 8]
     last = windows[-1]["stages"][0]
