@@ -99,13 +99,14 @@ def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) 
 def water_filled_ranks(
     matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
 ) -> dict[str, int]:
-    """The bytes of one common rank, spent where they carry most energy: reverse water-filling over directions.
+    """The values of one common rank, spent where they carry most energy: reverse water-filling over directions.
 
     ``energies`` holds the squared singular values of each matrix's gradient, the largest first, as far as they are
     known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy
-    over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the bytes of
-    ``rank`` in every matrix are spent. Every matrix keeps at least half of ``rank``: what is never sent is never
-    measured. Source: rate-distortion theory (Cover and Thomas, section 10.3.3), with bytes for bits.
+    over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the values of
+    ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded down to a multiple of 4: what is
+    never sent is never measured. Source: rate-distortion theory (Cover and Thomas, section 10.3.3), with values in the
+    place of bits.
     """
     uniform = uniform_ranks(matrices, rank, min_saving)
     planned = {matrix.name: matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)}

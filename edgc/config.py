@@ -115,7 +115,7 @@ class EDGCConfig:
         ("uniform", "waterfill"),
     )
     static_rank: int | None = _knob(
-        None, "one rank for the whole run after the warm-up: plain PowerSGD", "rank", "arXiv 1905.13727"
+        None, "one rank for the whole run after the warm-up (with paper: plain PowerSGD)", "rank", "arXiv 1905.13727"
     )
     rank_tilt: float = _knob(
         0.0,
@@ -260,7 +260,10 @@ class EDGCConfig:
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
         if self.engine == "loco":
-            _require(not self.equalise, "equalise", True, "the engine loco keeps its error in its own units")
+            rule = "the engine loco has an error feedback of its own"
+            _require(not self.equalise, "equalise", True, rule)
+            _require(self.error_decay == 1, "error_decay", self.error_decay, rule)
+            _require(self.error_average == 0, "error_average", self.error_average, rule)
         if self.engine == "dense":
             _require(self.dense_wire == "fp32", "dense_wire", self.dense_wire, "the engine dense sums in fp32")
         if self.static_rank is not None:
@@ -276,11 +279,14 @@ class EDGCConfig:
         """The preset that ``given`` names, or the default one, overridden by what else it holds."""
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else "paper"
         preset = given.get("preset", usual)
-        return cls(**{"preset": preset, **PRESETS.get(preset, {}), **given})
+        settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
+        if "basis_wire" in given and "weak_basis_wire" not in given:
+            settings["weak_basis_wire"] = None  # who asks for a format of the first factor means all of it
+        return cls(**settings)
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
-        if self.dynamic:
+        if self.dynamic and self.rank_model != "constant":
             rule = f"is longer than the run of {iterations} iterations"
             _require(self.window <= iterations, "window", self.window, rule)
             rule = f"measures nothing at {self.iteration_sampling_rate:g} of the iterations"
@@ -288,7 +294,7 @@ class EDGCConfig:
 
     @property
     def dynamic(self) -> bool:
-        """Whether entropy sets the ranks."""
+        """Whether ranks are not given, but set by entropy or, once, by what the link and the model allow."""
         return self.low_rank and self.static_rank is None
 
     @property

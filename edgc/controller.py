@@ -19,15 +19,18 @@ NO_RANK = 0  # in a plan: compressed by an engine that has no rank
 class StageCost:
     """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
 
-    Both include the parameters that always travel dense, as the reductions timed in training do.
+    Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
+    what EDGC does while a stage is not compressed, in ``dense_wire``; ``all_reduce_seconds`` for the host's own sum in
+    fp32, which compression has to beat.
     """
 
     compressed: CommCost
     dense_seconds: float
+    all_reduce_seconds: float
 
     def scaled(self, factor: float) -> "StageCost":
         """The same link under other traffic."""
-        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor)
+        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.all_reduce_seconds * factor)
 
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)
@@ -119,9 +122,10 @@ class Controller:
         return RankPlan(0, first, (self._static_rank(0),) * len(self.stages), reason="static")
 
     def _static_rank(self, iteration: int) -> int:
-        """The rank without entropy: always the same, or on a straight line around it."""
+        """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
         rank, tilt = self.config.static_rank or NO_RANK, self.config.rank_tilt
-        return _nearest(rank * (1 + tilt * (1 - 2 * iteration / self.iterations))) if tilt else rank
+        progress = (iteration + self.config.window / 2) / self.iterations
+        return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
     def observe(self, observations: Sequence[StageObservation]) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
@@ -279,7 +283,7 @@ class Controller:
         self.tolerated = list(state["tolerated"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
         self.costs = [
-            None if cost is None else StageCost(CommCost(**cost["compressed"]), cost["dense_seconds"])
+            None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
             for cost in state["costs"]
         ]
         self.plan = RankPlan.from_dict(state["plan"])
@@ -302,11 +306,18 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
     return replace(config, rmin=rmin, rmax=rmax)
 
 
+def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
+    """The smallest and largest rank of a run whose ``static_rank`` is settled."""
+    rank, tilt = config.static_rank, abs(config.rank_tilt)
+    if rank is None:
+        return None
+    return (_nearest(rank * (1 - tilt)), _nearest(rank * (1 + tilt))) if tilt else (rank, rank)
+
+
 def smallest_rank(config: EDGCConfig) -> int:
     """The smallest rank that a run can have, as far as ``config`` settles it."""
-    if config.static_rank is None:
-        return config.rmin or RANK_MULTIPLE
-    return _nearest(config.static_rank * (1 - abs(config.rank_tilt))) if config.rank_tilt else config.static_rank
+    static = static_ranks(config)
+    return static[0] if static else config.rmin or RANK_MULTIPLE
 
 
 def _nearest(rank: float) -> int:

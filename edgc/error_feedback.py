@@ -13,7 +13,7 @@ class ErrorFeedback:
 
     def __init__(self, dtype: torch.dtype, decay: float = 1.0, average: float = 0.0):
         self.dtype = dtype
-        # Other values than these lose gradients.
+        # Other values than these, and another type than fp32, lose a part of gradients.
         self.decay = decay  # what is kept of an error from step to step
         self.average = average  # weight of older errors in their moving average
         self.errors: dict[str, Tensor] = {}

@@ -47,7 +47,10 @@ def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: f
         per_rank += seconds((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
         per_rank += seconds(sum(min(shape) for shape in allocation.shapes), config.wire)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
-    return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire))
+    per_rank *= config.power_iterations
+    if config.residual_wire is not None:
+        rest += seconds(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
+    return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire), seconds(dense, "fp32"))
 
 
 def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device) -> StageCost:
@@ -68,21 +71,19 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
     def reduction(rank: int | None) -> Callable[[], None]:
         def reduce() -> None:
             reducer.set_rank(rank)
-            if reducer.plain:
-                communicator.all_reduce(flat).wait()
-            else:
-                run(reducer.reduce(gradients))
+            run(reducer.reduce(gradients))
 
         return reduce
 
-    # dense first, while there is no error to feed back
-    seconds = [_fastest(reduction(rank), flat, communicator) for rank in (None, *ranks)]
-    return StageCost(CommCost.fit(ranks, seconds[1:]), seconds[0])
+    all_reduce = _fastest(lambda: communicator.all_reduce(flat).wait(), flat, communicator)
+    dense = all_reduce if reducer.plain else _fastest(reduction(None), flat, communicator)
+    compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]
+    return StageCost(CommCost.fit(ranks, compressed), dense, all_reduce)
 
 
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
-    """The largest rank at which a stage is not slower than dense and still saves enough; 0 if there is none."""
-    rank = break_even_rank(cost.compressed, cost.dense_seconds)
+    """The largest rank at which a stage is not slower than the all-reduce and still saves enough; 0 if none is."""
+    rank = break_even_rank(cost.compressed, cost.all_reduce_seconds)
     return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 

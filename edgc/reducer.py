@@ -1,16 +1,16 @@
 """The reduction of one group of gradients: sample, hand each to the engine that the plan says, feed errors back."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from edgc.allocation import Allocation, uniform_ranks
-from edgc.collectives import Communicator, Steps, Work, together
+from edgc.collectives import Communicator, Steps, together
 from edgc.config import DTYPES, EDGCConfig
-from edgc.engines import ENGINES, Engine, Rounding
+from edgc.engines import ENGINES, Engine, Reduced, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser
 from edgc.error_feedback import ErrorFeedback
@@ -115,7 +115,8 @@ class GradientReducer:
         """Replace every local gradient by the sum over the group, in place.
 
         ``gradients``: contiguous views, one for each parameter of the allocation, already scaled. Where this
-        ``iteration`` is a measured one, what was left unsent is recorded.
+        ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
+        all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
         """
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1) for name, gradient in gradients.items()}
@@ -129,10 +130,24 @@ class GradientReducer:
         reductions = []
         if left:
             rounding = self.rest if self.ranks else self.dense
-            reductions.append(self._round(rounding, left))
+            reductions.append(self._reduce(rounding, left, equalise=self.config.equalise and not rounding.wire.exact))
         if self.engine is not None and taken:
-            reductions.append(self._compress(self.engine, taken))
-        yield from together(reductions)
+            reductions.append(self._reduce(self.engine, taken, equalise=self.config.equalise))
+        outcomes = yield from together(reductions)
+        finite = [outcome for outcome in outcomes if outcome is not None]
+        if len(finite) < len(outcomes):
+            for matrix in matrices.values():
+                matrix.fill_(math.nan)
+            return
+        errors: dict[str, Tensor] = {}
+        for outcome in finite:
+            outcome.advance()
+            errors.update(outcome.errors)
+        for name in matrices:
+            if name in errors:
+                self.feedback.store(name, errors[name])
+            else:
+                self.feedback.clear(name)
         if self.config.equalise:
             for name, matrix in matrices.items():
                 if matrix.shape[0] > 1:
@@ -144,28 +159,26 @@ class GradientReducer:
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
                 )
 
-    def _round(self, rounding: Rounding, matrices: Mapping[str, Tensor]) -> Steps[None]:
-        if rounding.wire.exact:
-            yield from rounding.reduce(matrices, {}, self.feedback, self.communicator)
-        else:
-            yield from self._compress(rounding, matrices)
-
-    def _compress(self, engine: Engine, matrices: Mapping[str, Tensor]) -> Steps[None]:
-        if not self.config.equalise:
-            yield from engine.reduce(matrices, self.ranks, self.feedback, self.communicator)
-            return
+    def _reduce(self, engine: Engine, matrices: Mapping[str, Tensor], equalise: bool) -> Steps[Reduced | None]:
+        """The engine's reduction, of matrices divided by their scales if asked for."""
+        if not equalise:
+            return (yield from engine.reduce(matrices, self.ranks, self.feedback.errors, self.communicator))
         scales = {name: self.equaliser.scale(name, matrix) for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
             matrix.div_(scales[name])
-        equalised = ErrorFeedback(torch.float32)
-        yield from engine.reduce(matrices, self.ranks, equalised, self.communicator)
+        reduced = yield from engine.reduce(matrices, self.ranks, {}, self.communicator)
+        if reduced is None:
+            return None
         for name, matrix in matrices.items():
             matrix.mul_(scales[name])
-            if name in equalised.errors:  # else it was not finite
-                self.feedback.store(name, equalised.errors[name].mul_(scales[name]))
+        return replace(reduced, errors={name: error.mul_(scales[name]) for name, error in reduced.errors.items()})
 
 
-def run(reduction: Iterator[Work]) -> None:
-    """Run a reduction to its end, waiting on each collective in turn."""
-    for work in reduction:
-        work.wait()
+def run[T](reduction: Steps[T]) -> T:
+    """Run a reduction to its end, waiting on each collective in turn; its result."""
+    while True:
+        try:
+            next(reduction).wait()
+        except StopIteration as end:
+            result: T = end.value
+            return result

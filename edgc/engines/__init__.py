@@ -7,7 +7,7 @@ import torch
 
 from edgc.config import EDGCConfig
 from edgc.engines.alternating import Alternating
-from edgc.engines.base import Engine, MatrixSpec
+from edgc.engines.base import Engine, MatrixSpec, Reduced
 from edgc.engines.loco import LoCo
 from edgc.engines.powersgd import PowerSGD
 from edgc.engines.rounding import Rounding
@@ -32,4 +32,15 @@ ENGINES: Mapping[str, Build] = {
     **{name: partial(_rounding, name) for name in ("bf16", "int8", "int4", "int3", "int2")},
 }
 
-__all__ = ["ENGINES", "Alternating", "Engine", "LoCo", "MatrixSpec", "PowerSGD", "RandomK", "Rounding", "TopK"]
+__all__ = [
+    "ENGINES",
+    "Alternating",
+    "Engine",
+    "LoCo",
+    "MatrixSpec",
+    "PowerSGD",
+    "RandomK",
+    "Reduced",
+    "Rounding",
+    "TopK",
+]

@@ -8,8 +8,7 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, all_finite, spoil
-from edgc.error_feedback import ErrorFeedback
+from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
 from edgc.wire import wire
 
 
@@ -45,22 +44,28 @@ class Alternating(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         oriented = [matrix.T if self.transposed.get(name) else matrix for name, matrix in gradients.items()]
         local = [basis.T @ matrix for basis, matrix in zip(bases, oriented, strict=True)]
         sums, shares = yield from communicator.sum(local, self.wire)
         if not all_finite(sums):
-            spoil(gradients)
-            return
+            return None
+        errors, learned = {}, {}
         for (name, gradient), matrix, basis, coefficients, share in zip(
             gradients.items(), oriented, bases, sums, shares, strict=True
         ):
             error = torch.addmm(matrix, basis, share, alpha=-1)
             transposed = self.transposed.get(name, False)
-            feedback.store(name, error.T if transposed else error)
+            errors[name] = error.T if transposed else error
             gradient.copy_((basis @ coefficients).T if transposed else basis @ coefficients)
-            self.bases[name], self.strengths[name] = lowrank.principal_columns(coefficients.T)
-            self.transposed[name] = not transposed
+            learned[name] = lowrank.principal_columns(coefficients.T)
+
+        def advance() -> None:
+            for name, (vectors, strengths) in learned.items():
+                self.bases[name], self.strengths[name] = vectors, strengths
+                self.transposed[name] = not self.transposed.get(name, False)
+
+        return Reduced(errors, advance)

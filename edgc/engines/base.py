@@ -1,7 +1,7 @@
 """The interface between a gradient reducer and an engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.error_feedback import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,18 @@ class MatrixSpec:
     name: str
     rows: int
     cols: int
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a reduction has left. It takes effect only once all reductions of the step have turned out finite.
+
+    ``errors``: by name, what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance``
+    brings the engine's own state to that of the next step.
+    """
+
+    errors: Mapping[str, Tensor]
+    advance: Callable[[], None]
 
 
 class Engine(ABC):
@@ -41,23 +52,17 @@ class Engine(ABC):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
-        What the sum does not hold of a gradient goes to ``feedback``: over the group, sums and errors together are
-        exactly what was put in. ``ranks`` gives each matrix's rank and means nothing to other engines. A gradient that
-        is not finite on any rank comes out as NaN on every rank, with ``feedback`` and the engine's state unchanged.
+        Over the group, sums and the errors that are returned are together exactly what was put in. ``ranks`` gives each
+        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. None if a gradient
+        is not finite on any rank: every rank sees it, and what the gradients then hold does not matter.
         """
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every entry is finite. Called on sums, which are the same on every rank, so the answer is too."""
     return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all())
-
-
-def spoil(gradients: Mapping[str, Tensor]) -> None:
-    """Make a failed reduction visible."""
-    for gradient in gradients.values():
-        gradient.fill_(torch.nan)

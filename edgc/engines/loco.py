@@ -7,9 +7,8 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import MatrixSpec
+from edgc.engines.base import MatrixSpec, Reduced
 from edgc.engines.rounding import Rounding
-from edgc.error_feedback import ErrorFeedback
 from edgc.wire import GROUP, wire
 
 # the settings of DeepSpeed's implementation: err_beta and reset_T of zeropp_loco_param
@@ -32,22 +31,21 @@ class LoCo(Rounding):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
-        before = dict(feedback.errors)
-        yield from super().reduce(gradients, ranks, feedback, communicator)
-        if all(feedback.errors.get(name) is before.get(name) for name in gradients):
-            return  # not finite: nothing was stored
+    ) -> Steps[Reduced | None]:
+        reduced = yield from super().reduce(gradients, ranks, older, communicator)
+        if reduced is None:
+            return None
+        errors = {}
+        if (self.steps + 1) % RESET_EVERY:
+            for name, error in reduced.errors.items():
+                before = older[name].view_as(error) if name in older else torch.zeros_like(error)
+                errors[name] = _in_8_bits((1 - BETA) * error + BETA * before)
+        return Reduced(errors, self._advance)
+
+    def _advance(self) -> None:
         self.steps += 1
-        for name in gradients:
-            if self.steps % RESET_EVERY == 0:
-                feedback.clear(name)
-                continue
-            error = (1 - BETA) * feedback.errors[name]
-            if name in before:
-                error += BETA * before[name].view_as(error)
-            feedback.store(name, _in_8_bits(error))
 
 
 def _in_8_bits(error: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, all_finite, spoil
-from edgc.error_feedback import ErrorFeedback
+from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
 from edgc.wire import wire
 
 STRONG_SHARE = 1 / 4  # of the first factor's columns; the others may travel in fewer bits
@@ -78,43 +77,49 @@ class PowerSGD(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         oriented = [matrix.T if self._turned(*matrix.shape) else matrix for matrix in gradients.values()]
         starts = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         for _ in range(self.config.power_iterations):
             local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
             sums = yield from self._sum_first_factors(local, communicator)
             if not all_finite(sums):
-                spoil(gradients)
-                return
+                return None
             bases = [lowrank.orthonormalise(factor.T) for factor in sums]
             local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
             sums, shares = yield from communicator.sum(local, self.q_wire)
+            if not all_finite(sums):
+                return None
             principal = [lowrank.principal_columns(q.T) for q in sums]
             starts = [vectors for vectors, _ in principal]
 
         left = []
-        for name, matrix, basis, q, share in zip(gradients, oriented, bases, sums, shares, strict=True):
+        for matrix, basis, q, share in zip(oriented, bases, sums, shares, strict=True):
             own = share if self.config.local_error else q / communicator.ranks
-            error = torch.addmm(matrix, basis, own, alpha=-1)
+            left.append(torch.addmm(matrix, basis, own, alpha=-1))
             matrix.copy_(basis @ q)
-            if self.residual_wire is None:
-                feedback.store(name, error.T if self._turned(*gradients[name].shape) else error)
-            else:
-                left.append(error)
         if self.residual_wire is not None:
             sums, shares = yield from communicator.sum(left, self.residual_wire)
-            for name, matrix, error, total, share in zip(gradients, oriented, left, sums, shares, strict=True):
+            if not all_finite(sums):
+                return None
+            for matrix, error, total, share in zip(oriented, left, sums, shares, strict=True):
                 matrix += total
                 error -= share
-                feedback.store(name, error.T if self._turned(*gradients[name].shape) else error)
-        for name, (vectors, strengths) in zip(gradients, principal, strict=True):
-            self.strengths[name] = strengths
-            if self.config.warm_start:
-                self.bases[name, self.turn] = vectors
-        self.steps += 1
+        errors = {
+            name: error.T if self._turned(*gradient.shape) else error
+            for (name, gradient), error in zip(gradients.items(), left, strict=True)
+        }
+
+        def advance() -> None:
+            for name, (vectors, strengths) in zip(gradients, principal, strict=True):
+                self.strengths[name] = strengths
+                if self.config.warm_start:
+                    self.bases[name, self.turn] = vectors
+            self.steps += 1
+
+        return Reduced(errors, advance)
 
     def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
         """The sums of (rank x longer side) factors, whose rows are sorted by strength."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, all_finite, spoil
-from edgc.error_feedback import ErrorFeedback
+from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import Wire
 
@@ -31,19 +30,18 @@ class Rounding(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         if not self._seeded:
             self._generator.manual_seed(stable_seed(self.config.seed, communicator.rank))
             self._seeded = True
         sums, shares = yield from communicator.sum(list(gradients.values()), self.wire, self._generator)
         if not all_finite(sums):
-            spoil(gradients)
-            return
+            return None
+        errors = {}
         for (name, gradient), total, share in zip(gradients.items(), sums, shares, strict=True):
-            if self.wire.exact:
-                feedback.clear(name)
-            else:
-                feedback.store(name, gradient - share)
+            if not self.wire.exact:
+                errors[name] = gradient - share
             gradient.copy_(total)
+        return Reduced(errors, lambda: None)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
-from edgc.engines.base import Engine, all_finite, spoil
-from edgc.error_feedback import ErrorFeedback
+from edgc.engines.base import Engine, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import wire
 
@@ -24,9 +23,9 @@ class TopK(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         chosen, values = [], []
         for gradient in gradients.values():
             flat = gradient.reshape(-1)
@@ -38,18 +37,19 @@ class TopK(Engine):
         gathered = yield from communicator.all_gather(message)
         all_values, all_indices = (torch.split(half, sizes, dim=1) for half in gathered.chunk(2, dim=1))
         if not all_finite([part.view(torch.float32) for part in all_values]):
-            spoil(gradients)
-            return
+            return None
+        errors = {}
         for (name, gradient), indices, received, places in zip(
             gradients.items(), chosen, all_values, all_indices, strict=True
         ):
             error = gradient.clone()
             error.view(-1)[indices.long()] = 0
-            feedback.store(name, error)
+            errors[name] = error
             total = gradient.new_zeros(gradient.numel())
             for value, place in zip(received, places, strict=True):  # one rank after another: the same bits everywhere
                 total.index_add_(0, place.long(), value.view(torch.float32))
             gradient.copy_(total.view_as(gradient))
+        return Reduced(errors, lambda: None)
 
 
 class RandomK(Engine):
@@ -66,9 +66,9 @@ class RandomK(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        feedback: ErrorFeedback,
+        older: Mapping[str, Tensor],
         communicator: Communicator,
-    ) -> Steps[None]:
+    ) -> Steps[Reduced | None]:
         # drawn on the CPU so that every device gets the same
         generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", self.steps))
         chosen = [
@@ -80,15 +80,18 @@ class RandomK(Engine):
         flag = torch.where(healthy, 0.0, torch.nan).view(1)
         (flag, *sums), _ = yield from communicator.sum([flag, *local], wire("fp32"))
         if not all_finite([flag]):
-            spoil(gradients)
-            return
-        self.steps += 1
+            return None
+        errors = {}
         for (name, gradient), indices, total in zip(gradients.items(), chosen, sums, strict=True):
             error = gradient.clone()
             error.view(-1)[indices] = 0
-            feedback.store(name, error)
+            errors[name] = error
             gradient.zero_()
             gradient.view(-1)[indices] = total
+        return Reduced(errors, self._advance)
+
+    def _advance(self) -> None:
+        self.steps += 1
 
 
 def _kept(elements: int, density: float) -> int:

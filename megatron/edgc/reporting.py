@@ -44,7 +44,7 @@ class Reporter:
             how = "dense all-reduce, counted"
         elif not config.dynamic:
             what = "compressed" if config.static_rank is None else f"rank {config.static_rank}"
-            how = f"{what} after {config.warmup_fraction:.0%} of the run"
+            how = f"{what} after {100 * config.warmup_fraction:g}% of the run"
         else:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"

@@ -21,7 +21,15 @@ from edgc.alignment import RANK_MULTIPLE
 from edgc.allocation import Allocation, allocate, width
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.controller import Controller, RankPlan, StageCost, StageObservation, resolve_ranks, smallest_rank
+from edgc.controller import (
+    Controller,
+    RankPlan,
+    StageCost,
+    StageObservation,
+    resolve_ranks,
+    smallest_rank,
+    static_ranks,
+)
 from edgc.reducer import GradientReducer
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
@@ -134,13 +142,14 @@ class Session:
             )
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
         setups = _all_gather(StageSetup(self.stage, candidates, cost, break_even))
-        usable = max(probe.largest_rank(s.allocation.matrices, config.min_saving) for s in setups)
-        for name in ("rmin", "rmax", "static_rank"):
-            rank = getattr(config, name)
+        everything = allocate(parameters, config, RANK_MULTIPLE).matrices
+        usable = max(_all_gather(probe.largest_rank(everything, config.min_saving)))
+        _, largest = static_ranks(config) or (None, None)
+        for name, rank in (("rmin", config.rmin), ("rmax", config.rmax), ("static_rank", largest)):
             if rank is not None and rank > usable:
                 raise ConfigError(
-                    f"{flag(name)} = {rank}: no matrix of this model saves {config.min_saving:g}x at that rank; "
-                    f"the largest rank that does is {usable}"
+                    f"{flag(name)} = {getattr(config, name)}: no matrix of this model saves {config.min_saving:g}x at "
+                    f"rank {rank}; the largest rank that does is {usable}"
                 )
         if not config.dynamic:
             return config, setups
@@ -150,7 +159,7 @@ class Session:
                 "on this link compression takes longer than the dense all-reduce at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
-            return replace(config, engine="dense", dense_wire="fp32"), setups
+            return replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0), setups
         config = resolve_ranks(config, lowest, width(m for s in setups for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Traffic
 from edgc.config import EDGCConfig
-from edgc.engines import ENGINES, Engine, MatrixSpec
+from edgc.engines import ENGINES, Engine, MatrixSpec, Reduced
 from edgc.error_feedback import ErrorFeedback
 from edgc.reducer import run
 from edgc.wire import GROUP, wire
@@ -47,8 +47,18 @@ class Bench:
     def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:
         for name, gradient in gradients.items():
             self.feedback.add_to(name, gradient)
+        reduced = self.reduce(gradients, rank)
+        assert reduced is not None
+        reduced.advance()
+        for name in gradients:
+            if name in reduced.errors:
+                self.feedback.store(name, reduced.errors[name])
+            else:
+                self.feedback.clear(name)
+
+    def reduce(self, gradients: dict[str, Tensor], rank: int = 4) -> Reduced | None:
         ranks = {matrix.name: rank for matrix in MATRICES}
-        run(self.engine.reduce(gradients, ranks, self.feedback, self.communicator))
+        return run(self.engine.reduce(gradients, ranks, self.feedback.errors, self.communicator))
 
     def errors(self) -> dict[str, Tensor]:
         return {m.name: self.feedback.errors.get(m.name, torch.zeros(m.rows, m.cols)).clone() for m in MATRICES}
@@ -82,8 +92,13 @@ def lost(bench: Bench, rank: int, schedule: list[int]) -> float:
         bench.step(local, r)
         left = summed(bench.errors())
         for name, result in local.items():
-            worst = max(worst, float((owed[name] - result - left[name]).abs().max() / owed[name].abs().max()))
+            worst = largest(worst, (owed[name] - result - left[name]).abs().max() / owed[name].abs().max())
     return worst
+
+
+def largest(*values: float | Tensor) -> float:
+    """The largest value, NaN if any is: ``max`` may lose one."""
+    return float(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]).max())
 
 
 def each(rank: int, cases: list[str]) -> dict[str, Any]:
@@ -103,7 +118,7 @@ def test_nothing_is_lost_and_every_rank_gets_the_same_bits(ranks: int) -> None:
     first, *others = run_on_ranks(each, ranks, list(CASES))
     gaps = {case: gap for case, (gap, _) in first.items()}
     # LoCo forgets by design
-    assert {case: gap for case, gap in gaps.items() if gap > 5e-6} == {"loco": gaps["loco"]}
+    assert {case: gap for case, gap in gaps.items() if not gap <= 5e-6} == {"loco": gaps["loco"]}
     for case, (_, results) in first.items():
         for other in others:
             assert all(torch.equal(results[name], other[case][1][name]) for name in results), case
@@ -123,7 +138,7 @@ def tracking(rank: int) -> dict[str, float]:
             bench.step(local, rank=8)
             for name, total in local.items():
                 result[name] += total
-        distance[case] = max(float((exact[name] - result[name]).norm() / exact[name].norm()) for name in exact)
+        distance[case] = largest(*((exact[name] - result[name]).norm() / exact[name].norm() for name in exact))
     return distance
 
 
@@ -131,7 +146,7 @@ def test_error_feedback_catches_up_over_steps() -> None:
     distances = run_on_ranks(tracking, 2)[0]
     # one entry in a hundred or ten of a normal distribution, or its signs alone
     slow = {"topk": 0.5, "randomk": 0.9, "topk, denser": 0.1, "onebit": 0.2}
-    assert {case: distance for case, distance in distances.items() if distance > slow.get(case, 0.1)} == {}
+    assert {case: distance for case, distance in distances.items() if not distance <= slow.get(case, 0.1)} == {}
 
 
 def full_rank(rank: int) -> float:
@@ -140,16 +155,16 @@ def full_rank(rank: int) -> float:
         local = gradients(rank, step)
         exact = summed(local)
         bench.step(local, rank=1000)
-        worst = max(worst, *(float((exact[n] - g).abs().max() / exact[n].abs().max()) for n, g in local.items()))
+        worst = largest(worst, *((exact[n] - g).abs().max() / exact[n].abs().max() for n, g in local.items()))
     return worst
 
 
 def test_full_rank_is_the_dense_all_reduce() -> None:
-    assert max(run_on_ranks(full_rank, 2)) < 5e-6
+    assert all(worst < 5e-6 for worst in run_on_ranks(full_rank, 2))
 
 
 def not_finite(rank: int) -> list[str]:
-    """Cases in which a bad gradient goes unseen or changes the state."""
+    """Cases in which a bad gradient goes unseen or changes the engine."""
     wrong = []
     for case, settings in CASES.items():
         bench = Bench(**settings)
@@ -159,12 +174,8 @@ def not_finite(rank: int) -> list[str]:
         local = gradients(rank, 1)
         if rank == 1:
             local["wide"][3, 5] = torch.inf
-        before = bench.errors()
-        bench.step(local)
-        if not all(torch.isnan(gradient).all() for gradient in local.values()):
+        if bench.reduce(local) is not None:
             wrong.append(f"{case}: not seen")
-        if any(not torch.equal(error, before[name]) for name, error in bench.errors().items()):
-            wrong.append(f"{case}: error changed")
         if settings.get("stochastic"):
             continue  # has drawn numbers that its twin has not
         after, expected = gradients(rank, 2), gradients(rank, 2)
@@ -175,7 +186,7 @@ def not_finite(rank: int) -> list[str]:
     return wrong
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all_and_changes_no_state() -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all_and_changes_no_engine() -> None:
     assert run_on_ranks(not_finite, 2) == [[], []]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.events import read_events
-from tests.distributed.megatron_runs import REPOSITORY, train
+from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, launch, train
 
 # Without alignment no clock enters a decision, so two runs can be compared bit for bit.
 ITERATIONS = 24
@@ -209,3 +209,20 @@ def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
     assert windows[-1]["ranks"] == [8, 8]
     last = windows[-1]["stages"][0]
     assert last["dp_bytes_dense"] / last["dp_bytes"] > 10
+
+
+def test_where_compression_cannot_win_the_run_is_dense_and_says_so(tmp_path: Path) -> None:
+    # so many power iterations cost more bytes than the gradient has; the tilt must not stand in the way
+    slow = "--edgc --edgc-power-iterations 500 --edgc-rank-tilt 0.5 --edgc-link-gbps 0.05 --edgc-window 4"
+    output = train(["--train-iters", "4", *slow.split(), "--edgc-log-dir", str(tmp_path)], processes=2)
+    assert "compression takes longer than the dense all-reduce at every rank: reducing dense" in output
+    assert "edgc | stage 1 in fp32" in output and "in int6" not in output
+    *_, last = read_events(tmp_path)
+    assert last["ranks"] == [None] and last["stages"][0]["dp_bytes"] == last["stages"][0]["dp_bytes_dense"]
+
+
+def test_a_rank_that_no_matrix_can_have_is_refused() -> None:
+    finished = launch(PRETRAIN, [*TINY_GPT, "--train-iters", "4", "--edgc", "--edgc-static-rank", "100"], processes=2)
+    assert finished.returncode != 0
+    assert "--edgc-static-rank = 100: no matrix of this model saves 2x at rank 100; " in finished.stdout
+    assert "the largest rank that does is 24" in finished.stdout

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from edgc.alignment import CommCost
 from edgc.allocation import Parameter, allocate, pays, uniform_ranks, water_filled_ranks, width
 from edgc.config import LOW_RANK, EDGCConfig
+from edgc.controller import StageCost
 from edgc.engines import ENGINES, MatrixSpec
 from edgc.probe import break_even, cost_of_link, largest_rank
 
@@ -60,9 +62,15 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(cost, allocation.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
     one_factor = replace(config, engine="alternating", rest_wire="bf16", dense_wire="bf16")
+    twice = replace(config, power_iterations=2, residual_wire="bf16")
+    cost = cost_of_link(allocation, twice, ranks=4, gbps=0.008)
+    assert cost.compressed.seconds(10) == pytest.approx((20 * (500 * 4 + 200 * 2) + 500 * 4 + 50_000 * 2) * 1.5 / 1e6)
     cost = cost_of_link(allocation, one_factor, ranks=4, gbps=0.008)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
+    # what compression has to beat is the host's own all-reduce, in fp32
+    assert cost.all_reduce_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
+    assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), allocation.matrices, 1.0) == 20
 
 
 TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))

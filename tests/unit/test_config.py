@@ -36,7 +36,11 @@ from edgc.engines import ENGINES
         ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-rank-tilt = 1.0: must lie between -1 and 1"),
         ({"rank_tilt": 0.5}, r"--edgc-rank-tilt = 0.5: tilts only a constant rank"),
         ({"rank_tilt": 0.5, "engine": "int4", "rank_model": "constant"}, r"--edgc-rank-tilt = 0.5: tilts only"),
-        ({"engine": "loco", "equalise": True}, r"--edgc-equalise = True: the engine loco keeps its error in its own"),
+        (
+            {"engine": "loco", "equalise": True},
+            r"--edgc-equalise = True: the engine loco has an error feedback of its own",
+        ),
+        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-error-decay = 0.5: the engine loco has"),
         ({"density": 0.0}, r"--edgc-density = 0.0: must lie in \(0, 1\]"),
         ({"engine": "int4", "static_rank": 8}, r"--edgc-static-rank = 8: the engine int4 has no rank"),
     ],
@@ -77,6 +81,9 @@ def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
     balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "rmax": 64})
     assert (balanced.preset, balanced.wire, balanced.basis_wire, balanced.rmax) == ("balanced", "int8", "int6", 64)
+    balanced.check_run(500)  # no window is needed where the rank is constant
+    assert balanced.weak_basis_wire == "int4"
+    assert EDGCConfig.from_preset({"preset": "balanced", "basis_wire": "fp32"}).weak_basis_wire is None
     for name in PRESETS:
         EDGCConfig.from_preset({"preset": name})
     with pytest.raises(ConfigError, match="--edgc-preset = best"):
