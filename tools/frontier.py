@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from edgc.config import PRESETS  # noqa: E402
 from tools import frontier_studies  # noqa: E402
 from tools.frontier_report import draw, markdown  # noqa: E402
 from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
@@ -145,7 +147,13 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    record = {"arguments": arguments, **commit(), "started": round(time.time())}
+    record = {
+        "arguments": arguments,
+        "preset": preset(arguments),
+        "machine": machine(bool(device)),
+        **commit(),
+        "started": round(time.time()),
+    }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     processes = trial.data_parallel * trial.pipeline_parallel
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -166,9 +174,27 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
 
 
 def finished(trial: Trial, device: Sequence[str]) -> bool:
-    """Whether this very command has run to its end before."""
-    record = trial.folder / COMMAND
-    return record.is_file() and json.loads(record.read_text())["arguments"] == [*device, *trial.arguments()]
+    """Whether this very command has run to its end before, its preset meaning the same."""
+    if not (trial.folder / COMMAND).is_file():
+        return False
+    record, arguments = json.loads((trial.folder / COMMAND).read_text()), [*device, *trial.arguments()]
+    return bool(record["arguments"] == arguments and record["preset"] == preset(arguments))
+
+
+def preset(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the preset in these arguments, the last one if there are several, stands for today."""
+    names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
+    return PRESETS[names[-1]] if names else {}
+
+
+def machine(on_cpu: bool) -> str:
+    """What a run started now runs on."""
+    if on_cpu:
+        return f"{processor()}, {os.cpu_count()} cores"
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    return f"{len([name for name in listed if name])} x {listed[0]}"
 
 
 def commit() -> dict[str, Any]:
@@ -204,7 +230,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "settings": shlex.join(trial.settings),
         "commit": record["commit"] + ("+" if record["modified"] else ""),
         "versions": measured.start["versions"],
-        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "machine": record["machine"],
     }
     if windows:
         line["windows"] = [_window(event) for event in measured.windows]

@@ -146,9 +146,9 @@ def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence
                 for where, (gain, size) in difference(lines, first, second).items()
             ]
         page.append("")
-    flags = {line["name"]: line["flags"] for line in lines}
+    flags = {(line["name"], line["flags"]) for line in lines}
     page += ["## Flags", "", "| entry | flags |", "|---|---|"]
-    page += [f"| {entry} | `{text}` |" for entry, text in sorted(flags.items())]
+    page += [f"| {entry} | `{text}` |" for entry, text in sorted(flags)]
     return "\n".join([*page, "", *provenance(lines), ""])
 
 
@@ -156,7 +156,8 @@ def provenance(lines: Sequence[Line]) -> list[str]:
     """What the runs ran on."""
     machines = sorted({line["machine"] for line in lines})
     versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
-    return [f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}."]
+    commits = sorted({line["commit"][:7] + "+" * line["commit"].endswith("+") for line in lines})
+    return [f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}. Commits: {', '.join(commits)}."]
 
 
 def draw(lines: Sequence[Line]) -> bytes:

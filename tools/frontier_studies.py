@@ -60,12 +60,13 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     figure, (time, perplexity) = _panels(2)
     fixed = sorted((line for line in lines if _rank(line)), key=_rank)
     dense = [line for line in lines if line["name"] == "dense"]
-    gaps = {entry.name: entry.gap.mean for entry in entries(lines)}
+    gaps = {entry.name: entry.gap.mean for entry in entries(lines)}  # none without a dense run
     table = ["| run | rank | bytes a step | reduction (s) | perplexity | gap |", "|---|---|---|---|---|---|"]
     for line in [*dense, *fixed]:
+        gap = f"{100 * gaps[line['name']]:+.2f} %" if line["name"] in gaps else "–"
         table.append(
             f"| {line['name']} | {_rank(line) or '–'} | {_step_bytes(line) / 1e3:.0f} kB | "
-            f"{_reduce_seconds(line):.4f} | {math.exp(line['val_loss']):.2f} | {100 * gaps[line['name']]:+.2f} % |"
+            f"{_reduce_seconds(line):.4f} | {math.exp(line['val_loss']):.2f} | {gap} |"
         )
     for axes, value, label in (
         (time, _step_bytes, "bytes a step"),
@@ -78,7 +79,7 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         axes.set_xscale("log", base=2)
         axes.legend(frameon=False)
     fewer = [_rank(line) for line in fixed if all(_step_bytes(line) < _step_bytes(other) for other in dense)]
-    good = [_rank(line) for line in fixed if gaps[line["name"]] <= ACCEPTED_GAP]
+    good = [_rank(line) for line in fixed if gaps.get(line["name"], math.inf) <= ACCEPTED_GAP]
     table += [
         "",
         f"Suggested: r_max = {max(fewer, default='none')} (largest rank tried that sends fewer bytes than dense), "

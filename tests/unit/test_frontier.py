@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgc.config import PRESETS
 from tools import frontier, frontier_report, frontier_studies
 from tools.frontier import ListError, identity, load_list, read_results, record_result
 from tools.frontier_report import Interval, difference, draw, entries, markdown
@@ -87,6 +89,7 @@ def line(name: str, seed: int, val_loss: float, megabytes: float, **other: Any) 
         "name": name,
         "engine": "dense" if name == "dense" else "powersgd",
         "flags": f"--flag-of {name}",
+        "commit": "0123456789+",
         "seed": seed,
         "iterations": 10,
         "data_parallel": 2,
@@ -146,6 +149,9 @@ def test_the_page_and_the_plot() -> None:
     assert "|  | worse | 5.0x | +2.00 % | 1 | 0.50 |" in page
     assert "| good | worse | m, DP 2, 10 iterations | +0.98 % | 0.50x |" in page
     assert "mine.png" in page and "| small | `--flag-of small` |" in page
+    assert "Commits: 0123456+." in page
+    other = markdown("mine", "A title", [*LINES, line("small", 1, 2.2, 5, model="other", flags="--other")], [])
+    assert "| small | `--flag-of small` |" in other and "| small | `--other` |" in other
     assert draw(LINES).startswith(b"\x89PNG")
 
 
@@ -210,6 +216,28 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     rows = [row for row in page.splitlines() if row.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
     assert "nan" not in page
+
+
+def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:
+    page, _ = frontier_studies.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
+    assert "| r4 | 4 | 4 kB | 0.1000 | 7.46 | – |" in page
+
+
+def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "RUNS", frontier.REPOSITORY / "runs" / tmp_path.name)
+    changed = LIST.replace("--edgc-static-rank 8", "--edgc-preset fast")
+    trial = load_list(written(tmp_path, changed)).trials[-1]
+    arguments = trial.arguments()
+    assert frontier.preset(arguments) == PRESETS["fast"] and frontier.preset(arguments[:-2]) == {}
+    assert not frontier.finished(trial, [])
+    trial.folder.mkdir(parents=True)
+    try:
+        for kept in ({"preset": PRESETS["fast"]}, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}):
+            record = {"arguments": arguments, "preset": PRESETS["fast"], **kept}
+            (trial.folder / frontier.COMMAND).write_text(json.dumps(record))
+            assert frontier.finished(trial, []) == (kept == {"preset": PRESETS["fast"]})
+    finally:
+        shutil.rmtree(frontier.RUNS)
 
 
 def test_ranks_suggests_bounds() -> None:
