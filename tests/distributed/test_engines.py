@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6", "weak_basis_wire": "int4"},
     "powersgd, twice": {"engine": "powersgd", "power_iterations": 2, "warm_start": False},
     "powersgd, residual": {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "residual_wire": "int2"},
-    "powersgd, not turned": {"engine": "powersgd", "transpose": False, "basis_cycle": 2},
+    "powersgd, not turned": {"engine": "powersgd", "transpose": False, "wire": "int4", "basis_wire": "int8"},
     "powersgd, the mean's error": {"engine": "powersgd", "local_error": False, "wire": "int4", "basis_wire": "int8"},
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
@@ -190,6 +190,25 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all_and_changes_no
     assert run_on_ranks(not_finite, 2) == [[], []]
 
 
+def apart(rank: int) -> dict[bool, Tensor]:
+    """How far this rank's error is from its gradient: what was taken off it."""
+    taken = {}
+    for local_error in (True, False):
+        bench = Bench(engine="powersgd", local_error=local_error)
+        local = gradients(rank, 0)
+        put_in = local["wide"].clone()
+        bench.step(local)
+        taken[local_error] = put_in - bench.errors()["wide"]
+    return taken
+
+
+def test_the_local_error_takes_off_a_workers_own_share_the_other_the_mean() -> None:
+    first, second = run_on_ranks(apart, 2)
+    torch.testing.assert_close(first[False], second[False], atol=1e-5, rtol=0)
+    torch.testing.assert_close(first[True] + second[True], first[False] + second[False], atol=1e-4, rtol=0)
+    assert float((first[True] - second[True]).norm() / first[True].norm()) > 0.1
+
+
 def bytes_sent(rank: int) -> dict[str, dict[str, float]]:
     sent = {}
     for case, settings in CASES.items():
@@ -216,6 +235,7 @@ def test_bytes_are_those_of_the_messages() -> None:
     assert sent["alternating"] == {"all-reduce": pytest.approx(2 * 4 * (rows + cols) * share)}
     for case, per_phase in {
         "powersgd, rounded": 2 * (rounded("int8", long) + rounded("int4", short)),
+        "powersgd, not turned": 2 * (rounded("int8", rows) + rounded("int4", cols)),
         "powersgd, graded": 2 * (rounded("int6", long / 4) + rounded("int4", 3 * long / 4) + rounded("int4", short)),
         "powersgd, residual": 2 * (rounded("int8", long) + rounded("int8", short) + rounded("int2", elements)),
         "alternating, rounded": rounded("int2", rows) + rounded("int2", cols),
