@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.wire import GROUP, Wire
+from edgc.wire import GROUP, Wire, in_groups
 
 
 class Work(Protocol):
@@ -51,7 +51,7 @@ class Traffic:
 
     They are the bytes one rank sends under the bandwidth-optimal algorithm among W ranks, so that different
     collectives compare fairly: an all-reduce of X bytes sends 2 X (W-1) / W, an all-to-all of X bytes X (W-1) / W, an
-    all-gather of X bytes from each rank X (W-1).
+    all-gather of X bytes from each rank X (W-1), a reduce-scatter of X bytes X (W-1) / W.
     """
 
     def __init__(self) -> None:
@@ -65,6 +65,10 @@ class Traffic:
     def count_all_reduce(self, tensor: Tensor, ranks: int) -> None:
         """Count an all-reduce of ``tensor`` among so many ranks."""
         self._count("all-reduce", all_reduce_bytes(tensor.nbytes, ranks))
+
+    def count_reduce_scatter(self, tensor: Tensor, ranks: int) -> None:
+        """Count a reduce-scatter of ``tensor`` among so many ranks."""
+        self._count("reduce-scatter", tensor.nbytes * (ranks - 1) / ranks)
 
     def count_all_to_all(self, tensor: Tensor, ranks: int) -> None:
         """Count an all-to-all that splits ``tensor`` among so many ranks."""
@@ -121,15 +125,17 @@ class Communicator:
 
         Formats other than fp32 cannot be added on the way. Each rank sends each other one its shard (all-to-all),
         adds up what it got in fp32, and sends the rounded sum to all (all-gather); what this second rounding changed
-        goes into the share of the rank that did it.
+        goes into the share of the rank that did it. No group of values that share a scale reaches across two tensors,
+        so what a tensor becomes does not depend on its neighbours: replicas in other groups of ranks stay alike.
         """
-        sizes = [tensor.numel() for tensor in tensors]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # a copy, also of a single tensor
         if wire.exact:
-            total = flat
+            parts = [tensor.reshape(-1) for tensor in tensors]
+            total = torch.cat(parts)  # a copy, also of a single tensor
             yield self.all_reduce(total)
             shares: Sequence[Tensor] = tensors
         else:
+            parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
+            flat = torch.cat(parts)
             unit = GROUP * self.ranks
             shards = torch.nn.functional.pad(flat, (0, -len(flat) % unit)).view(self.ranks, -1)
             message = wire.encode(shards, generator)
@@ -140,12 +146,14 @@ class Communicator:
             share[self.rank] += wire.decode(rounded)[0] - own_sum
             gathered = yield from self.all_gather(rounded[0])
             total = wire.decode(gathered).view(-1)[: len(flat)]
-            shares = torch.split(share.view(-1)[: len(flat)], sizes)
-        sums = torch.split(total, sizes)
-        return (
-            [part.view_as(tensor) for part, tensor in zip(sums, tensors, strict=True)],
-            [part.view_as(tensor) for part, tensor in zip(shares, tensors, strict=True)],
-        )
+            shares = _cut(share.view(-1)[: len(flat)], parts, tensors)
+        return _cut(total, parts, tensors), list(shares)
+
+
+def _cut(flat: Tensor, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The flat tensor of all ``parts`` as tensors shaped as ``like``, without what was padded."""
+    pieces = torch.split(flat, [len(part) for part in parts])
+    return [piece[: tensor.numel()].view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _member(work: Work | None) -> Work:

@@ -5,13 +5,10 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-import torch
-
 from edgc.entropy import ESTIMATORS
 from edgc.wire import WIRES
 
 PAPER = "arXiv 2511.10333"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOW_RANK = ("powersgd", "alternating")
 RANK_MODELS = ("gaussian", "measured", "residual", "constant")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
@@ -21,7 +18,7 @@ ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit
 _FRONT = {
     "rank_model": "constant",
     "equalise": True,
-    "basis_cycle": 4,
+    "basis_cycle": 8,
     "allocation": "waterfill",
     "dense_wire": "int8",
 }
@@ -138,7 +135,13 @@ class EDGCConfig:
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
-    error_dtype: str = _knob("fp32", "storage of the error feedback", "dtype", "arXiv 1905.13727", tuple(DTYPES))
+    error_dtype: str = _knob(
+        "fp32",
+        "storage of the error feedback; all but fp32 rounded at random, without bias",
+        "format",
+        "arXiv 1905.13727; rounding: arXiv 1502.02551",
+        ("fp32", "bf16", "int8"),
+    )
     error_decay: float = _knob(
         1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
     )

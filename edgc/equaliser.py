@@ -6,10 +6,15 @@ second moment of each entry is taken as the product of its row's and its column'
 arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them, so no scale travels.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from edgc.wire import FP32, Packed
+
 DECAY = 0.95  # of the moving averages, per step
+SIDES = "rows", "columns"
 FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
 
 
@@ -29,12 +34,29 @@ class Equaliser:
     def update(self, name: str, total: Tensor) -> None:
         """Take in the sum (rows x cols) that a reduction gave; one that is not finite is left out."""
         squares = total.square()
-        if not torch.isfinite(squares.sum()):
-            return
         now = squares.mean(dim=1), squares.mean(dim=0)
+        finite = torch.isfinite(squares.sum())
         before = self._moments.get(name)
-        # Only ratios matter, so the start at the first value needs no bias correction.
-        self._moments[name] = now if before is None else (_average(before[0], now[0]), _average(before[1], now[1]))
+        if before is None:  # only ratios matter, so the start at the first value needs no bias correction
+            self._moments[name] = torch.where(finite, now[0], 0.0), torch.where(finite, now[1], 0.0)
+        else:
+            new = _average(before[0], now[0]), _average(before[1], now[1])
+            self._moments[name] = torch.where(finite, new[0], before[0]), torch.where(finite, new[1], before[1])
+
+    def state_dict(self) -> dict[str, Packed]:
+        """By parameter name and side; its tensors are replaced, never changed: no copies."""
+        return {
+            f"{name}:{side}": Packed(moment, FP32)
+            for name, pair in self._moments.items()
+            for side, moment in zip(SIDES, pair, strict=True)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        names = dict.fromkeys(key.rpartition(":")[0] for key in state)
+        self._moments = {
+            name: (state[f"{name}:{SIDES[0]}"].values(), state[f"{name}:{SIDES[1]}"].values()) for name in names
+        }
 
 
 def _average(before: Tensor, now: Tensor) -> Tensor:

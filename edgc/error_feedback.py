@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from edgc.wire import Packed, Wire
+
 
 class ErrorFeedback:
     """One error for each parameter, keyed by *name*, so that a rebuilt bucket or another process finds the same state.
@@ -11,31 +13,35 @@ class ErrorFeedback:
     2014; Karimireddy et al. 2019 (arXiv 1901.09847).
     """
 
-    def __init__(self, dtype: torch.dtype, decay: float = 1.0, average: float = 0.0):
-        self.dtype = dtype
-        # Other values than these, and another type than fp32, lose a part of gradients.
+    def __init__(self, wire: Wire, decay: float = 1.0, average: float = 0.0):
+        self.wire = wire
+        # Other values than these, and another wire than fp32, lose a part of gradients.
         self.decay = decay  # what is kept of an error from step to step
         self.average = average  # weight of older errors in their moving average
-        self.errors: dict[str, Tensor] = {}
+        self.packed: dict[str, Packed] = {}  # replaced, never changed
 
     def add_to(self, name: str, gradient: Tensor) -> None:
         """gradient += error, in place. The error stays until ``store`` or ``clear``: a failed step loses nothing."""
-        if name in self.errors:
-            gradient.add_(self.errors[name].view_as(gradient))
+        if name in self.packed:
+            gradient.add_(self.packed[name].values().view_as(gradient))
 
-    def store(self, name: str, error: Tensor) -> None:
-        """This is what the reduction has left; the tensor becomes the store's own."""
+    def store(self, name: str, error: Tensor, finite: Tensor, generator: torch.Generator | None = None) -> None:
+        """This is what the reduction has left, if it was ``finite``; the tensor becomes the store's own.
+
+        ``generator`` draws the rounding of a wire that rounds at random: to the nearest, an error that grows by less
+        than half a step at a time would never grow.
+        """
+        older = self.packed.get(name) or Packed(torch.zeros_like(error), self.wire)
         if self.decay != 1:
             error = error * self.decay
         if self.average:
-            before = self.errors[name].float() if name in self.errors else torch.zeros_like(error)
-            error = torch.lerp(error, before.view_as(error), self.average)
-        self.errors[name] = error.to(self.dtype)
+            error = torch.lerp(error, older.values().view_as(error), self.average)
+        self.packed[name] = Packed(error, self.wire, generator).where(finite, older)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""
-        self.errors.pop(name, None)
+        self.packed.pop(name, None)
 
     def squared_norm(self) -> float:
         """Sum of squares of all errors."""
-        return sum(float(error.float().square().sum()) for error in self.errors.values())
+        return sum(float(packed.values().square().sum()) for packed in self.packed.values())

@@ -71,7 +71,7 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
     def reduction(rank: int | None) -> Callable[[], None]:
         def reduce() -> None:
             reducer.set_rank(rank)
-            run(reducer.reduce(gradients))
+            run(reducer.reduce(gradients, iteration=0))
 
         return reduce
 

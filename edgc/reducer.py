@@ -9,13 +9,14 @@ from torch import Tensor
 
 from edgc.allocation import Allocation, uniform_ranks
 from edgc.collectives import Communicator, Steps, together
-from edgc.config import DTYPES, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Engine, Reduced, Rounding
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser
 from edgc.error_feedback import ErrorFeedback
+from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
-from edgc.wire import wire
+from edgc.wire import Packed, wire
 
 
 @dataclass
@@ -52,9 +53,17 @@ class GradientReducer:
         config: the run's settings.
         communicator: the data-parallel process group.
         device: where the gradients live.
+        repeatable: whether a reduction may be repeated or rolled back; a second copy of the state is kept for it.
     """
 
-    def __init__(self, allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device):
+    def __init__(
+        self,
+        allocation: Allocation,
+        config: EDGCConfig,
+        communicator: Communicator,
+        device: torch.device,
+        repeatable: bool = False,
+    ):
         self.allocation = allocation
         self.config = config
         self.communicator = communicator
@@ -64,10 +73,16 @@ class GradientReducer:
             seed=config.seed,
         )
         self.estimate = ESTIMATORS[config.entropy_estimator]
-        self.feedback = ErrorFeedback(DTYPES[config.error_dtype], config.error_decay, config.error_average)
+        error_wire = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
+        self.feedback = ErrorFeedback(error_wire, config.error_decay, config.error_average)
+        self._generator = torch.Generator(device)  # of the errors' rounding
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
+        self.finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last reduction was
+        self.repeatable = repeatable
+        self._iteration: int | None = None
+        self._before: dict[str, dict[str, Packed]] | None = None
         self.specs = {matrix.name: matrix for matrix in allocation.matrices}
         self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.rest)
         everything = list(self.specs.values())
@@ -90,39 +105,56 @@ class GradientReducer:
         else:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
-    def measure(self, gradients: Mapping[str, Tensor], iteration: int) -> None:
-        """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS)."""
+    def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
+        """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
+
+        ``gradients`` hold ``loss_scale`` times the gradient.
+        """
         if not self.sampler.measures(iteration):
             return
+
+        def sample(name: str) -> Tensor:
+            entries = self.sampler.sample(name, gradients[name], iteration)
+            return entries if loss_scale is None else entries / loss_scale
+
         if self.config.statistics:
-            samples = {name: self.sampler.sample(name, gradient, iteration) for name, gradient in gradients.items()}
+            samples = {name: sample(name) for name in gradients}
             self.measurements.statistics.append(
                 {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
             )
         if not self.allocation.matrices:
             return
-        sample = [
-            self.sampler.sample(matrix.name, gradients[matrix.name], iteration) for matrix in self.allocation.matrices
-        ]
-        self.measurements.entropy.append(self.estimate(torch.cat(sample)))
+        everything = torch.cat([sample(matrix.name) for matrix in self.allocation.matrices])
+        entropy = self.estimate(everything)
+        if math.isfinite(entropy):  # not so where a loss scale was too large
+            self.measurements.entropy.append(entropy)
 
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
-        return not self.ranks and self.dense.wire.exact and not self.feedback.errors
+        return not self.ranks and self.dense.wire.exact and not self.feedback.packed
 
-    def reduce(self, gradients: Mapping[str, Tensor], iteration: int | None = None) -> Steps[None]:
+    def reduce(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> Steps[None]:
         """Replace every local gradient by the sum over the group, in place.
 
-        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled. Where this
+        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
+        ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
+
+        An iteration that was already reduced starts from the state before it again (with ``repeatable``).
         """
+        if self.repeatable:
+            if iteration == self._iteration:
+                self.roll_back()
+            self._iteration, self._before = iteration, self.state_dict()
         # view, not reshape: the result has to be written back into the bucket
-        matrices = {name: gradient.view(self.specs[name].rows, -1) for name, gradient in gradients.items()}
+        matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
         for name, matrix in matrices.items():
+            if loss_scale is not None:
+                matrix.div_(loss_scale)
             self.feedback.add_to(name, matrix)
-        measured = iteration is not None and self.sampler.measures(iteration) and bool(self.ranks)
+        measured = self.sampler.measures(iteration) and bool(self.ranks)
         to_send = sum(float(matrix.square().sum()) for matrix in matrices.values()) if measured else math.nan
 
         taken = {name: matrix for name, matrix in matrices.items() if name in self.ranks}
@@ -130,28 +162,31 @@ class GradientReducer:
         reductions = []
         if left:
             rounding = self.rest if self.ranks else self.dense
-            reductions.append(self._reduce(rounding, left, equalise=self.config.equalise and not rounding.wire.exact))
+            equalise = self.config.equalise and not rounding.wire.exact
+            reductions.append(self._reduce(rounding, left, iteration, equalise))
         if self.engine is not None and taken:
-            reductions.append(self._reduce(self.engine, taken, equalise=self.config.equalise))
+            reductions.append(self._reduce(self.engine, taken, iteration, self.config.equalise))
         outcomes = yield from together(reductions)
-        finite = [outcome for outcome in outcomes if outcome is not None]
-        if len(finite) < len(outcomes):
-            for matrix in matrices.values():
-                matrix.fill_(math.nan)
-            return
+        # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
+        self.finite = torch.stack([outcome.finite for outcome in outcomes]).all()
+        poison = torch.where(self.finite, 0.0, math.nan)
         errors: dict[str, Tensor] = {}
-        for outcome in finite:
-            outcome.advance()
+        for outcome in outcomes:
+            outcome.advance(self.finite)
             errors.update(outcome.errors)
-        for name in matrices:
+        self._seed_rounding(iteration)
+        for name, matrix in matrices.items():
+            matrix.add_(poison)
             if name in errors:
-                self.feedback.store(name, errors[name])
-            else:
+                self.feedback.store(name, errors.pop(name), self.finite, self._generator)
+            elif name in self.feedback.packed and bool(self.finite):  # once, when compression ends
                 self.feedback.clear(name)
-        if self.config.equalise:
-            for name, matrix in matrices.items():
-                if matrix.shape[0] > 1:
-                    self.equaliser.update(name, matrix)
+            if self.config.equalise and matrix.shape[0] > 1:
+                self.equaliser.update(name, matrix)
+            if loss_scale is not None:
+                matrix.mul_(loss_scale)
+            if gradients[name].dtype != matrix.dtype:
+                gradients[name].view_as(matrix).copy_(matrix)
         if measured and 0 < to_send < math.inf:
             self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
             if self.engine is not None and self.engine.low_rank:
@@ -159,16 +194,41 @@ class GradientReducer:
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
                 )
 
-    def _reduce(self, engine: Engine, matrices: Mapping[str, Tensor], equalise: bool) -> Steps[Reduced | None]:
+    def state_dict(self) -> dict[str, dict[str, Packed]]:
+        """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""
+        return {
+            "error": dict(self.feedback.packed),
+            "engine": self.engine.state_dict() if self.engine is not None else {},
+            "equaliser": self.equaliser.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self.feedback.packed = dict(state["error"])
+        self.equaliser.load_state_dict(state["equaliser"])
+        if self.engine is not None:
+            self.engine.load_state_dict(state["engine"])
+
+    def roll_back(self) -> None:
+        """Undo what the last reduction has done to the state: its gradients are not used. Needs ``repeatable``."""
+        if self._before is not None:
+            self.load_state_dict(self._before)
+
+    def _seed_rounding(self, iteration: int) -> None:
+        if self.feedback.wire.stochastic:
+            self._generator.manual_seed(
+                stable_seed(self.config.seed, "error", iteration, self.communicator.rank, *self.specs)
+            )
+
+    def _reduce(self, engine: Engine, matrices: Mapping[str, Tensor], iteration: int, equalise: bool) -> Steps[Reduced]:
         """The engine's reduction, of matrices divided by their scales if asked for."""
         if not equalise:
-            return (yield from engine.reduce(matrices, self.ranks, self.feedback.errors, self.communicator))
+            older = self.feedback.packed
+            return (yield from engine.reduce(matrices, self.ranks, older, iteration, self.communicator))
         scales = {name: self.equaliser.scale(name, matrix) for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
             matrix.div_(scales[name])
-        reduced = yield from engine.reduce(matrices, self.ranks, {}, self.communicator)
-        if reduced is None:
-            return None
+        reduced = yield from engine.reduce(matrices, self.ranks, {}, iteration, self.communicator)
         for name, matrix in matrices.items():
             matrix.mul_(scales[name])
         return replace(reduced, errors={name: error.mul_(scales[name]) for name, error in reduced.errors.items()})

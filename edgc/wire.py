@@ -10,6 +10,7 @@ A group with an entry that is not finite comes out not finite; so may one of mag
 overflow.
 """
 
+import copy
 import functools
 import math
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 class Wire:
     """A wire format. ``bits`` a value: 32 (fp32), 16 (bf16), or 1 to 8 with one scale for each 128 values.
 
-    ``stochastic`` rounding is unbiased: up or down with the probability that makes the mean right (4 bits and more).
+    ``stochastic`` rounding is unbiased: up or down with the probability that makes the mean right (4 to 16 bits).
     ``hadamard`` rotates every group, which spreads outliers over it.
     """
 
@@ -54,7 +55,7 @@ class Wire:
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
         if self.bits == 16:
-            return values.to(torch.bfloat16).view(torch.uint8)
+            return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
         groups = values.view(rows, -1, GROUP)
         if self.hadamard:
             groups = groups @ _hadamard(values.device)
@@ -104,12 +105,52 @@ class Wire:
         return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
 
 
+class Packed:
+    """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
+
+    def __init__(self, values: Tensor, wire: Wire, generator: torch.Generator | None = None):
+        self.shape = values.shape
+        self.wire = wire
+        row = values.reshape(1, -1)
+        self.message = wire.encode(row if wire.bits > 8 else in_groups(row), generator)
+
+    def where(self, condition: Tensor, other: "Packed") -> "Packed":
+        """This one if the boolean ``condition`` holds, else ``other``, of the same shape and wire, bit for bit."""
+        chosen = copy.copy(self)
+        word = torch.int16 if self.message.shape[1] % 4 else torch.int32  # faster than bytes
+        words = torch.where(condition, self.message.view(word), other.message.view(word))
+        chosen.message = words.view(torch.uint8)
+        return chosen
+
+    def values(self) -> Tensor:
+        """fp32, of the tensor's shape."""
+        return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
+
+
 WIRES = {"fp32": 32, "bf16": 16, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2, "int1": 1}
+
+
+FP32 = Wire(32)
 
 
 def wire(name: str, *, stochastic: bool = False, hadamard: bool = False) -> Wire:
     """The format of a name in ``WIRES``."""
     return Wire(WIRES[name], stochastic, hadamard)
+
+
+def in_groups(values: Tensor) -> Tensor:
+    """(..., n) values, with zeros up to a whole group."""
+    missing = -values.shape[-1] % GROUP
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+
+
+def _to_bf16(values: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Rounded to bf16 up or down at random: a random number below the weight of its last bit is added, then cut off."""
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=generator, device=values.device)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    # adding to the bits of infinity would make it NaN, which is not finite either, but of NaN perhaps a number
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
-from edgc.wire import wire
+from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.wire import FP32, Packed, wire
 
 
 class Alternating(Engine):
@@ -34,6 +34,18 @@ class Alternating(Engine):
         self.bases: dict[str, Tensor] = {}  # (rows x rank) or, if transposed, (cols x rank); orthonormal, fp32
         self.transposed: dict[str, bool] = {}
 
+    def state_dict(self) -> dict[str, Packed]:
+        return {
+            f"{name}:{'transposed' if self.transposed.get(name) else 'straight'}": Packed(basis, FP32)
+            for name, basis in self.bases.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        self.bases, self.transposed = {}, {}
+        for key, basis in state.items():
+            name, _, side = key.rpartition(":")
+            self.bases[name], self.transposed[name] = basis.values(), side == "transposed"
+
     def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
         """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
@@ -44,15 +56,16 @@ class Alternating(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
+    ) -> Steps[Reduced]:
         bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         oriented = [matrix.T if self.transposed.get(name) else matrix for name, matrix in gradients.items()]
         local = [basis.T @ matrix for basis, matrix in zip(bases, oriented, strict=True)]
         sums, shares = yield from communicator.sum(local, self.wire)
-        if not all_finite(sums):
-            return None
+        finite = all_finite(sums)
+        sums = or_zeros(finite, sums)
         errors, learned = {}, {}
         for (name, gradient), matrix, basis, coefficients, share in zip(
             gradients.items(), oriented, bases, sums, shares, strict=True
@@ -63,9 +76,11 @@ class Alternating(Engine):
             gradient.copy_((basis @ coefficients).T if transposed else basis @ coefficients)
             learned[name] = lowrank.principal_columns(coefficients.T)
 
-        def advance() -> None:
+        def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in learned.items():
-                self.bases[name], self.strengths[name] = vectors, strengths
-                self.transposed[name] = not self.transposed.get(name, False)
+                self.strengths[name] = strengths
+                if bool(finite):  # the next step goes another way
+                    self.bases[name] = vectors
+                    self.transposed[name] = not self.transposed.get(name, False)
 
-        return Reduced(errors, advance)
+        return Reduced(finite, errors, advance)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
+from edgc.wire import Packed
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,16 @@ class MatrixSpec:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a reduction has left. It takes effect only once all reductions of the step have turned out finite.
+    """What a reduction has left. It takes effect only where all reductions of the step have turned out finite.
 
+    ``finite``: whether this one has, a boolean on the device, the same on every rank; if not, the rest means nothing.
     ``errors``: by name, what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance``
-    brings the engine's own state to that of the next step.
+    brings the engine's own state to that of the next step, given whether all were finite.
     """
 
+    finite: Tensor
     errors: Mapping[str, Tensor]
-    advance: Callable[[], None]
+    advance: Callable[[Tensor], None]
 
 
 class Engine(ABC):
@@ -52,17 +55,31 @@ class Engine(ABC):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
+    ) -> Steps[Reduced]:
         """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
         Over the group, sums and the errors that are returned are together exactly what was put in. ``ranks`` gives each
-        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. None if a gradient
-        is not finite on any rank: every rank sees it, and what the gradients then hold does not matter.
+        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. What changes from
+        step to step by plan follows ``iteration``, so that a step can be repeated. The host does not wait for results
+        here: a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be anything.
         """
 
+    def state_dict(self) -> dict[str, Packed]:
+        """What the next step depends on beside the errors. Its tensors are replaced, never changed: no copies."""
+        return {}
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:  # noqa: B027 - most engines keep nothing
+        """Go on where ``state_dict`` was taken."""
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite. Called on sums, which are the same on every rank, so the answer is too."""
-    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all())
+    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+
+
+def or_zeros(finite: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, or zeros in their place if they are not finite: factorisations refuse what is not."""
+    return [torch.where(finite, tensor, 0.0) for tensor in tensors]

@@ -1,6 +1,7 @@
 """LoCo (Xie et al. 2024, arXiv 2407.04480): 4 bits and a moving average of past errors, kept in 8 bits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,11 +10,12 @@ from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec, Reduced
 from edgc.engines.rounding import Rounding
-from edgc.wire import GROUP, wire
+from edgc.wire import Packed, wire
 
 # the settings of DeepSpeed's implementation: err_beta and reset_T of zeropp_loco_param
 BETA = 0.8
 RESET_EVERY = 1024
+EIGHT_BITS = wire("int8")
 
 
 class LoCo(Rounding):
@@ -25,30 +27,19 @@ class LoCo(Rounding):
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device, wire("int4"))
-        self.steps = 0
 
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
-        reduced = yield from super().reduce(gradients, ranks, older, communicator)
-        if reduced is None:
-            return None
+    ) -> Steps[Reduced]:
+        reduced = yield from super().reduce(gradients, ranks, older, iteration, communicator)
         errors = {}
-        if (self.steps + 1) % RESET_EVERY:
+        if (iteration + 1) % RESET_EVERY:
             for name, error in reduced.errors.items():
-                before = older[name].view_as(error) if name in older else torch.zeros_like(error)
-                errors[name] = _in_8_bits((1 - BETA) * error + BETA * before)
-        return Reduced(errors, self._advance)
-
-    def _advance(self) -> None:
-        self.steps += 1
-
-
-def _in_8_bits(error: Tensor) -> Tensor:
-    eight = wire("int8")
-    flat = torch.nn.functional.pad(error.reshape(-1), (0, -error.numel() % GROUP)).unsqueeze(0)
-    return eight.decode(eight.encode(flat))[0, : error.numel()].view_as(error)
+                before = older[name].values().view_as(error) if name in older else torch.zeros_like(error)
+                errors[name] = Packed((1 - BETA) * error + BETA * before, EIGHT_BITS).values()
+        return replace(reduced, errors=errors)

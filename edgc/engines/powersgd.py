@@ -9,9 +9,11 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
-from edgc.wire import wire
+from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.wire import Packed, wire
 
+# V is only where a step starts, so a few bits of it are enough: 8 of them in turn take less than one in fp32.
+STORED = wire("int4", hadamard=True)
 STRONG_SHARE = 1 / 4  # of the first factor's columns; the others may travel in fewer bits
 
 
@@ -52,22 +54,31 @@ class PowerSGD(Engine):
         if config.weak_basis_wire not in (None, config.basis_wire):
             self.p_wires.append(wire(config.weak_basis_wire, hadamard=True))
         self.residual_wire = None if config.residual_wire is None else wire(config.residual_wire)
-        # V by name and place in the cycle: (shorter side x rank), fp32, orthonormal, identical on every rank
-        self.bases: dict[tuple[str, int], Tensor] = {}
-        self.steps = 0
+        # V by name and place in the cycle: (shorter side x rank), nearly orthonormal, identical on every rank
+        self.bases: dict[tuple[str, int], Packed] = {}
 
-    @property
-    def turn(self) -> int:
-        """Place in the cycle of the factors that this step uses."""
-        return self.steps % self.config.basis_cycle
+    def state_dict(self) -> dict[str, Packed]:
+        return {f"{name}:{turn}": basis for (name, turn), basis in self.bases.items()}
 
-    def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        self.bases = {}
+        for key, basis in state.items():
+            name, _, turn = key.rpartition(":")
+            self.bases[name, int(turn)] = basis
+
+    def basis(self, matrix: MatrixSpec, rank: int, iteration: int) -> Tensor:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         side = matrix.rows if self._turned(matrix.rows, matrix.cols) else matrix.cols
-        learned = self.bases.get((matrix.name, self.turn))
-        seed = (self.config.seed, matrix.name, self.turn if self.config.warm_start else self.steps)
-        return lowrank.resize(learned, side, rank, self.device, *seed)
+        if not self.config.warm_start:
+            return lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
+        turn = iteration % self.config.basis_cycle
+        kept = self.bases.get((matrix.name, turn))
+        if kept is None or kept.shape[1] != rank:
+            learned = None if kept is None else kept.values()
+            start = lowrank.resize(learned, side, rank, self.device, self.config.seed, matrix.name, turn)
+            kept = self.bases[matrix.name, turn] = Packed(start, STORED)
+        return kept.values()
 
     def _turned(self, rows: int, cols: int) -> bool:
         """Whether the transposed matrix is what the steps work on."""
@@ -77,22 +88,22 @@ class PowerSGD(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
+    ) -> Steps[Reduced]:
         oriented = [matrix.T if self._turned(*matrix.shape) else matrix for matrix in gradients.values()]
-        starts = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
+        starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in gradients]
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
         for _ in range(self.config.power_iterations):
             local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
             sums = yield from self._sum_first_factors(local, communicator)
-            if not all_finite(sums):
-                return None
-            bases = [lowrank.orthonormalise(factor.T) for factor in sums]
+            finite = finite & all_finite(sums)
+            bases = [lowrank.orthonormalise(factor.T) for factor in or_zeros(finite, sums)]
             local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
             sums, shares = yield from communicator.sum(local, self.q_wire)
-            if not all_finite(sums):
-                return None
-            principal = [lowrank.principal_columns(q.T) for q in sums]
+            finite = finite & all_finite(sums)
+            principal = [lowrank.principal_columns(q.T) for q in or_zeros(finite, sums)]
             starts = [vectors for vectors, _ in principal]
 
         left = []
@@ -102,8 +113,7 @@ class PowerSGD(Engine):
             matrix.copy_(basis @ q)
         if self.residual_wire is not None:
             sums, shares = yield from communicator.sum(left, self.residual_wire)
-            if not all_finite(sums):
-                return None
+            finite = finite & all_finite(sums)
             for matrix, error, total, share in zip(oriented, left, sums, shares, strict=True):
                 matrix += total
                 error -= share
@@ -112,14 +122,14 @@ class PowerSGD(Engine):
             for (name, gradient), error in zip(gradients.items(), left, strict=True)
         }
 
-        def advance() -> None:
+        def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in zip(gradients, principal, strict=True):
                 self.strengths[name] = strengths
                 if self.config.warm_start:
-                    self.bases[name, self.turn] = vectors
-            self.steps += 1
+                    key = name, iteration % self.config.basis_cycle
+                    self.bases[key] = Packed(vectors, STORED).where(finite, self.bases[key])
 
-        return Reduced(errors, advance)
+        return Reduced(finite, errors, advance)
 
     def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
         """The sums of (rank x longer side) factors, whose rows are sorted by strength."""

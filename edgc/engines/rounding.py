@@ -12,7 +12,7 @@ from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
 from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
 from edgc.seeding import stable_seed
-from edgc.wire import Wire
+from edgc.wire import Packed, Wire
 
 
 class Rounding(Engine):
@@ -23,25 +23,22 @@ class Rounding(Engine):
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, wire: Wire):
         super().__init__(matrices, config, device)
         self.wire = wire
-        self._generator = torch.Generator(device)  # of stochastic rounding: each rank draws its own
-        self._seeded = False
+        self._generator = torch.Generator(device) if wire.stochastic else None
 
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
-        if not self._seeded:
-            self._generator.manual_seed(stable_seed(self.config.seed, communicator.rank))
-            self._seeded = True
+    ) -> Steps[Reduced]:
+        if self._generator is not None:  # each rank draws its own
+            self._generator.manual_seed(stable_seed(self.config.seed, iteration, communicator.rank))
         sums, shares = yield from communicator.sum(list(gradients.values()), self.wire, self._generator)
-        if not all_finite(sums):
-            return None
         errors = {}
         for (name, gradient), total, share in zip(gradients.items(), sums, shares, strict=True):
             if not self.wire.exact:
                 errors[name] = gradient - share
             gradient.copy_(total)
-        return Reduced(errors, lambda: None)
+        return Reduced(all_finite(sums), errors, lambda finite: None)

@@ -8,7 +8,7 @@ from torch import Tensor
 from edgc.collectives import Communicator, Steps
 from edgc.engines.base import Engine, Reduced, all_finite
 from edgc.seeding import stable_seed
-from edgc.wire import wire
+from edgc.wire import FP32, Packed
 
 
 class TopK(Engine):
@@ -23,9 +23,10 @@ class TopK(Engine):
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
+    ) -> Steps[Reduced]:
         chosen, values = [], []
         for gradient in gradients.values():
             flat = gradient.reshape(-1)
@@ -36,8 +37,6 @@ class TopK(Engine):
         message = torch.cat([torch.cat(values).view(torch.int32), torch.cat(chosen)])
         gathered = yield from communicator.all_gather(message)
         all_values, all_indices = (torch.split(half, sizes, dim=1) for half in gathered.chunk(2, dim=1))
-        if not all_finite([part.view(torch.float32) for part in all_values]):
-            return None
         errors = {}
         for (name, gradient), indices, received, places in zip(
             gradients.items(), chosen, all_values, all_indices, strict=True
@@ -49,7 +48,8 @@ class TopK(Engine):
             for value, place in zip(received, places, strict=True):  # one rank after another: the same bits everywhere
                 total.index_add_(0, place.long(), value.view(torch.float32))
             gradient.copy_(total.view_as(gradient))
-        return Reduced(errors, lambda: None)
+        finite = all_finite([part.view(torch.float32) for part in all_values])
+        return Reduced(finite, errors, lambda finite: None)
 
 
 class RandomK(Engine):
@@ -60,17 +60,17 @@ class RandomK(Engine):
     """
 
     low_rank = False
-    steps = 0
 
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
         ranks: Mapping[str, int],
-        older: Mapping[str, Tensor],
+        older: Mapping[str, Packed],
+        iteration: int,
         communicator: Communicator,
-    ) -> Steps[Reduced | None]:
+    ) -> Steps[Reduced]:
         # drawn on the CPU so that every device gets the same
-        generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", self.steps))
+        generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", iteration))
         chosen = [
             _draw(gradient.numel(), self.config.density, generator).to(self.device) for gradient in gradients.values()
         ]
@@ -78,9 +78,7 @@ class RandomK(Engine):
         # what is not chosen must not hide what is not finite
         healthy = torch.stack([torch.isfinite(gradient).all() for gradient in gradients.values()]).all()
         flag = torch.where(healthy, 0.0, torch.nan).view(1)
-        (flag, *sums), _ = yield from communicator.sum([flag, *local], wire("fp32"))
-        if not all_finite([flag]):
-            return None
+        (flag, *sums), _ = yield from communicator.sum([flag, *local], FP32)
         errors = {}
         for (name, gradient), indices, total in zip(gradients.items(), chosen, sums, strict=True):
             error = gradient.clone()
@@ -88,10 +86,7 @@ class RandomK(Engine):
             errors[name] = error
             gradient.zero_()
             gradient.view(-1)[indices] = total
-        return Reduced(errors, self._advance)
-
-    def _advance(self) -> None:
-        self.steps += 1
+        return Reduced(all_finite([flag]), errors, lambda finite: None)
 
 
 def _kept(elements: int, density: float) -> int:

@@ -1,14 +1,17 @@
 import torch
 
 from edgc.error_feedback import ErrorFeedback
+from edgc.wire import FP32, wire
+
+YES, NO = torch.tensor(True), torch.tensor(False)
 
 
 def test_an_error_is_added_until_something_else_is_stored() -> None:
-    feedback = ErrorFeedback(torch.float32)
+    feedback = ErrorFeedback(FP32)
     gradient = torch.ones(2, 3)
     feedback.add_to("w", gradient)
     assert torch.equal(gradient, torch.ones(2, 3))
-    feedback.store("w", torch.full((2, 3), 2.0))
+    feedback.store("w", torch.full((2, 3), 2.0), YES)
     for expected in (3.0, 5.0):
         feedback.add_to("w", gradient)
         assert torch.equal(gradient, torch.full((2, 3), expected))
@@ -18,20 +21,47 @@ def test_an_error_is_added_until_something_else_is_stored() -> None:
     assert torch.equal(flat, torch.full((6,), 2.0))
     feedback.clear("w")
     feedback.add_to("w", flat)
-    assert torch.equal(flat, torch.full((6,), 2.0)) and not feedback.errors
+    assert torch.equal(flat, torch.full((6,), 2.0)) and not feedback.packed
 
 
 def test_errors_are_kept_in_the_type_that_was_asked_for() -> None:
-    feedback = ErrorFeedback(torch.bfloat16)
-    feedback.store("w", torch.full((4,), 1.001))
+    feedback = ErrorFeedback(wire("bf16"))
+    feedback.store("w", torch.full((4,), 1.001), YES)
     gradient = torch.zeros(4)
     feedback.add_to("w", gradient)
     assert torch.equal(gradient, torch.ones(4))
 
 
 def test_a_moving_average_takes_in_new_errors_by_and_by() -> None:
-    feedback = ErrorFeedback(torch.float32, average=0.75)
-    feedback.store("w", torch.full((2, 3), 8.0))
-    assert torch.equal(feedback.errors["w"], torch.full((2, 3), 2.0))
-    feedback.store("w", torch.full((6,), 4.0))
-    assert torch.equal(feedback.errors["w"], torch.full((6,), 2.5))
+    feedback = ErrorFeedback(FP32, average=0.75)
+    feedback.store("w", torch.full((2, 3), 8.0), YES)
+    assert torch.equal(feedback.packed["w"].values(), torch.full((2, 3), 2.0))
+    feedback.store("w", torch.full((6,), 4.0), YES)
+    assert torch.equal(feedback.packed["w"].values(), torch.full((6,), 2.5))
+
+
+def test_what_was_not_finite_leaves_the_older_error_bit_for_bit() -> None:
+    for name in ("fp32", "bf16", "int8"):
+        feedback = ErrorFeedback(wire(name, stochastic=name != "fp32"))
+        feedback.store("w", torch.randn(5, 7), YES)
+        before = feedback.packed["w"].message.clone()
+        feedback.store("w", torch.full((5, 7), torch.nan), NO)
+        assert torch.equal(feedback.packed["w"].message, before)
+        feedback.store("v", torch.full((5, 7), torch.nan), NO)
+        assert torch.equal(feedback.packed["v"].values(), torch.zeros(5, 7))
+
+
+def test_a_small_error_is_not_lost_in_a_large_one() -> None:
+    """Steps of a thousandth on an error of 1 are below half a bf16 step: to the nearest, they would be lost."""
+    generator = torch.Generator().manual_seed(0)
+    grown = {}
+    for stochastic in (False, True):
+        feedback = ErrorFeedback(wire("bf16", stochastic=stochastic))
+        feedback.store("w", torch.ones(4096), YES)
+        for _ in range(200):
+            error = torch.full((4096,), 0.001)
+            feedback.add_to("w", error)
+            feedback.store("w", error, YES, generator)
+        grown[stochastic] = float(feedback.packed["w"].values().mean())
+    assert grown[False] == 1.0
+    assert abs(grown[True] - 1.2) < 0.005
