@@ -62,6 +62,10 @@ class Traffic:
         """All bytes so far."""
         return float(sum(self.by_collective.values()))
 
+    def resume(self, sent: float) -> None:
+        """Begin with what was sent before a checkpoint was loaded."""
+        self.by_collective = Counter({"before the resume": sent})
+
     def count_all_reduce(self, tensor: Tensor, ranks: int) -> None:
         """Count an all-reduce of ``tensor`` among so many ranks."""
         self._count("all-reduce", all_reduce_bytes(tensor.nbytes, ranks))
@@ -99,6 +103,10 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the in-place sum of ``tensor`` over the group."""
         self.traffic.count_all_reduce(tensor, self.ranks)
+        return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_reduce_uncounted(self, tensor: Tensor) -> Work:
+        """The same outside a training step, as for a checkpoint."""
         return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def all_gather(self, tensor: Tensor) -> Steps[Tensor]:

@@ -205,6 +205,14 @@ class EDGCConfig:
         "EDGC's own",
         tuple(WIRES),
     )
+    param_wire: str | None = _knob(
+        None,
+        "format in which the distributed optimizer's updated weights travel, as differences to those before (default: "
+        "Megatron's own all-gather)",
+        "format",
+        "SDP4Bit: arXiv 2410.15526",
+        tuple(name for name, bits in WIRES.items() if 4 <= bits <= 8),
+    )
     compress_embeddings: bool = _knob(False, "embeddings and the output layer in low rank, too", "switch", "EDGC's own")
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
@@ -227,6 +235,7 @@ class EDGCConfig:
         "switch",
         "EDGC's own",
     )
+    reset_state: bool = _knob(False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own")
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 

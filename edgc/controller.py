@@ -20,17 +20,17 @@ class StageCost:
     """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
 
     Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
-    what EDGC does while a stage is not compressed, in ``dense_wire``; ``all_reduce_seconds`` for the host's own sum in
+    what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
     fp32, which compression has to beat.
     """
 
     compressed: CommCost
     dense_seconds: float
-    all_reduce_seconds: float
+    host_seconds: float
 
     def scaled(self, factor: float) -> "StageCost":
         """The same link under other traffic."""
-        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.all_reduce_seconds * factor)
+        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.host_seconds * factor)
 
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)

@@ -32,8 +32,13 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     )
 
 
-def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float) -> StageCost:
-    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
+def cost_of_link(
+    allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False
+) -> StageCost:
+    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency.
+
+    ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does.
+    """
 
     def seconds(elements: float, name: str) -> float:
         return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks) / (gbps * 1e9 / 8)
@@ -50,14 +55,23 @@ def cost_of_link(allocation: Allocation, config: EDGCConfig, ranks: int, gbps: f
     per_rank *= config.power_iterations
     if config.residual_wire is not None:
         rest += seconds(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
-    return StageCost(CommCost(rest, per_rank), seconds(dense, config.dense_wire), seconds(dense, "fp32"))
+    host = seconds(dense, "fp32") * _host_share(scatters)
+    uncompressed = host if wire(config.dense_wire).exact else seconds(dense, config.dense_wire)
+    return StageCost(CommCost(rest, per_rank), uncompressed, host)
 
 
-def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator, device: torch.device) -> StageCost:
+def probe(
+    allocation: Allocation,
+    config: EDGCConfig,
+    communicator: Communicator,
+    device: torch.device,
+    scatters: bool = False,
+) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients.
 
     Every rank of the group must call this at the same time. Takes memory for two more fp32 gradients and the error
-    while it runs. The smallest of a few repetitions counts: anything above it is noise.
+    while it runs. The smallest of a few repetitions counts: anything above it is noise. ``scatters``: the host's own
+    reduction is a reduce-scatter; it counts as half an all-reduce.
     """
     matrices = allocation.matrices
     reducer = GradientReducer(allocation, config, communicator, device)
@@ -76,14 +90,19 @@ def probe(allocation: Allocation, config: EDGCConfig, communicator: Communicator
         return reduce
 
     all_reduce = _fastest(lambda: communicator.all_reduce(flat).wait(), flat, communicator)
-    dense = all_reduce if reducer.plain else _fastest(reduction(None), flat, communicator)
+    host = all_reduce * _host_share(scatters)
+    dense = host if reducer.plain else _fastest(reduction(None), flat, communicator)
     compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]
-    return StageCost(CommCost.fit(ranks, compressed), dense, all_reduce)
+    return StageCost(CommCost.fit(ranks, compressed), dense, host)
+
+
+def _host_share(scatters: bool) -> float:
+    return 0.5 if scatters else 1.0
 
 
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
-    """The largest rank at which a stage is not slower than the all-reduce and still saves enough; 0 if none is."""
-    rank = break_even_rank(cost.compressed, cost.all_reduce_seconds)
+    """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
+    rank = break_even_rank(cost.compressed, cost.host_seconds)
     return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 

@@ -1,7 +1,7 @@
 """The reduction of one group of gradients: sample, hand each to the engine that the plan says, feed errors back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ from edgc.allocation import Allocation, uniform_ranks
 from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Engine, Reduced, Rounding
+from edgc.engines.base import all_finite
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser
 from edgc.error_feedback import ErrorFeedback
@@ -146,10 +147,14 @@ class GradientReducer:
         """
         if self.repeatable:
             if iteration == self._iteration:
-                self.roll_back()
+                self.roll_back(iteration)
             self._iteration, self._before = iteration, self.state_dict()
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
+
+        def half(name: str) -> bool:
+            return gradients[name].dtype != torch.float32
+
         for name, matrix in matrices.items():
             if loss_scale is not None:
                 matrix.div_(loss_scale)
@@ -168,25 +173,32 @@ class GradientReducer:
             reductions.append(self._reduce(self.engine, taken, iteration, self.config.equalise))
         outcomes = yield from together(reductions)
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
+        scale = 1.0 if loss_scale is None else loss_scale
+        sums = {name: (matrix * scale).to(gradients[name].dtype) for name, matrix in matrices.items() if half(name)}
         self.finite = torch.stack([outcome.finite for outcome in outcomes]).all()
+        if sums:
+            self.finite = self.finite & all_finite(list(sums.values()))
         poison = torch.where(self.finite, 0.0, math.nan)
         errors: dict[str, Tensor] = {}
         for outcome in outcomes:
             outcome.advance(self.finite)
             errors.update(outcome.errors)
-        self._seed_rounding(iteration)
+        self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
-            matrix.add_(poison)
             if name in errors:
-                self.feedback.store(name, errors.pop(name), self.finite, self._generator)
+                error = errors.pop(name)
+                if name in sums:  # all ranks know alike what the buffer's type has cut off
+                    error += (matrix - sums[name].float() / scale) / self.communicator.ranks
+                self.feedback.store(name, error, self.finite, self._generator)
             elif name in self.feedback.packed and bool(self.finite):  # once, when compression ends
                 self.feedback.clear(name)
+            matrix.add_(poison)
             if self.config.equalise and matrix.shape[0] > 1:
                 self.equaliser.update(name, matrix)
-            if loss_scale is not None:
+            if name in sums:
+                gradients[name].view_as(matrix).copy_(sums[name] + poison)
+            elif loss_scale is not None:
                 matrix.mul_(loss_scale)
-            if gradients[name].dtype != matrix.dtype:
-                gradients[name].view_as(matrix).copy_(matrix)
         if measured and 0 < to_send < math.inf:
             self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
             if self.engine is not None and self.engine.low_rank:
@@ -209,16 +221,37 @@ class GradientReducer:
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 
-    def roll_back(self) -> None:
-        """Undo what the last reduction has done to the state: its gradients are not used. Needs ``repeatable``."""
-        if self._before is not None:
+    def roll_back(self, iteration: int) -> None:
+        """Undo what the reduction of this iteration has done to the state. Needs ``repeatable``."""
+        if iteration == self._iteration and self._before is not None:
             self.load_state_dict(self._before)
 
-    def _seed_rounding(self, iteration: int) -> None:
+    def settle_errors(self, iteration: int) -> Iterator[tuple[str, Tensor]]:
+        """The sum of each error over the group, fp32, by name; each rank goes on with an equal part of it.
+
+        Only the sum matters to training, so it is what a checkpoint holds, whatever the number of ranks. Every rank of
+        the group must run this to its end.
+        """
+        self._seed_rounding("settle", iteration)
+        for name in sorted(self.feedback.packed):
+            total = self.feedback.packed[name].values().clone()
+            self.communicator.all_reduce_uncounted(total).wait()
+            self._take_part(name, total)
+            yield name, total
+
+    def share_errors(self, totals: Mapping[str, Tensor], iteration: int) -> None:
+        """Take this rank's part of sums that ``settle_errors`` gave at this iteration."""
+        self._seed_rounding("settle", iteration)
+        for name in sorted(totals):
+            self._take_part(name, totals[name])
+
+    def _take_part(self, name: str, total: Tensor) -> None:
+        part = total / self.communicator.ranks
+        self.feedback.packed[name] = Packed(part, self.feedback.wire, self._generator)
+
+    def _seed_rounding(self, *occasion: object) -> None:
         if self.feedback.wire.stochastic:
-            self._generator.manual_seed(
-                stable_seed(self.config.seed, "error", iteration, self.communicator.rank, *self.specs)
-            )
+            self._generator.manual_seed(stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs))
 
     def _reduce(self, engine: Engine, matrices: Mapping[str, Tensor], iteration: int, equalise: bool) -> Steps[Reduced]:
         """The engine's reduction, of matrices divided by their scales if asked for."""

@@ -114,6 +114,13 @@ class Packed:
         row = values.reshape(1, -1)
         self.message = wire.encode(row if wire.bits > 8 else in_groups(row), generator)
 
+    @classmethod
+    def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":
+        """What an earlier one held."""
+        packed = cls.__new__(cls)
+        packed.message, packed.shape, packed.wire = message, shape, wire
+        return packed
+
     def where(self, condition: Tensor, other: "Packed") -> "Packed":
         """This one if the boolean ``condition`` holds, else ``other``, of the same shape and wire, bit for bit."""
         chosen = copy.copy(self)

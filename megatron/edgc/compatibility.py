@@ -5,56 +5,18 @@ from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
 
-from edgc.config import ConfigError
+from edgc.config import ConfigError, EDGCConfig
 
 SUPPORTED = "0.19"
 
 # (flag as typed, why it is refused, test on the parsed arguments)
-_UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
-    ("--use-distributed-optimizer", "parameters straddle shards", lambda a: a.use_distributed_optimizer),
-    ("--overlap-grad-reduce", "the reduction is not asynchronous yet", lambda a: a.overlap_grad_reduce),
-    ("--overlap-param-gather", "it needs the distributed optimizer", lambda a: a.overlap_param_gather),
+UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
     ("--use-megatron-fsdp", "it has gradient buffers of its own", lambda a: a.use_megatron_fsdp),
     ("--use-torch-fsdp2", "it has gradient buffers of its own", lambda a: a.use_torch_fsdp2),
-    ("--fp16", "the error feedback does not follow the loss scale yet", lambda a: a.fp16),
-    ("--grad-reduce-in-bf16", "the error feedback needs fp32 gradients", lambda a: a.grad_reduce_in_bf16),
-    ("--num-experts", "experts have process groups of their own", lambda a: a.num_experts is not None),
-    ("--tensor-model-parallel-size > 1", "not tested yet", lambda a: a.tensor_model_parallel_size > 1),
-    ("--context-parallel-size > 1", "not tested yet", lambda a: a.context_parallel_size > 1),
-    (
-        "--virtual-pipeline-model-parallel-size / --num-layers-per-virtual-pipeline-stage",
-        "one stage would be several model chunks",
-        lambda a: a.virtual_pipeline_model_parallel_size is not None,
-    ),
     (
         "--num-distributed-optimizer-instances > 1",
         "gradients are reduced in two steps",
         lambda a: a.num_distributed_optimizer_instances > 1,
-    ),
-    (
-        "--calculate-per-token-loss",
-        "gradients change scale from step to step",
-        lambda a: a.calculate_per_token_loss,
-    ),
-    (
-        "--ddp-average-in-collective",
-        "compressed sums are scaled beforehand",
-        lambda a: a.ddp_average_in_collective,
-    ),
-    (
-        "--check-for-spiky-loss",
-        "a repeated step would advance the error feedback twice",
-        lambda a: a.check_for_spiky_loss,
-    ),
-    (
-        "--check-for-large-grads",
-        "a repeated step would advance the error feedback twice",
-        lambda a: a.check_for_large_grads,
-    ),
-    (
-        "--rerun-mode report_stats",
-        "a repeated step would advance the error feedback twice",
-        lambda a: a.rerun_mode == "report_stats",
     ),
     ("--cuda-graph-impl", "a replay may still be writing the gradients", lambda a: a.cuda_graph_impl != "none"),
     (
@@ -86,21 +48,38 @@ def check_options(args: Namespace) -> None:
 
     ``args`` are Megatron's, validated: it has worked out the data-parallel size by then.
     """
-    refused = [f"{flag} ({why})" for flag, why, in_use in _UNSUPPORTED if in_use(args)]
+    refused = [f"{flag} ({why})" for flag, why, in_use in UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
-    if args.data_parallel_size < 2:
+    if args.data_parallel_size * args.context_parallel_size < 2:
         raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
+
+
+def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
+    """Raise ``ConfigError`` if updated weights are to travel in a format that this run cannot use."""
+    if config.param_wire is None:
+        return
+    needs = {
+        "--use-distributed-optimizer, whose weights are gathered": args.use_distributed_optimizer,
+        "--bf16 or --fp16, whose optimizer keeps unrounded weights": args.bf16 or args.fp16,
+        "weights that are not in fp8 or fp4": not (args.fp8_param_gather or args.fp4_param_gather),
+    }
+    missing = [need for need, met in needs.items() if not met]
+    if missing:
+        raise ConfigError(f"--edgc-param-wire = {config.param_wire}: needs {'; '.join(missing)}")
 
 
 def check_seam() -> None:
     """Raise ``ConfigError`` if a private name or signature of Megatron that EDGC relies on has changed."""
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
+    from megatron.training import training
     from megatron.training.models.base import ModelConfig
 
     expected: tuple[tuple[str, Callable[..., object], tuple[str, ...]], ...] = (
         ("start_grad_sync", _ParamAndGradBucketGroup.start_grad_sync, ("self", "force_all_reduce")),
+        ("start_param_sync", _ParamAndGradBucketGroup.start_param_sync, ("self", "force_sync")),
+        ("_post_param_sync", _ParamAndGradBucketGroup._post_param_sync, ("self",)),
         ("finish_grad_sync", _ParamAndGradBucketGroup.finish_grad_sync, ("self", "force_all_reduce")),
         (
             "check_grads",
@@ -116,7 +95,16 @@ def check_seam() -> None:
             _ParamAndGradBucket.__init__,
             ("grad_data", "param_to_index", "gradient_scaling_factor", "params_list"),
         ),
-        (_ParamAndGradBucketGroup.__init__, ("data_parallel_group", "buckets", "grad_reduce_handle")),
+        (
+            _ParamAndGradBucketGroup.__init__,
+            (
+                "data_parallel_group",
+                "intra_distributed_optimizer_instance_group",
+                "buckets",
+                "grad_reduce_handle",
+                "is_first_batch",
+            ),
+        ),
         (DistributedDataParallel.__init__, ("bucket_groups", "expert_parallel_bucket_groups")),
     )
     for function, names in sources:
@@ -124,5 +112,7 @@ def check_seam() -> None:
         for name in names:
             if f"self.{name}" not in source:
                 raise ConfigError(f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow")
+    if next(iter(inspect.signature(training.save_checkpoint).parameters)) != "iteration":
+        raise ConfigError("Megatron's save_checkpoint no longer begins with the iteration: EDGC must follow")
     if "post_wrap_hooks" not in ModelConfig.__dataclass_fields__:
         raise ConfigError("Megatron's ModelConfig has no post_wrap_hooks any more: EDGC must follow")

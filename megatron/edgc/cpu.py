@@ -7,10 +7,12 @@ stay the real ones.
 """
 
 import contextlib
+import copy
 import logging
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,6 +127,8 @@ def redirect() -> None:
         "set_device": nothing,
         "get_device_name": lambda *args, **kwargs: "CPU",
         "get_device_capability": lambda *args, **kwargs: (0, 0),
+        # From major version 10 on, Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS under tensor parallelism.
+        "get_device_properties": lambda *args, **kwargs: SimpleNamespace(name="CPU", major=10, minor=0),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": _Stream,
@@ -159,6 +163,7 @@ def _redirect_megatron() -> None:
     """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as tensor_parallel_random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -174,6 +179,20 @@ def _redirect_megatron() -> None:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
 
         dataset_utils.compile_helpers = lambda: None
+
+    # torch's norm does under sequence parallelism what apex's does: work on its part, and mark its weights, whose
+    # gradients Megatron then sums over the tensor-parallel ranks.
+    build = WrappedTorchNorm.__new__
+
+    def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        module = build(cls, alone, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    WrappedTorchNorm.__new__ = norm
 
     import megatron.training.training as training
 

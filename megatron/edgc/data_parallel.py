@@ -1,71 +1,134 @@
 """The data-parallel seam: EDGC's reduction in place of the all-reduce of Megatron's bucket groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.utils import unwrap_model
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, shard_buffer
 from torch import Tensor
 
-from edgc.allocation import Parameter
+from edgc.collectives import Communicator, Steps, Traffic, together
+from edgc.overlap import Overlap
 from edgc.reducer import GradientReducer, run
 from edgc.timing import Spans
+from edgc.weights import gather_differences
+from edgc.wire import Wire
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a reduction has to know of the step it belongs to."""
+
+    iteration: int
+    loss_scale: Tensor | None
 
 
 class EDGCBucketGroup(_ParamAndGradBucketGroup):
-    """A bucket group whose gradients EDGC sums. Only ``start_grad_sync`` differs from Megatron's.
+    """A bucket group whose gradients EDGC sums. Only what starts a collective differs from Megatron's.
 
     Megatron's own object changes its class (``attach``) instead of being replaced, so everything that refers to it
     goes on working. As long as nothing is compressed or owed, Megatron's own collective runs and is only counted.
+
+    With the distributed optimizer every rank gets the whole sum, not its shard alone: the factors of a matrix reach all
+    ranks anyway, since the next step starts from them.
     """
 
     edgc_reducer: GradientReducer
+    edgc_weights: "WeightGather"
     edgc_names: dict[torch.nn.Parameter, str]
     edgc_spans: Spans
-    edgc_iteration: Callable[[], int]
+    edgc_overlap: Overlap
+    edgc_step: Callable[[], Step]
 
     @classmethod
     def attach(
         cls,
         group: _ParamAndGradBucketGroup,
         reducer: GradientReducer,
+        weights: "WeightGather",
         names: dict[torch.nn.Parameter, str],
         spans: Spans,
-        iteration: Callable[[], int],
+        overlap: Overlap,
+        step: Callable[[], Step],
     ) -> "EDGCBucketGroup":
-        """Turn one of Megatron's bucket groups into an EDGC one, in place."""
+        """Turn one of Megatron's bucket groups into an EDGC one, in place. ``step`` tells of the step under way."""
         if type(group) is not _ParamAndGradBucketGroup:
             raise TypeError(f"a bucket group of type {type(group).__name__} cannot be taken over")
         group.__class__ = cls
         assert isinstance(group, EDGCBucketGroup)
-        group.edgc_reducer, group.edgc_names = reducer, names
-        group.edgc_spans, group.edgc_iteration = spans, iteration
+        group.edgc_reducer, group.edgc_weights, group.edgc_names = reducer, weights, names
+        group.edgc_spans, group.edgc_overlap, group.edgc_step = spans, overlap, step
         return group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Sum the gradients over the data-parallel group; synchronous, as Megatron's is without overlap."""
-        reducer, iteration = self.edgc_reducer, self.edgc_iteration()
+        """Sum the gradients over the data-parallel group; with overlap, ``finish_grad_sync`` waits for it."""
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return  # already under way: in the first step Megatron asks twice
+        reducer, step = self.edgc_reducer, self.edgc_step()
+        overlapped = self.ddp_config.overlap_grad_reduce
         gradients = self._gradients()
         # Before scaling in both branches: the entropy must not jump when compression begins.
-        reducer.measure(gradients, iteration)
+        reducer.measure(gradients, step.iteration, step.loss_scale)
         start = self.edgc_spans.mark()
         if reducer.plain:
             for bucket in self.buckets:
-                reducer.communicator.traffic.count_all_reduce(bucket.grad_data, reducer.communicator.ranks)
+                count_dense(reducer.communicator.traffic, self, bucket.grad_data)
             super().start_grad_sync(force_all_reduce=force_all_reduce)
         else:
-            self._reduce(gradients, iteration)
-        self.edgc_spans.add(start)
+            self._check_and_scale()
+            reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
+            if overlapped:
+                self.grad_reduce_handle = self.edgc_overlap.start(reduction)
+            else:
+                with torch.no_grad():
+                    run(reduction)
+        if not overlapped:  # else the span would be that of starting it
+            self.edgc_spans.add(start)
 
-    def _reduce(self, gradients: dict[str, Tensor], iteration: int) -> None:
-        if self.ddp_config.check_for_nan_in_grad:
-            self.check_grads(check_for_nan_or_inf=True, check_for_large=False)
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.gradient_scaling_factor != 1.0:
-                    bucket.grad_data *= bucket.gradient_scaling_factor
-            run(self.edgc_reducer.reduce(gradients, iteration))
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the weights that the distributed optimizer has updated: as Megatron does, or their differences."""
+        if force_sync and self.param_gather_handle is not None:
+            super().start_param_sync(force_sync=force_sync)  # waits for the one under way
+            return
+        weights = self.edgc_weights
+        all_shards = [shard_buffer(bucket.param_data, weights.communicator.ranks) for bucket in self.buckets]
+        for shards in all_shards:
+            weights.dense.count_all_gather(shards[0], weights.communicator.ranks)
+        if weights.before is None:
+            for shards in all_shards:
+                weights.communicator.traffic.count_all_gather(shards[0], weights.communicator.ranks)
+            super().start_param_sync(force_sync=force_sync)
+            return
+        gather = weights.gather(all_shards)
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = self.edgc_overlap.start(gather)
+        else:
+            with torch.no_grad():
+                run(gather)
+            if self.ddp_config.overlap_param_gather:
+                self._post_param_sync()
+        self.param_gather_dispatched = True
+
+    def keep_weights(self) -> None:
+        """Before the optimizer's step: remember the own shards as the other ranks have them."""
+        weights = self.edgc_weights
+        if weights.wire is not None:
+            shards = [shard_buffer(bucket.param_data, weights.communicator.ranks) for bucket in self.buckets]
+            weights.before = [each[weights.communicator.rank].clone() for each in shards]
+
+    def _check_and_scale(self) -> None:
+        """As Megatron does before its own collective; an average in the collective becomes one before it."""
+        config = self.ddp_config
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
+        for bucket in self.buckets:
+            factor = bucket.gradient_scaling_factor
+            if config.average_in_collective:
+                factor /= self.edgc_reducer.communicator.ranks
+            if factor != 1.0:
+                with torch.no_grad():
+                    bucket.grad_data *= factor
 
     def _gradients(self) -> dict[str, Tensor]:
         """Views into the buckets: a parameter's ``main_grad`` may be another tensor than the one that is reduced."""
@@ -77,24 +140,38 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         return views
 
 
-def named_bucket_groups(
-    chunk: DistributedDataParallel,
-) -> list[tuple[_ParamAndGradBucketGroup, dict[torch.nn.Parameter, str]]]:
-    """The bucket groups of a model chunk, each with the names of its parameters."""
-    # of the bare model, so that a precision wrapper does not change them
-    names = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
-    groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-    return [
-        (group, {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list})
-        for group in groups
-    ]
+class WeightGather:
+    """How the weights of one bucket group are gathered, and what that sends; ``dense`` counts Megatron's own way."""
+
+    def __init__(self, communicator: Communicator, dense: Traffic, wire: Wire | None):
+        self.communicator = communicator
+        self.dense = dense
+        self.wire = wire
+        self.before: list[Tensor] | None = None  # own shards of all buckets, until they have been gathered
+
+    def gather(self, all_shards: Sequence[Sequence[Tensor]]) -> Steps[None]:
+        """Gather the differences of all buckets at once."""
+        assert self.before is not None and self.wire is not None
+        before, self.before = self.before, None
+        yield from together(
+            [
+                gather_differences(shards, old, self.wire, self.communicator)
+                for shards, old in zip(all_shards, before, strict=True)
+            ]
+        )
 
 
-def describe(name: str, parameter: torch.nn.Parameter) -> Parameter:
-    """What the allocation needs to know of a Megatron parameter."""
-    return Parameter(
-        name,
-        tuple(parameter.shape),
-        # Megatron marks word embeddings and output layers, but not position embeddings
-        embedding=name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False),
-    )
+def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
+    """The ranks among which a bucket group's gradients are summed."""
+    if group.ddp_config.use_distributed_optimizer:
+        return group.intra_distributed_optimizer_instance_group
+    return group.data_parallel_group
+
+
+def count_dense(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:
+    """Count what Megatron's own collective sends of a bucket."""
+    ranks = dist.get_world_size(process_group(group))
+    if group.ddp_config.use_distributed_optimizer:
+        traffic.count_reduce_scatter(buffer, ranks)
+    else:
+        traffic.count_all_reduce(buffer, ranks)

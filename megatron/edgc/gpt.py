@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -21,9 +21,10 @@ from edgc.config import ConfigError
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
-def _needs_batch() -> bool:
-    """Only the first and the last pipeline stage look at the data."""
-    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+def _needs_batch(vp_stage: int | None) -> bool:
+    """Only the first and the last pipeline stage look at the data; of a virtual pipeline: the first and last chunk."""
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return parallel_state.is_pipeline_first_stage(**where) or parallel_state.is_pipeline_last_stage(**where)
 
 
 # Flags of Megatron-LM's script that change what a batch is, and that this one does not implement.
@@ -71,26 +72,32 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     )
 
 
-def train_valid_test_datasets(num_samples: list[int | None]) -> tuple[Any, Any, Any]:
+def train_valid_test_datasets(num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Build the three datasets; ``num_samples`` holds the samples wanted of each."""
     args = get_args()
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         dataset_class,
         num_samples,
-        lambda: _needs_batch() and parallel_state.get_tensor_model_parallel_rank() == 0,
+        lambda: _needs_batch(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0,
         dataset_config(args),
     )
     return builder.build()
 
 
-def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor | None]:
+# Every rank calls it, not tensor-parallel rank 0 alone: the builder itself meets at barriers of all ranks.
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None = None
+) -> dict[str, torch.Tensor | None]:
     """The micro-batch of this rank: read by tensor-parallel rank 0, broadcast to its group, cut for context parallel.
 
     Returns tensors of shape (micro batch, sequence), or None for what this pipeline stage does not need.
     """
     args = get_args()
-    if not _needs_batch():
+    if not _needs_batch(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = dict.fromkeys(BATCH_KEYS)
@@ -112,8 +119,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
-        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
     batch = {key: batch[key] for key in BATCH_KEYS}
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
@@ -133,6 +140,6 @@ def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """One micro-batch forward; returns the stage's output and the function that turns it into the loss."""
-    batch = get_batch(data_iterator)
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])

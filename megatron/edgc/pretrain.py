@@ -1,6 +1,7 @@
 """Pretraining with EDGC: parse, check, install, and hand over to Megatron's own ``pretrain``."""
 
 from argparse import Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
 from megatron.training.utils import get_blend_and_blend_per_split
+from torch.nn import Module
 
 from edgc.config import ConfigError
 from megatron.edgc import cpu, gpt
@@ -19,9 +21,25 @@ from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
 from megatron.edgc.training import Session
 
+Hook = Callable[[list[Module]], list[Module]]
+
 
 def pretrain_gpt(on_cpu: bool) -> None:
     """Train a GPT from the command line's flags. Raises ``ConfigError`` on bad input before anything is built."""
+    train(on_cpu)
+    # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
+    # gloo's threads sometimes abort the process.
+    if writer := get_tensorboard_writer():
+        writer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
+    """``pretrain_gpt`` without the end of the process groups; the session with EDGC.
+
+    ``hooks`` are called with the list of wrapped model chunks, after EDGC's own, and return it.
+    """
     check_version()
     args = parse_and_validate_args(
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
@@ -30,23 +48,20 @@ def pretrain_gpt(on_cpu: bool) -> None:
     gpt.check_options(args)
     check_datasets(args)
     model = gpt_config_from_args(args)
+    session = None
     if config is not None:
         session = Session(config, args)
         check_options(args)
         check_seam()
         model.post_wrap_hooks.append(session.install)
+    model.post_wrap_hooks.extend(hooks)
     pretrain(
         pretrain_cfg_container_from_args(args, model),
         gpt.train_valid_test_datasets,
         ModelType.encoder_or_decoder,
         gpt.forward_step,
     )
-    # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
-    # gloo's threads sometimes abort the process.
-    if writer := get_tensorboard_writer():
-        writer.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return session
 
 
 class _Help(HelpFormatter):

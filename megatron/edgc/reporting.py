@@ -18,9 +18,7 @@ from edgc.allocation import Allocation
 from edgc.config import EDGCConfig
 from edgc.controller import NO_RANK, StageCost
 from edgc.events import EventLog
-from megatron.edgc.windows import WindowReport
-
-GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32 in every mode that EDGC supports
+from megatron.edgc.windows import StageKey, WindowReport
 
 
 class Reporter:
@@ -37,9 +35,10 @@ class Reporter:
         if dist.get_rank() == 0:
             print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
 
-    def start(self, stages: Sequence[Allocation], costs: Sequence[StageCost | None]) -> None:
+    def start(self, keys: Sequence[StageKey], stages: Sequence[Allocation], costs: Sequence[StageCost | None]) -> None:
         """What is compressed, what stays dense and why."""
         config = self.config
+        gradient_bytes = 2 if self.args.grad_reduce_in_bf16 else 4
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif not config.dynamic:
@@ -49,21 +48,19 @@ class Reporter:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
-        for stage, allocation in enumerate(stages, start=1):
+        for key, allocation in zip(keys, stages, strict=True):
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
             noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
-            lines.append(
-                f"stage {stage} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * GRADIENT_BYTES)} a step"
-            )
+            lines.append(f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * gradient_bytes)} a step")
             count: Counter[str] = Counter()
             size: Counter[str] = Counter()
             for parameter, why in allocation.rest:
                 count[why] += 1
-                size[why] += parameter.elements * GRADIENT_BYTES
+                size[why] += parameter.elements * gradient_bytes
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
-                lines.append(f"stage {stage} in {config.rest_wire}: {what}: {why}")
+                lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.events.write(
             "start",
@@ -72,11 +69,12 @@ class Reporter:
             world_size=dist.get_world_size(),
             stages=[
                 {
+                    "name": str(key),
                     "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in allocation.matrices],
                     "rest": [[parameter.name, parameter.elements, why] for parameter, why in allocation.rest],
                     "cost": None if cost is None else asdict(cost),
                 }
-                for allocation, cost in zip(stages, costs, strict=True)
+                for key, allocation, cost in zip(keys, stages, costs, strict=True)
             ],
             versions={
                 "edgc": __version__,
@@ -96,21 +94,27 @@ class Reporter:
             )
 
     def window(self, report: WindowReport, last: bool) -> None:
-        """One line per stage, the scalars, and the event."""
+        """One line for each stage, the scalars, and the event."""
         plan = report.plan
         for stage, seen in enumerate(report.stages):
             proposed = plan.proposed[stage] if plan.proposed else None
             ratio = seen.dp_bytes_dense / seen.dp_bytes if seen.dp_bytes else math.nan
             self._print(
-                f"edgc | {report.iteration}/{self.iterations} | stage {stage + 1} | entropy {seen.entropy:.4f} nats | "
+                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
                 f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reason}"
                 f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)} ({ratio:.1f}x fewer) | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
+        if report.param_bytes_dense:
+            self._print(
+                f"edgc | {report.iteration}/{self.iterations} | updated weights: sent {_bytes(report.param_bytes)} of "
+                f"{_bytes(report.param_bytes_dense)} so far"
+            )
         self._tensorboard(report)
         event = asdict(report)
-        for stage in event["stages"]:
+        for stage, seen in zip(event["stages"], report.stages, strict=True):
+            stage["stage"] = str(seen.stage)
             del stage["energies"]  # all spectra would swell the log
         self.events.write("window", last=last, **event)
 
@@ -128,7 +132,7 @@ class Reporter:
             }
             for name, value in scalars.items():
                 if math.isfinite(value):
-                    writer.add_scalar(f"edgc/{name}/stage-{stage + 1}", value, report.iteration)
+                    writer.add_scalar(f"edgc/{name}/{str(seen.stage).replace(' ', '-')}", value, report.iteration)
 
     def _rank(self, rank: int | None) -> str:
         if rank is None:

@@ -14,12 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.utils import get_model_config
-from torch import nn
+from torch import Tensor, nn
 
 from edgc import probe
 from edgc.alignment import RANK_MULTIPLE
 from edgc.allocation import Allocation, allocate, width
-from edgc.collectives import Communicator, Traffic, all_reduce_bytes
+from edgc.collectives import Communicator, Traffic
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import (
     Controller,
@@ -30,26 +30,21 @@ from edgc.controller import (
     smallest_rank,
     static_ranks,
 )
-from edgc.reducer import GradientReducer
+from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
-from megatron.edgc.data_parallel import EDGCBucketGroup, describe, named_bucket_groups
+from megatron.edgc.checkpointing import Checkpoints
+from megatron.edgc.compatibility import check_param_wire
+from megatron.edgc.data_parallel import Step
 from megatron.edgc.reporting import Reporter
-from megatron.edgc.windows import (
-    RankWindow,
-    WindowReport,
-    by_kind,
-    mean_or_nan,
-    median_or_nan,
-    merge,
-    merge_statistics,
-)
+from megatron.edgc.stages import Stage, stages_of
+from megatron.edgc.windows import StageKey, WindowReport, median_or_nan, merge
 
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What one rank knows of its stage before training; rank 0 prints it and builds the controller from it."""
+    """What one rank knows of one of its stages before training; rank 0 prints it and builds the controller from it."""
 
-    stage: int
+    stage: StageKey
     allocation: Allocation
     cost: StageCost | None
     break_even: int
@@ -62,51 +57,40 @@ class Session:
         self.args = args
         self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
         config.check_run(self.iterations)
+        check_param_wire(config, args)
         self.config = config
         self.controller: Controller | None = None  # on global rank 0 alone
-        self.reducers: list[GradientReducer] = []
-        self.traffic = Traffic()
-        self.stage = 0
+        self.stages: list[Stage] = []  # of this rank
+        self.keys: list[StageKey] = []  # of the plan
         self.plan = RankPlan(0, 0, ())
-        self.dense_bytes_per_step = 0.0
-        self._dense_bytes = 0.0
         self._active: tuple[int | None, ...] = ()
-        self._window_start = (0.0, 0.0)
+        self._step: Step | None = None
+        self._counted: int | None = None
         self._step_seconds: list[float] = []
         self._last_step = math.nan
 
     def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Take over the gradient reduction of the wrapped model chunks. Every rank calls this at the same point."""
-        chunk = chunks[0]
-        if len(chunks) != 1 or not isinstance(chunk, DistributedDataParallel):
-            raise ConfigError(
-                f"--edgc needs one model chunk in Megatron's DDP, not {len(chunks)} of {type(chunk).__name__}"
-            )
-        self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        groups = named_bucket_groups(chunk)
-        device = next(chunk.parameters()).device
-        parameters = [[describe(name, parameter) for parameter, name in names.items()] for _, names in groups]
+        wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        if len(wrapped) < len(chunks):
+            others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in wrapped})
+            raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
+        device = next(chunks[0].parameters()).device
+        self.model_config = get_model_config(chunks[0])
+        self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device)
 
-        self.config, setups = self._plan_run([p for group in parameters for p in group], groups[0][0], device)
-        for (group, _), described in zip(groups, parameters, strict=True):
-            reducer = GradientReducer(
-                allocate(described, self.config, smallest_rank(self.config)),
-                self.config,
-                Communicator(group.data_parallel_group, self.traffic),
-                device,
-            )
-            self.reducers.append(reducer)
-            for bucket in group.buckets:
-                self.dense_bytes_per_step += all_reduce_bytes(
-                    bucket.grad_data.numel() * bucket.grad_data.element_size(), reducer.communicator.ranks
-                )
-        self.reduce_spans, self.backward_spans = Spans(device), Spans(device)
-        for (group, names), reducer in zip(groups, self.reducers, strict=True):
-            EDGCBucketGroup.attach(group, reducer, names, self.reduce_spans, lambda: self.args.curr_iteration)
-        BackwardTimer(chunk, lambda: self.reducers[0].sampler.measures(self.args.curr_iteration), self.backward_spans)
-        self._wrap_finalize(chunk)
+        self.config, setups = self._plan_run(device)
+        overlap = Overlap(device)
+        for stage in self.stages:
+            stage.attach(self.config, overlap, self.begin_step, self._repeatable())
+        self.backward_spans = Spans(device)
+        sampler = self.stages[0].reducers[0].sampler
+        for chunk in wrapped:
+            BackwardTimer(chunk, lambda: sampler.measures(self.args.curr_iteration), self.backward_spans)
+        self._wrap_finalize()
 
         stages = _by_stage(setups)
+        self.keys = [stage[0].stage for stage in stages]
         allocations = [stage[0].allocation for stage in stages]
         costs = [_slowest([setup.cost for setup in stage]) for stage in stages]
         if dist.get_rank() == 0:
@@ -118,31 +102,50 @@ class Session:
             )
         self.plan = self._broadcast(self.controller.plan if self.controller else None)
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(allocations, costs)
-        if (self.args.save or self.args.load) and self.config.engine != "dense":
-            Reporter.warn(
-                "checkpoints hold no EDGC state yet: after a resume the error feedback starts at zero and the "
-                "controller knows no earlier entropy"
-            )
+        self.reporter.start(self.keys, allocations, costs)
+        Checkpoints(self.args, self.config, self.stages, self.controller).install(self._resume)
         return chunks
 
-    def _plan_run(
-        self, parameters: Sequence[Any], group: Any, device: torch.device
-    ) -> tuple[EDGCConfig, list[StageSetup]]:
+    def _resume(self) -> None:
+        """A checkpoint has been loaded, on rank 0 the controller's state with it."""
+        self.plan = self._broadcast(self.controller.plan if self.controller else None)
+
+    def _repeatable(self) -> bool:
+        """Whether Megatron may skip a step or run it again: an overflow in fp16, or a result that it doubts."""
+        args = self.args
+        doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.rerun_mode == "report_stats"
+        return bool(args.fp16 or doubts)
+
+    def _plan_run(self, device: torch.device) -> tuple[EDGCConfig, list[StageSetup]]:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""
-        config = self.config
-        communicator = Communicator(group.data_parallel_group, Traffic())  # probing is no training traffic
-        candidates = allocate(parameters, config, smallest_rank(config))
+        config, main = self.config, self.stages[0]
+        communicator = Communicator(main.process_group, Traffic())  # probing is no training traffic
+        candidates = allocate(main.parameters, config, smallest_rank(config))
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices:
+            scatters = self.args.use_distributed_optimizer
             cost = (
-                probe.probe(candidates, config, communicator, device)
+                probe.probe(candidates, config, communicator, device, scatters)
                 if config.link_gbps is None
-                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps)
+                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, scatters)
             )
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
-        setups = _all_gather(StageSetup(self.stage, candidates, cost, break_even))
-        everything = allocate(parameters, config, RANK_MULTIPLE).matrices
+
+        def setups(config: EDGCConfig) -> list[StageSetup]:
+            # experts have no cost of their own: the rank that pays is that of the layers around them
+            own = [
+                StageSetup(
+                    stage.key,
+                    allocate(stage.parameters, config, smallest_rank(config)),
+                    None if stage.key.experts else cost,
+                    break_even,
+                )
+                for stage in self.stages
+            ]
+            return [setup for rank in _all_gather(own) for setup in rank]
+
+        known = setups(config)
+        everything = [m for stage in self.stages for m in allocate(stage.parameters, config, RANK_MULTIPLE).matrices]
         usable = max(_all_gather(probe.largest_rank(everything, config.min_saving)))
         _, largest = static_ranks(config) or (None, None)
         for name, rank in (("rmin", config.rmin), ("rmax", config.rmax), ("static_rank", largest)):
@@ -152,48 +155,68 @@ class Session:
                     f"rank {rank}; the largest rank that does is {usable}"
                 )
         if not config.dynamic:
-            return config, setups
-        lowest = min((s.break_even for s in setups if s.cost is not None), default=0)
+            return config, known
+        lowest = min((s.break_even for s in known if s.cost is not None), default=0)
         if config.rmax is None and lowest < max(RANK_MULTIPLE, config.rmin or 0):
             Reporter.warn(
-                "on this link compression takes longer than the dense all-reduce at every rank: reducing dense. "
+                "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
-            return replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0), setups
-        config = resolve_ranks(config, lowest, width(m for s in setups for m in s.allocation.matrices))
+            return replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0), known
+        config = resolve_ranks(config, lowest, width(m for s in known for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
-        settled = allocate(parameters, config, smallest_rank(config))
-        return config, _all_gather(StageSetup(self.stage, settled, cost, break_even))
+        return config, setups(config)
 
-    def _wrap_finalize(self, chunk: DistributedDataParallel) -> None:
+    def _wrap_finalize(self) -> None:
         """Megatron keeps a ``finalize_model_grads_func`` that is already set, and calls it once a training step."""
-        model_config = get_model_config(chunk)
-        finalize: Callable[..., Any] = model_config.finalize_model_grads_func or finalize_model_grads
+        finalize: Callable[..., Any] = self.model_config.finalize_model_grads_func or finalize_model_grads
 
         def with_edgc(*args: Any, **kwargs: Any) -> Any:
-            self.before_reduction(self.args.curr_iteration)
             result = finalize(*args, **kwargs)
             self.after_reduction(self.args.curr_iteration)
             return result
 
-        model_config.finalize_model_grads_func = with_edgc
+        self.model_config.finalize_model_grads_func = with_edgc
 
-    def before_reduction(self, iteration: int) -> None:
-        """Use the plan that holds for this iteration (counted from 0)."""
-        now = time.perf_counter()
-        if math.isfinite(self._last_step):
-            self._step_seconds.append(now - self._last_step)
-        self._last_step = now
-        dense = (None,) * len(self.plan.ranks)
-        self._active = self.plan.ranks if iteration >= self.plan.first_iteration else dense
-        matrix_ranks = self.plan.matrix_ranks[self.stage] if self.plan.matrix_ranks else None
-        for reducer in self.reducers:
-            reducer.set_rank(self._active[self.stage], matrix_ranks)
+    def begin_step(self) -> Step:
+        """The step under way. Its first reduction, which may start amid the backward pass, brings in the plan."""
+        iteration = self.args.curr_iteration  # counted from 0
+        if self._step is None or self._step.iteration != iteration:
+            now = time.perf_counter()
+            if math.isfinite(self._last_step):
+                self._step_seconds.append(now - self._last_step)
+            self._last_step = now
+            dense = (None,) * len(self.plan.ranks)
+            self._active = self.plan.ranks if iteration >= self.plan.first_iteration else dense
+            for stage in self.stages:
+                place = self.keys.index(stage.key)
+                matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
+                for reducer in stage.reducers:
+                    reducer.set_rank(self._active[place], matrix_ranks)
+            self._step = Step(iteration, self._loss_scale())
+        return self._step
+
+    def _loss_scale(self) -> Tensor | None:
+        """What gradients are multiplied with in fp16."""
+        if not self.args.fp16:
+            return None
+        scale: Tensor = self.model_config.grad_scale_func(torch.ones((), device=self.stages[0].device))
+        return scale
 
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
-        self._dense_bytes += self.dense_bytes_per_step
+        for stage in self.stages:
+            stage.dense_bytes += stage.dense_bytes_per_step
+            for group in stage.groups:
+                group.keep_weights()
+        if self.args.fp16 and not self._all_finite():
+            for stage in self.stages:
+                for reducer in stage.reducers:
+                    reducer.roll_back(iteration)
+        if iteration == self._counted:  # Megatron has run the step again
+            return
+        self._counted = iteration
         completed = iteration + 1
         self.reporter.progress(completed, self._step_seconds)
         closes_window = completed % self.config.window == 0
@@ -202,9 +225,19 @@ class Session:
             self.plan = report.plan
             self.reporter.window(report, last=completed == self.iterations)
 
+    def _all_finite(self) -> bool:
+        """Whether every reduction of the step was finite on every rank: if not, the optimizer skips the step."""
+        finite = [reducer.finite for stage in self.stages for reducer in stage.reducers]
+        everywhere = torch.stack(finite).all().to(torch.int32)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return bool(everywhere)
+
     def _exchange(self, completed: int, decide: bool) -> WindowReport:
-        seen = _all_gather(self._take_window())
-        totals = _all_gather((self.traffic.bytes, self._dense_bytes))
+        backward = median_or_nan(self.backward_spans.take_seconds())
+        windows = [stage.take_window(math.nan if stage.key.experts else backward) for stage in self.stages]
+        seen = [window for rank in _all_gather(windows) for window in rank]
+        counts = [stage.byte_counts() for stage in self.stages]
+        totals = _all_gather([sum(count) for count in zip(*counts, strict=True)])
         report = None
         if self.controller is not None:
             stages = tuple(merge(stage) for stage in _by_stage(seen))
@@ -222,29 +255,11 @@ class Session:
                 self.controller.plan,
                 stages,
                 median(self._step_seconds) if self._step_seconds else math.nan,
-                fmean(sent for sent, _ in totals),
-                fmean(dense for _, dense in totals),
+                *(fmean(count) for count in zip(*totals, strict=True)),
             )
         report = self._broadcast(report)
         self._step_seconds = []
         return report
-
-    def _take_window(self) -> RankWindow:
-        measurements = [reducer.measurements.take() for reducer in self.reducers]
-        sent, dense = self.traffic.bytes, self._dense_bytes
-        window = RankWindow(
-            stage=self.stage,
-            entropy=mean_or_nan([value for m in measurements for value in m.entropy]),
-            residual=mean_or_nan([value for m in measurements for value in m.residual]),
-            reduce_seconds=median_or_nan(self.reduce_spans.take_seconds()),
-            micro_backward_seconds=median_or_nan(self.backward_spans.take_seconds()),
-            dp_bytes=sent - self._window_start[0],
-            dp_bytes_dense=dense - self._window_start[1],
-            energies={name: values for m in measurements for name, values in m.mean_energies().items()},
-            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
-        )
-        self._window_start = (sent, dense)
-        return window
 
     @staticmethod
     def _broadcast(value: Any) -> Any:

@@ -9,11 +9,22 @@ from edgc.controller import RankPlan
 from edgc.statistics import GradientStatistics
 
 
+@dataclass(frozen=True, order=True)
+class StageKey:
+    """A stage of the plan. In order: all pipeline stages, then the experts of each that has some."""
+
+    experts: bool
+    pipeline_stage: int  # counted from 0
+
+    def __str__(self) -> str:
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.experts else ''}"
+
+
 @dataclass(frozen=True)
 class RankWindow:
-    """What one rank saw in one window."""
+    """What one rank saw of one stage in one window."""
 
-    stage: int
+    stage: StageKey
     entropy: float
     residual: float
     reduce_seconds: float
@@ -29,7 +40,8 @@ class WindowReport:
     """A closed window as every rank gets it from rank 0.
 
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
-    The byte counts are of the whole run so far, the mean over all ranks.
+    The byte counts are of the whole run so far, the mean over all ranks; ``param_bytes`` of the distributed
+    optimizer's updated weights.
     """
 
     iteration: int
@@ -39,6 +51,8 @@ class WindowReport:
     step_seconds: float
     dp_bytes: float
     dp_bytes_dense: float
+    param_bytes: float
+    param_bytes_dense: float
 
 
 def merge(ranks: Sequence[RankWindow]) -> RankWindow:
@@ -53,9 +67,18 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         ),
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
-        energies=ranks[0].energies,  # of sums, which are the same on all ranks
+        energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
     )
+
+
+def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Of each matrix over the ranks: data-parallel ones saw the same sums, others hold other parts of the stage."""
+    means = {}
+    for name in several[0]:
+        seen = [one[name] for one in several if len(one.get(name, ())) == len(several[0][name])]
+        means[name] = [fmean(values) for values in zip(*seen, strict=True)]
+    return means
 
 
 def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:

@@ -69,7 +69,7 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
-    assert cost.all_reduce_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
+    assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), allocation.matrices, 1.0) == 20
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from edgc.config import ConfigError
+from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc import compatibility
 
 
@@ -53,23 +53,9 @@ def arguments() -> Namespace:
 
 
 UNSUPPORTED = {
-    "--use-distributed-optimizer": {"use_distributed_optimizer": True},
-    "--overlap-grad-reduce": {"overlap_grad_reduce": True},
-    "--overlap-param-gather": {"overlap_param_gather": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
-    "--fp16": {"fp16": True},
-    "--grad-reduce-in-bf16": {"grad_reduce_in_bf16": True},
-    "--num-experts": {"num_experts": 4},
-    "--tensor-model-parallel-size > 1": {"tensor_model_parallel_size": 2},
-    "--context-parallel-size > 1": {"context_parallel_size": 2},
-    "--virtual-pipeline-model-parallel-size": {"virtual_pipeline_model_parallel_size": 2},
     "--num-distributed-optimizer-instances > 1": {"num_distributed_optimizer_instances": 2},
-    "--calculate-per-token-loss": {"calculate_per_token_loss": True},
-    "--ddp-average-in-collective": {"ddp_average_in_collective": True},
-    "--check-for-spiky-loss": {"check_for_spiky_loss": True},
-    "--check-for-large-grads": {"check_for_large_grads": True},
-    "--rerun-mode report_stats": {"rerun_mode": "report_stats"},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]
@@ -91,13 +77,30 @@ def test_an_unsupported_option_is_named(arguments: Namespace, flag: str) -> None
 
 
 def test_all_refused_options_are_tested() -> None:
-    assert len(UNSUPPORTED) == len(compatibility._UNSUPPORTED)
+    assert len(UNSUPPORTED) == len(compatibility.UNSUPPORTED)
 
 
 def test_one_data_parallel_rank_is_refused(arguments: Namespace) -> None:
     alone = Namespace(**{**vars(arguments), "data_parallel_size": 1})
     with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
         compatibility.check_options(alone)
+    # gradients are summed over context-parallel ranks, too
+    compatibility.check_options(Namespace(**{**vars(alone), "context_parallel_size": 2}))
+
+
+def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
+    config = EDGCConfig(param_wire="int8")
+    fitting = {"use_distributed_optimizer": True, "bf16": True, "fp16": False}
+    compatibility.check_param_wire(config, Namespace(**{**vars(arguments), **fitting}))
+    for change, said in (
+        ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
+        ({"bf16": False}, "--bf16 or --fp16"),
+        ({"fp8_param_gather": True}, "not in fp8"),
+    ):
+        unfit = Namespace(**{**vars(arguments), **fitting, **change})
+        with pytest.raises(ConfigError, match=f"--edgc-param-wire = int8: needs .*{said}"):
+            compatibility.check_param_wire(config, unfit)
+        compatibility.check_param_wire(EDGCConfig(), unfit)
 
 
 def test_the_requirement_of_the_package_is_the_checked_version() -> None:

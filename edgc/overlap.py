@@ -1,0 +1,69 @@
+"""Reductions that run beside the backward pass: on a stream of their own, or message by message between its pieces."""
+
+from collections import deque
+
+import torch
+
+from edgc.collectives import Steps, Work
+from edgc.reducer import run
+
+
+class Overlap:
+    """Starts reductions without waiting for their results.
+
+    On CUDA all their kernels and messages are queued on one side stream. On a CPU a reduction's first message leaves at
+    once; each of the following ones leaves when the next reduction starts, and the rest when its own is waited for. So
+    messages leave in the order of the program, which is the same on every rank of a group.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._pending: deque[Handle] = deque()
+
+    def start(self, reduction: Steps[None]) -> "Handle":
+        """Start a reduction; the gradients may be used after ``wait`` on what is returned."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream), torch.no_grad():
+                run(reduction)
+            return Handle(None, self.stream)
+        for earlier in self._pending:
+            earlier.advance()
+        handle = Handle(reduction, None)
+        handle.advance()
+        self._pending.append(handle)
+        while self._pending and self._pending[0].done:
+            self._pending.popleft()
+        return handle
+
+
+class Handle:
+    """A reduction under way."""
+
+    def __init__(self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None):
+        self._reduction = reduction
+        self._stream = stream
+        self._message: Work | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to be queued."""
+        return self._reduction is None
+
+    def advance(self) -> None:
+        """Take in the message under way and send the next one."""
+        if self._reduction is None:
+            return
+        if self._message is not None:
+            self._message.wait()
+        with torch.no_grad():
+            self._message = next(self._reduction, None)
+        if self._message is None:
+            self._reduction = None
+
+    def wait(self) -> None:
+        """Until the sums may be used; on CUDA: by the current stream."""
+        while not self.done:
+            self.advance()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)

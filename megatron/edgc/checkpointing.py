@@ -1,0 +1,255 @@
+"""EDGC's state in Megatron's checkpoints: a folder ``edgc`` beside Megatron's own files, the same for every format.
+
+Of each stage of the plan, for each tensor- and expert-parallel rank, the data-parallel ranks write one file each: the
+error feedback as its *sum* over them, shared out by parameter, the state of engine and equaliser likewise, and what
+each of them has measured since the last window. ``index.json`` comes last and names every file with its size, so that a
+folder without it is an incomplete one. Megatron neither reads nor minds the folder.
+"""
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import training as megatron_training
+from megatron.training.checkpointing import get_checkpoint_name
+
+from edgc.config import ConfigError, EDGCConfig
+from edgc.controller import Controller
+from edgc.reducer import Measurements
+from edgc.statistics import GradientStatistics
+from edgc.wire import Packed, Wire
+from megatron.edgc.reporting import Reporter
+from megatron.edgc.stages import Stage
+
+FOLDER = "edgc"
+VERSION = 1
+GO_ON = "give --edgc-reset-state to go on without it"
+
+
+@dataclass
+class Checkpoints:
+    """Saves and loads with Megatron's own checkpoints once ``install`` has been called."""
+
+    args: Namespace
+    config: EDGCConfig
+    stages: list[Stage]
+    controller: Controller | None  # on global rank 0 alone
+
+    def install(self, on_loaded: Callable[[], None]) -> None:
+        """Stand around the two functions of Megatron's training loop; ``on_loaded`` is called after a load."""
+        save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
+
+        def save_with_edgc(iteration: int, *args: Any, **kwargs: Any) -> Any:
+            result = save(iteration, *args, **kwargs)
+            if kwargs.get("non_persistent_ckpt"):
+                Reporter.warn("non-persistent checkpoints hold no EDGC state")
+            else:
+                self.save(Path(get_checkpoint_name(self.args.save, iteration, return_base_dir=True)), iteration)
+            return result
+
+        def load_with_edgc(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            iteration = result[0]
+            if iteration and not self.args.finetune:
+                self.load(Path(get_checkpoint_name(self.args.load, iteration, return_base_dir=True)), iteration)
+                on_loaded()
+            return result
+
+        megatron_training.save_checkpoint, megatron_training.load_checkpoint = save_with_edgc, load_with_edgc
+
+    def save(self, checkpoint: Path, iteration: int) -> None:
+        """Write all state. From here on the live run has its errors divided evenly, as a resumed one will."""
+        folder = checkpoint / FOLDER
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # what an earlier attempt has left
+            folder.mkdir(parents=True)
+        dist.barrier()
+        files = {}
+        for stage in self.stages:
+            name = f"{_place(stage)}-{dist.get_rank(stage.process_group)}.pt"
+            torch.save(_stage_state(stage, iteration), folder / name)
+            files[name] = (folder / name).stat().st_size
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        counts = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
+        dist.all_gather_object(everywhere, (files, counts))
+        if self.controller is not None:
+            index = {
+                "version": VERSION,
+                "iteration": iteration,
+                "parallel": _parallel(self.args),
+                "engine": self.config.engine,
+                "controller": self.controller.state_dict(),
+                "bytes": _mean_bytes([count for _, counts in everywhere for count in counts]),
+                "files": {name: size for one, _ in everywhere for name, size in one.items()},
+            }
+            partial = folder / "index.json.partial"
+            partial.write_text(json.dumps(index, indent=1))
+            partial.replace(folder / "index.json")
+        dist.barrier()
+
+    def load(self, checkpoint: Path, iteration: int) -> None:
+        """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
+        folder = checkpoint / FOLDER
+        if self.config.reset_state:
+            Reporter.warn(f"starting without the EDGC state of {checkpoint.name}, as asked for")
+            return
+        if not folder.is_dir():
+            Reporter.warn(f"{checkpoint.name} was written without EDGC: its state starts anew")
+            return
+        index = self._index(folder)
+        if index["parallel"] != _parallel(self.args):
+            Reporter.warn(
+                f"the EDGC state of {checkpoint.name} is for {_words(index['parallel'])}, this run has "
+                f"{_words(_parallel(self.args))}: its state starts anew"
+            )
+            return
+        for stage in self.stages:
+            self._load_stage(stage, folder, index, iteration)
+        if self.controller is not None:
+            try:
+                self.controller.load_state_dict(index["controller"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{folder}: the controller's state does not fit this run ({error}); {GO_ON}"
+                ) from error
+
+    def _index(self, folder: Path) -> dict[str, Any]:
+        """The index, once all that it names is known to be there and whole."""
+        try:
+            index: dict[str, Any] = json.loads((folder / "index.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} holds EDGC state that was not written to its end ({error}); {GO_ON}"
+            ) from error
+        if index["version"] != VERSION:
+            raise ConfigError(f"{folder} is of version {index['version']}, this release reads {VERSION}; {GO_ON}")
+        for name, size in index["files"].items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if found is None:
+                raise ConfigError(f"{folder}: {name} is missing; {GO_ON}")
+            if found != size:
+                raise ConfigError(f"{folder}: {name} is cut short: {found} of {size} bytes; {GO_ON}")
+        if index["engine"] != self.config.engine:
+            raise ConfigError(
+                f"{folder} is of the engine {index['engine']}, this run has {self.config.engine}; {GO_ON}"
+            )
+        return index
+
+    def _load_stage(self, stage: Stage, folder: Path, index: dict[str, Any], iteration: int) -> None:
+        place = _place(stage)
+        names = sorted(name for name in index["files"] if name.rpartition("-")[0] == place)
+        states = [torch.load(folder / name, map_location=stage.device, weights_only=True) for name in names]
+        errors = {name: total for state in states for name, total in state["error"].items()}
+        kept = {part: {k: v for state in states for k, v in state[part].items()} for part in ("engine", "equaliser")}
+        shapes = {name: (spec.rows, spec.cols) for reducer in stage.reducers for name, spec in reducer.specs.items()}
+        for name, total in errors.items():
+            if name not in shapes:
+                raise ConfigError(f"{folder}: {stage.key} has an error of {name}, which this model lacks; {GO_ON}")
+            rows, cols = shapes[name]
+            if total.numel() != rows * cols:
+                raise ConfigError(
+                    f"{folder}: the error of {name} has {total.numel()} values, this model's {rows * cols}; {GO_ON}"
+                )
+        for reducer in stage.reducers:
+            reducer.load_state_dict(
+                {
+                    "error": {},
+                    **{
+                        part: {k: _unpacked(v) for k, v in of.items() if k.rpartition(":")[0] in reducer.specs}
+                        for part, of in kept.items()
+                    },
+                }
+            )
+            reducer.share_errors({name: total for name, total in errors.items() if name in reducer.specs}, iteration)
+        own = dist.get_rank(stage.process_group)
+        measured = states[own % len(states)]["measurements"]
+        if len(states) == dist.get_world_size(stage.process_group):
+            for reducer, measurements in zip(stage.reducers, measured, strict=True):
+                reducer.measurements = _measurements(measurements)
+        stage.restore_bytes(*index["bytes"][str(stage.key)])
+
+
+def _stage_state(stage: Stage, iteration: int) -> dict[str, Any]:
+    """What this data-parallel rank writes of a stage; its errors are divided anew on the way."""
+    own, ranks = dist.get_rank(stage.process_group), dist.get_world_size(stage.process_group)
+    state: dict[str, Any] = {"error": {}, "engine": {}, "equaliser": {}, "measurements": []}
+    place = 0
+    for reducer in stage.reducers:
+        for name, total in reducer.settle_errors(iteration):
+            if place % ranks == own:
+                state["error"][name] = total.cpu()
+            place += 1
+        kept = reducer.state_dict()
+        for part in ("engine", "equaliser"):
+            for key, packed in kept[part].items():
+                if place % ranks == own:
+                    state[part][key] = _packed(packed)
+                place += 1
+        state["measurements"].append(_plain(reducer.measurements))
+    return state
+
+
+def _packed(packed: Packed) -> dict[str, Any]:
+    wire = packed.wire
+    return {
+        "message": packed.message.cpu(),
+        "shape": list(packed.shape),
+        "wire": [wire.bits, wire.stochastic, wire.hadamard],
+    }
+
+
+def _unpacked(state: dict[str, Any]) -> Packed:
+    return Packed.restored(state["message"], torch.Size(state["shape"]), Wire(*state["wire"]))
+
+
+def _plain(measurements: Measurements) -> dict[str, Any]:
+    return {
+        "entropy": list(measurements.entropy),
+        "residual": list(measurements.residual),
+        "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
+        "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
+    }
+
+
+def _measurements(state: dict[str, Any]) -> Measurements:
+    statistics = [{name: GradientStatistics(**one) for name, one in step.items()} for step in state["statistics"]]
+    return Measurements(state["entropy"], state["residual"], state["energies"], statistics)
+
+
+def _place(stage: Stage) -> str:
+    """Where a stage's state belongs, whatever the number of data-parallel ranks."""
+    key = stage.key
+    if key.experts:
+        tensor = parallel_state.get_expert_tensor_parallel_rank()
+        expert = parallel_state.get_expert_model_parallel_rank()
+        return f"stage{key.pipeline_stage}-experts-tp{tensor}-ep{expert}"
+    return f"stage{key.pipeline_stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
+
+
+def _parallel(args: Namespace) -> dict[str, int]:
+    """The sizes that decide which parameters, and which parts of them, a rank holds."""
+    return {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual pipeline": args.virtual_pipeline_model_parallel_size or 1,
+        "expert": args.expert_model_parallel_size,
+        "expert tensor": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    }
+
+
+def _words(parallel: dict[str, int]) -> str:
+    return ", ".join(f"{name}-parallel size {size}" for name, size in parallel.items())
+
+
+def _mean_bytes(counts: list[tuple[Any, ...]]) -> dict[str, list[float]]:
+    by_stage: dict[str, list[tuple[float, ...]]] = {}
+    for stage, *values in counts:
+        by_stage.setdefault(stage, []).append(tuple(values))
+    return {stage: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for stage, rows in by_stage.items()}

@@ -1,0 +1,134 @@
+"""What one rank reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.utils import unwrap_model
+
+from edgc.allocation import Parameter, allocate
+from edgc.collectives import Communicator, Traffic
+from edgc.config import EDGCConfig
+from edgc.controller import smallest_rank
+from edgc.overlap import Overlap
+from edgc.reducer import GradientReducer
+from edgc.timing import Spans
+from edgc.wire import wire
+from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
+from megatron.edgc.windows import RankWindow, StageKey, by_kind, mean_or_nan, median_or_nan, merge_statistics
+
+Names = dict[torch.nn.Parameter, str]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A bucket group of Megatron's and the names of its parameters, unique on this rank."""
+
+    group: _ParamAndGradBucketGroup
+    names: Names
+    described: tuple[Parameter, ...]
+
+
+class Stage:
+    """The bucket groups of one rank that share a rank plan, with their reducers once ``attach`` has been called."""
+
+    def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device):
+        self.key = key
+        self.named = named
+        self.traffic = Traffic()  # of gradients
+        self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and Megatron's own way
+        self.spans = Spans(device)
+        self.device = device
+        self.reducers: list[GradientReducer] = []
+        self.groups: list[EDGCBucketGroup] = []
+        dense = Traffic()
+        for one in named:
+            for bucket in one.group.buckets:
+                count_dense(dense, one.group, bucket.grad_data)
+        self.dense_bytes_per_step = dense.bytes
+        self.dense_bytes = 0.0
+        self._window_start = (0.0, 0.0)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [parameter for one in self.named for parameter in one.described]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return process_group(self.named[0].group)
+
+    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
+        """Take over the collectives of every bucket group."""
+        param_wire = None if config.param_wire is None else wire(config.param_wire)
+        for one in self.named:
+            allocation = allocate(one.described, config, smallest_rank(config))
+            communicator = Communicator(self.process_group, self.traffic)
+            reducer = GradientReducer(allocation, config, communicator, self.device, repeatable)
+            weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_dense, param_wire)
+            self.groups.append(
+                EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
+            )
+            self.reducers.append(reducer)
+
+    def take_window(self, micro_backward_seconds: float) -> RankWindow:
+        """What was seen since the last call."""
+        measurements = [reducer.measurements.take() for reducer in self.reducers]
+        sent, dense = self.traffic.bytes, self.dense_bytes
+        window = RankWindow(
+            stage=self.key,
+            entropy=mean_or_nan([value for m in measurements for value in m.entropy]),
+            residual=mean_or_nan([value for m in measurements for value in m.residual]),
+            reduce_seconds=median_or_nan(self.spans.take_seconds()),
+            micro_backward_seconds=micro_backward_seconds,
+            dp_bytes=sent - self._window_start[0],
+            dp_bytes_dense=dense - self._window_start[1],
+            energies={name: values for m in measurements for name, values in m.mean_energies().items()},
+            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
+        )
+        self._window_start = (sent, dense)
+        return window
+
+    def byte_counts(self) -> tuple[float, float, float, float]:
+        """Bytes so far: of gradients, of gradients in Megatron's own way, of updated weights, and in Megatron's way."""
+        return self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes
+
+    def restore_bytes(self, sent: float, dense: float, weights: float, weights_dense: float) -> None:
+        """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's ranks."""
+        self.traffic.resume(sent)
+        self.weights.resume(weights)
+        self.weights_dense.resume(weights_dense)
+        self.dense_bytes = dense
+        self._window_start = (sent, dense)
+
+
+def stages_of(chunks: Sequence[DistributedDataParallel], pipeline_stage: int, device: torch.device) -> list[Stage]:
+    """This rank's stages: the one of its pipeline stage first; its experts, if other ranks hold copies of them."""
+    stages = []
+    for experts in (False, True):
+        named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), experts)]
+        if named and dist.get_world_size(process_group(named[0].group)) > 1:
+            stages.append(Stage(StageKey(experts, pipeline_stage), named, device))
+    return stages
+
+
+def _named(chunk: DistributedDataParallel, place: int, chunks: int, experts: bool) -> list[Named]:
+    # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
+    prefix = f"chunk{place}." if chunks > 1 else ""
+    of_model = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
+    groups = chunk.expert_parallel_bucket_groups if experts else chunk.bucket_groups
+    named = []
+    for group in groups:
+        names = {parameter: of_model[parameter] for bucket in group.buckets for parameter in bucket.params_list}
+        described = tuple(_describe(prefix, name, parameter) for parameter, name in names.items())
+        named.append(Named(group, {parameter: prefix + name for parameter, name in names.items()}, described))
+    return named
+
+
+def _describe(prefix: str, name: str, parameter: torch.nn.Parameter) -> Parameter:
+    """What the allocation needs to know of a Megatron parameter."""
+    # Megatron marks word embeddings and output layers, but not position embeddings
+    embedding = name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False)
+    return Parameter(prefix + name, tuple(parameter.shape), embedding)

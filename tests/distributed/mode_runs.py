@@ -1,0 +1,155 @@
+"""Runs many small trainings one after another on the same ranks, and checks each reduction of them from inside.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 tests/distributed/mode_runs.py RUNS.json FOLDER
+
+RUNS.json holds a list of {"name": ..., "arguments": [...], "full_rank": bool}. Rank r leaves FOLDER/NAME-r.pt with its
+parameters, losses and what ``Watch`` found. A run that fails leaves its traceback instead.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.edgc import cpu
+
+cpu.redirect()
+
+import megatron.training.training as megatron_training  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+import edgc.allocation  # noqa: E402
+import edgc.probe  # noqa: E402
+from edgc.collectives import Steps  # noqa: E402
+from edgc.reducer import GradientReducer  # noqa: E402
+from megatron.edgc.pretrain import train  # noqa: E402
+
+
+class Watch:
+    """What went wrong in the reductions of a run, by the rules of docs/algorithm.md."""
+
+    def __init__(self) -> None:
+        self.reductions = 0
+        self.worst_loss = 0.0  # of what was put in, relative to its largest entry
+        self.apart: list[str] = []  # state that differs within a data-parallel group
+
+    def around(self, reduce: Any) -> Any:
+        def watched(
+            reducer: GradientReducer,
+            gradients: Mapping[str, Tensor],
+            iteration: int,
+            loss_scale: Tensor | None = None,
+        ) -> Steps[None]:
+            scale = 1.0 if loss_scale is None else float(loss_scale)
+            put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
+            owed = _summed(reducer, put_in)
+            yield from reduce(reducer, gradients, iteration, loss_scale)
+            self.reductions += 1
+            left = _summed(reducer, {name: torch.zeros_like(gradient) for name, gradient in put_in.items()})
+            for name, gradient in gradients.items():
+                if bool(reducer.finite):
+                    lost = owed[name] - gradient.double() / scale - left[name]
+                    self.worst_loss = max(self.worst_loss, float(lost.abs().max() / owed[name].abs().max()))
+            self._compare(reducer)
+
+        return watched
+
+    def _compare(self, reducer: GradientReducer) -> None:
+        state = reducer.state_dict()
+        shared = {
+            f"{part}:{key}": value.message for part in ("engine", "equaliser") for key, value in state[part].items()
+        }
+        digest = {name: float(message.double().sum()) + len(message) for name, message in shared.items()}
+        everyone: list[Any] = [None] * reducer.communicator.ranks
+        dist.all_gather_object(everyone, (digest, reducer.ranks), group=reducer.communicator.group)
+        if any(other != everyone[0] for other in everyone):
+            self.apart.append(f"{dist.get_rank()}: {sorted(shared)[:3]}")
+
+
+def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Over the group, in float64: what was put in and the errors kept now."""
+    total = {}
+    for name, tensor in put_in.items():
+        kept = reducer.feedback.packed.get(name)
+        part = tensor.double() if kept is None else tensor + kept.values().view_as(tensor).double()
+        dist.all_reduce(part, group=reducer.communicator.group)
+        total[name] = part
+    return total
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """One training; what it leaves on this rank."""
+    watch, chunks, initial = Watch(), [], {}
+    save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
+    reduce, pays = GradientReducer.reduce, edgc.allocation.pays
+    GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
+    if case.get("full_rank"):
+        edgc.allocation.pays = edgc.probe.pays = lambda *args: True
+
+    def capture(built: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        chunks.extend(built)
+        initial.update(parameters())
+        return built
+
+    def parameters() -> dict[str, Tensor]:
+        return {
+            f"{place}.{name}": parameter.detach().clone()
+            for place, chunk in enumerate(chunks)
+            for name, parameter in unwrap_model(chunk).named_parameters()
+        }
+
+    try:
+        sys.argv = ["pretrain_gpt.py", *case["arguments"]]
+        session = train(True, [capture])
+    finally:
+        GradientReducer.reduce = reduce  # type: ignore[method-assign]
+        edgc.allocation.pays = edgc.probe.pays = pays
+        megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
+    stages = [] if session is None else session.stages
+    return {
+        "initial": initial,
+        "parameters": parameters(),
+        "owed": {
+            name: total
+            for stage in stages
+            for reducer in stage.reducers
+            for name, total in _summed(
+                reducer, {name: torch.zeros(spec.rows, spec.cols) for name, spec in reducer.specs.items()}
+            ).items()
+        },
+        "reductions": watch.reductions,
+        "worst_loss": watch.worst_loss,
+        "apart": watch.apart,
+        "stages": [] if session is None else [str(key) for key in session.keys],
+        "bytes": [sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)],
+    }
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for case in cases:
+        try:
+            result = run(case)
+        except BaseException:  # also SystemExit of the argument parser
+            result = {"failed": traceback.format_exc()}
+        torch.save(result, folder / f"{case['name']}-{dist.get_rank() if dist.is_initialized() else 0}.pt")
+        megatron_training.destroy_global_state()
+        dist.barrier()
+        # Megatron forgets its groups without closing them; the threads of hundreds would fill the machine.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

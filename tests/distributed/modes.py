@@ -1,0 +1,232 @@
+"""The modes of training that EDGC works in, as one table: each row is run and checked (test_modes.py).
+
+python -m tests.distributed.modes        runs them all and writes docs/compatibility.md with what was seen
+"""
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.edgc.compatibility import UNSUPPORTED
+from tests.distributed.megatron_runs import REPOSITORY, TINY_GPT, launch
+
+RANKS = 4
+ITERATIONS = 4
+SAVED_AT = 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Megatron's flags, on four ranks. ``tolerance`` of full rank against dense: a share of the way parameters went.
+
+    Sums in another order differ by rounding, which Adam magnifies where gradients are small; in half precision
+    the parameters themselves are rounded to steps of that size. ``format`` of the checkpoints: without apex or
+    Transformer Engine Megatron cannot load the distributed optimizer from ``torch_dist``.
+    """
+
+    flags: str
+    edgc: str = ""
+    tolerance: float = 1e-3
+    format: str = "torch_dist"
+
+
+MODES = {
+    "plain DDP": Mode("", format="torch"),
+    "overlapped reduction": Mode("--overlap-grad-reduce --ddp-bucket-size 20000"),
+    "distributed optimizer": Mode("--use-distributed-optimizer", format="torch"),
+    "distributed optimizer, all overlapped": Mode(
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
+        format="torch",
+    ),
+    "pipeline, embeddings tied": Mode("--pipeline-model-parallel-size 2", format="torch"),
+    "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
+    "virtual pipeline": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--use-distributed-optimizer",
+        format="torch",
+    ),
+    "virtual pipeline, overlapped reduction": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--overlap-grad-reduce --ddp-bucket-size 20000"
+    ),
+    "tensor parallel": Mode("--tensor-model-parallel-size 2"),
+    "tensor and sequence parallel, distributed optimizer": Mode(
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer", format="torch"
+    ),
+    "experts": Mode("--num-experts 4 --expert-model-parallel-size 2", format="torch"),
+    "experts, distributed optimizer, overlapped reduction": Mode(
+        "--num-experts 4 --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
+        format="torch",
+    ),
+    "bf16": Mode("--bf16", tolerance=0.2),
+    "bf16, distributed optimizer": Mode("--bf16 --use-distributed-optimizer", tolerance=0.2, format="torch"),
+    "bf16, weights gathered in 8 bits": Mode(
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--edgc-param-wire int8",
+        tolerance=0.2,
+        format="torch",
+    ),
+    "bf16, gradients reduced in bf16": Mode("--bf16 --grad-reduce-in-bf16", tolerance=0.2),
+    "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2),
+    "fp16, loss scale that overflows at first": Mode(
+        "--fp16 --initial-loss-scale 524288 --hysteresis 1", tolerance=0.2
+    ),
+    "loss per token": Mode("--calculate-per-token-loss"),
+    "average in the collective": Mode("--ddp-average-in-collective"),
+    "int4 engine, distributed optimizer": Mode(
+        "--use-distributed-optimizer --overlap-grad-reduce", "--edgc-engine int4 --edgc-preset paper", format="torch"
+    ),
+    "topk engine, tensor parallel": Mode(
+        "--tensor-model-parallel-size 2", "--edgc-engine topk --edgc-preset paper --edgc-density 0.05"
+    ),
+}
+
+FULL_RANK = shlex.split("--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0")
+COMPRESSED = shlex.split("--edgc --edgc-static-rank 8 --edgc-window 2 --edgc-warmup-fraction 0.25")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a mode's runs showed, the worst of all ranks. A check that a run did not live to see is a failure."""
+
+    failed: str = ""
+    distance: float = float("nan")  # of full rank from dense, as a share of the way parameters went
+    lost: float = float("nan")  # of what was put in, relative to its largest entry
+    reductions: int = 0
+    apart: tuple[str, ...] = ()  # state that differs within a data-parallel group
+    resumed_alike: bool = False
+    ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's
+    param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
+    stages: tuple[str, ...] = ()
+
+
+def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
+    """The four runs of a mode: dense, full rank, compressed with a checkpoint midway, and on from that checkpoint."""
+    # dropout: not even plain Megatron finds its random numbers again on a CPU
+    base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
+    base += shlex.split(mode.flags)
+    edgc = [*base, *COMPRESSED, *shlex.split(mode.edgc)]
+    checkpoint = str(folder / name)
+    saving = ["--save", checkpoint, "--save-interval", str(SAVED_AT), "--ckpt-format", mode.format]
+    resuming = ["--load", checkpoint, "--ckpt-step", str(SAVED_AT), "--ckpt-format", mode.format]
+    return [
+        {"name": f"{name}.dense", "arguments": base},
+        {"name": f"{name}.full", "arguments": [*base, *FULL_RANK], "full_rank": True},
+        {"name": f"{name}.saved", "arguments": [*edgc, *saving]},
+        {"name": f"{name}.resumed", "arguments": [*edgc, *resuming]},
+    ]
+
+
+def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dict[str, list[dict[str, Any]]]:
+    """Run them one after another on the same ranks; by name, what each rank has left."""
+    listed = folder / "runs.json"
+    listed.write_text(json.dumps(runs))
+    finished = launch(
+        REPOSITORY / "tests" / "distributed" / "mode_runs.py", [str(listed), str(folder)], ranks, timeout=3000
+    )
+    (folder / "output.txt").write_text(finished.stdout)
+    missing = {"failed": f"left nothing; the output ends with {finished.stdout[-3000:]}"}
+    left = {}
+    for run in runs:
+        files = [folder / f"{run['name']}-{rank}.pt" for rank in range(ranks)]
+        left[run["name"]] = [torch.load(file, weights_only=False) if file.exists() else missing for file in files]
+    return left
+
+
+def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
+    """What the runs of a mode show together."""
+    dense, full, saved, resumed = (left[f"{name}.{part}"] for part in ("dense", "full", "saved", "resumed"))
+    for part, run in (("dense", dense), ("full", full), ("saved", saved), ("resumed", resumed)):
+        for result in run:
+            if "failed" in result:
+                return Seen(failed=f"{part}: {result['failed']}")
+    return Seen(
+        distance=max(
+            _distance(a["parameters"], b["parameters"]) / _distance(a["parameters"], a["initial"])
+            for a, b in zip(dense, full, strict=True)
+        ),
+        lost=max(result["worst_loss"] for run in (full, saved, resumed) for result in run),
+        reductions=sum(result["reductions"] for result in saved),
+        apart=tuple(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
+        resumed_alike=all(
+            a["parameters"].keys() == b["parameters"].keys()
+            and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])
+            for a, b in zip(saved, resumed, strict=True)
+        ),
+        ratio=sum(r["bytes"][1] for r in saved) / sum(r["bytes"][0] for r in saved),
+        param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
+        stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
+    )
+
+
+def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(a[name].double() - b[name].double()).square().sum() for name in a]).sum().sqrt())
+
+
+def run_all(names: Iterable[str], folder: Path) -> dict[str, Seen]:
+    """Run these modes and judge them."""
+    names = list(names)
+    left = results([case for name in names for case in cases(name, MODES[name], folder)], folder)
+    return {name: judged(name, left) for name in names}
+
+
+def page(seen: dict[str, Seen]) -> str:
+    """docs/compatibility.md."""
+    lines = [
+        "# What EDGC works with",
+        "",
+        "Written by `python -m tests.distributed.modes`, from runs of four gloo processes on a CPU (torch "
+        f"{version('torch')}, megatron-core {version('megatron-core')}, Python {sys.version.split()[0]}); the same runs "
+        "are tests. Each mode trains a 2-layer GPT for four steps: dense, at full rank, compressed with a checkpoint "
+        "after the second step, and on from that checkpoint.",
+        "",
+        "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went.",
+        "- *lost*: the most of what was put in that neither the result nor the error feedback holds, relative.",
+        "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
+        "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they are "
+        "gathered.",
+        "",
+        "| mode | flags | full rank | lost | state alike on all ranks | resumed | fewer bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, one in seen.items():
+        mode = MODES[name]
+        flags = " ".join(part for part in (mode.flags, mode.edgc, f"--ckpt-format {mode.format}") if part)
+        if one.failed:
+            lines.append(f"| {name} | `{flags}` | failed | | | | |")
+            continue
+        weights = f", weights {one.param_ratio:.1f}x" if one.param_ratio else ""
+        lines.append(
+            f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
+            f"{'same bits' if one.resumed_alike else 'differs'} | {one.ratio:.1f}x{weights} |"
+        )
+    lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]
+    lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
+    lines += [
+        "",
+        "Not refused, but not run: `--context-parallel-size` (on a CPU Megatron has no attention for it; gradients are "
+        "reduced over the data- and context-parallel ranks together), and everything on a GPU.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        seen = run_all(MODES, Path(folder))
+    for name, one in seen.items():
+        if one.failed:
+            print(f"{name}: {one.failed}", file=sys.stderr)
+    (REPOSITORY / "docs" / "compatibility.md").write_text(page(seen))
+
+
+if __name__ == "__main__":
+    main()

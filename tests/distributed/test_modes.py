@@ -1,0 +1,29 @@
+"""Every mode of the table: full rank is dense, nothing is lost, ranks agree, and a resumed run is the same run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.modes import MODES, RANKS, Seen, run_all
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    return run_all(MODES, Path(tmp_path_factory.mktemp("modes")))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode(seen: dict[str, Seen], name: str) -> None:
+    one = seen[name]
+    assert not one.failed, one.failed
+    assert one.distance < MODES[name].tolerance
+    assert one.reductions >= RANKS and one.lost < 5e-6
+    assert one.apart == ()
+    assert one.resumed_alike
+    assert one.ratio > 2
+    assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)
+
+
+def test_experts_have_ranks_of_their_own(seen: dict[str, Seen]) -> None:
+    assert seen["experts"].stages == ("stage 1", "stage 1 experts")
+    assert seen["virtual pipeline"].stages == ("stage 1", "stage 2")
