@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from edgc.wire import GROUP, Wire, in_groups
 
@@ -146,14 +147,17 @@ class Communicator:
             flat = torch.cat(parts)
             unit = GROUP * self.ranks
             shards = torch.nn.functional.pad(flat, (0, -len(flat) % unit)).view(self.ranks, -1)
-            message = wire.encode(shards, generator)
-            share = wire.decode(message)
+            with record_function("edgc/round"):
+                message = wire.encode(shards, generator)
+                share = wire.decode(message)
             received = yield from self.all_to_all(message)
-            own_sum = wire.decode(received).sum(dim=0)
-            rounded = wire.encode(own_sum.unsqueeze(0), generator)
-            share[self.rank] += wire.decode(rounded)[0] - own_sum
+            with record_function("edgc/round"):
+                own_sum = wire.decode(received).sum(dim=0)
+                rounded = wire.encode(own_sum.unsqueeze(0), generator)
+                share[self.rank] += wire.decode(rounded)[0] - own_sum
             gathered = yield from self.all_gather(rounded[0])
-            total = wire.decode(gathered).view(-1)[: len(flat)]
+            with record_function("edgc/round"):
+                total = wire.decode(gathered).view(-1)[: len(flat)]
             shares = _cut(share.view(-1)[: len(flat)], parts, tensors)
         return _cut(total, parts, tensors), list(shares)
 

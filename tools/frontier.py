@@ -225,6 +225,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "val_loss": measured.val_loss,
         "dp_bytes": measured.dp_bytes,
         "dp_bytes_dense": float(measured.windows[-1]["dp_bytes_dense"]),
+        **({"param_bytes": measured.param_bytes} if measured.param_bytes else {}),
         "step_seconds": measured.step_seconds,
         "ranks": [window["ranks"] for window in measured.windows],
         "settings": shlex.join(trial.settings),

@@ -52,6 +52,11 @@ class Run:
         return float(self.windows[-1]["dp_bytes"])
 
     @property
+    def param_bytes(self) -> float:
+        """The same for the weights that the distributed optimizer gathers; 0 without it."""
+        return float(self.windows[-1].get("param_bytes", 0))
+
+    @property
     def step_seconds(self) -> float:
         """Median over windows of the median step time; the first window, which warms up, is left out."""
         return median(window["step_seconds"] for window in (self.windows[1:] or self.windows))
@@ -96,7 +101,8 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
     """The figures of both runs, with machine and versions."""
 
     def figures(run: Run) -> dict[str, Any]:
-        return {"val_loss": run.val_loss, "dp_bytes": run.dp_bytes, "step_seconds": run.step_seconds}
+        sent = {"dp_bytes": run.dp_bytes, **({"param_bytes": run.param_bytes} if run.param_bytes else {})}
+        return {"val_loss": run.val_loss, **sent, "step_seconds": run.step_seconds}
 
     return {
         "dense": figures(dense),
@@ -132,6 +138,10 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
         fewer = fewer or f"{1 / summary['dp_bytes_ratio']:.2f}x"
         sent = f"{run['dp_bytes'] / 1e6:,.1f} MB"
         rows.append([name, f"{run['val_loss']:.4f}", gap, sent, fewer, f"{run['step_seconds']:.3f}"])
+    if "param_bytes" in summary["edgc"]:
+        rows[0].append("weights sent per rank")
+        for row in rows[1:]:
+            row.append(f"{summary[row[0]].get('param_bytes', 0) / 1e6:,.1f} MB")
     return rows
 
 

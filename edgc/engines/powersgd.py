@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps, together
@@ -96,21 +97,27 @@ class PowerSGD(Engine):
         starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in gradients]
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for _ in range(self.config.power_iterations):
-            local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
+            with record_function("edgc/project"):
+                local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
             sums = yield from self._sum_first_factors(local, communicator)
             finite = finite & all_finite(sums)
-            bases = [lowrank.orthonormalise(factor.T) for factor in or_zeros(finite, sums)]
-            local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
+            with record_function("edgc/orthonormalise"):
+                bases = [lowrank.orthonormalise(factor.T) for factor in or_zeros(finite, sums)]
+            with record_function("edgc/project"):
+                local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
             sums, shares = yield from communicator.sum(local, self.q_wire)
             finite = finite & all_finite(sums)
-            principal = [lowrank.principal_columns(q.T) for q in or_zeros(finite, sums)]
+            with record_function("edgc/next basis"):
+                principal = [lowrank.principal_columns(q.T) for q in or_zeros(finite, sums)]
             starts = [vectors for vectors, _ in principal]
 
         left = []
         for matrix, basis, q, share in zip(oriented, bases, sums, shares, strict=True):
             own = share if self.config.local_error else q / communicator.ranks
-            left.append(torch.addmm(matrix, basis, own, alpha=-1))
-            matrix.copy_(basis @ q)
+            with record_function("edgc/residual"):
+                left.append(torch.addmm(matrix, basis, own, alpha=-1))
+            with record_function("edgc/reconstruct"):
+                matrix.copy_(basis @ q)
         if self.residual_wire is not None:
             sums, shares = yield from communicator.sum(left, self.residual_wire)
             finite = finite & all_finite(sums)

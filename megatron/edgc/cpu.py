@@ -163,6 +163,7 @@ def _redirect_megatron() -> None:
     """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as tensor_parallel_random
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -193,6 +194,19 @@ def _redirect_megatron() -> None:
         return module
 
     WrappedTorchNorm.__new__ = norm
+
+    # Without apex's Adam, which is for GPUs, the distributed optimizer cannot read what it has saved: fp32 parameters
+    # are leaves, and the step counts of torch's Adam are not among the states, but one tensor on which all count.
+    fill = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def fill_outside_autograd(self: Any, model_param: Any, tensors: Any) -> None:
+        with torch.no_grad():
+            fill(self, model_param, {"step": None, **tensors})
+            group, place = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+            state["step"] = state["step"].clone()
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = fill_outside_autograd
 
     import megatron.training.training as training
 

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 tests/distributed/mode_runs.py RUNS.json FOLDER
 
-RUNS.json holds a list of {"name": ..., "arguments": [...], "full_rank": bool}. Rank r leaves FOLDER/NAME-r.pt with its
+RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, and with "latest": [folder,
+iteration] to go on from an earlier checkpoint than the last. Rank r leaves FOLDER/NAME-r.pt with its
 parameters, losses and what ``Watch`` found. A run that fails leaves its traceback instead.
 """
 
@@ -105,6 +106,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for name, parameter in unwrap_model(chunk).named_parameters()
         }
 
+    if "latest" in case and dist.get_rank() == 0:
+        folder, iteration = case["latest"]
+        Path(folder, "latest_checkpointed_iteration.txt").write_text(str(iteration))
     try:
         sys.argv = ["pretrain_gpt.py", *case["arguments"]]
         session = train(True, [capture])
@@ -113,7 +117,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         edgc.allocation.pays = edgc.probe.pays = pays
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
-    return {
+    result = {
         "initial": initial,
         "parameters": parameters(),
         "owed": {
@@ -130,6 +134,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "stages": [] if session is None else [str(key) for key in session.keys],
         "bytes": [sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)],
     }
+    for chunk in chunks:
+        vars(chunk).clear()  # its autograd hooks refer to it, where the garbage collector does not see
+    return result
 
 
 def main() -> None:

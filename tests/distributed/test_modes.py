@@ -17,7 +17,8 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
     one = seen[name]
     assert not one.failed, one.failed
     assert one.distance < MODES[name].tolerance
-    assert one.reductions >= RANKS and one.lost < 5e-6
+    # sums in fp32, equalised and back: the rounding that is fed back is a hundred times more
+    assert one.reductions >= RANKS and one.lost < 2e-5
     assert one.apart == ()
     assert one.resumed_alike
     assert one.ratio > 2
