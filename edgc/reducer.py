@@ -214,6 +214,10 @@ class GradientReducer:
             "equaliser": self.equaliser.state_dict(),
         }
 
+    def state_bytes(self) -> int:
+        """Memory that the state takes between two reductions."""
+        return sum(packed.message.nbytes for part in self.state_dict().values() for packed in part.values())
+
     def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
         """Go on where ``state_dict`` was taken."""
         self.feedback.packed = dict(state["error"])

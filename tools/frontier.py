@@ -245,8 +245,14 @@ def _window(event: Mapping[str, Any]) -> dict[str, Any]:
         "iteration": event["iteration"],
         "ranks": event["ranks"],
         "dp_bytes": event["dp_bytes"],
+        "stages": [_name(stage["stage"]) for stage in stages],
         **{key: [stage[key] for stage in stages] for key in ("entropy", "residual", "reduce_seconds", "statistics")},
     }
+
+
+def _name(stage: str | int) -> str:
+    """A stage's name; older logs only have its number."""
+    return stage if isinstance(stage, str) else f"stage {stage + 1}"
 
 
 def _rounded(value: Any) -> Any:

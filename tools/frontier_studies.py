@@ -33,6 +33,12 @@ def page(name: str, title: str, study: str, lines: Sequence[Line]) -> tuple[str,
     return "\n".join(text), to_png(figure)
 
 
+def stage_name(line: Line, stage: int) -> str:
+    """``stage 1``; older results do not hold the names."""
+    name: str = line["windows"][0].get("stages", {stage: f"stage {stage + 1}"})[stage]
+    return name
+
+
 def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Entropy over the run, by stage and by kind of layer."""
     figure, (by_stage, by_kind) = _panels(2)
@@ -41,13 +47,13 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         stages = range(len(line["windows"][0]["entropy"]))
         for stage in stages:
             iterations, values = trajectory(line, stage)
-            by_stage.plot(iterations, values, label=f"{_label(line, lines)} stage {stage + 1}")
-            table.append(_trend(_label(line, lines), f"stage {stage + 1}", iterations, values))
+            by_stage.plot(iterations, values, label=f"{_label(line, lines)} {stage_name(line, stage)}")
+            table.append(_trend(_label(line, lines), stage_name(line, stage), iterations, values))
         for stage in stages:
             for kind in _kinds(line, stage):
                 iterations, values = _statistic(line, stage, kind, "gaussian_entropy")
-                by_kind.plot(iterations, values, linewidth=1, label=f"{stage + 1}: {kind}")
-                table.append(_trend(_label(line, lines), f"stage {stage + 1}, {kind}", iterations, values))
+                by_kind.plot(iterations, values, linewidth=1, label=f"{stage_name(line, stage)}: {kind}")
+                table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", iterations, values))
     by_stage.set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
     by_kind.set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
     by_stage.legend(frameon=False)
@@ -96,7 +102,7 @@ def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     table = ["| stage | runs | correlation | largest difference (nats) | ranks, mean |", "|---|---|---|---|---|"]
     for line in measured:
         for stage in range(len(line["windows"][0]["entropy"])):
-            label = f"{line['name']}: stage {stage + 1}"
+            label = f"{line['name']}: {stage_name(line, stage)}"
             paths.plot(*trajectory(line, stage), label=label)
             decisions.step(
                 [window["iteration"] for window in line["windows"]],
@@ -107,7 +113,8 @@ def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         for stage in range(len(first["windows"][0]["entropy"])):
             alike, apart = correlation(first, second, stage)
             means = " / ".join(f"{_mean_rank(line, stage):.1f}" for line in (first, second))
-            table.append(f"| {stage + 1} | {first['name']}, {second['name']} | {alike:.3f} | {apart:.3f} | {means} |")
+            pair = f"{first['name']}, {second['name']}"
+            table.append(f"| {stage_name(first, stage)} | {pair} | {alike:.3f} | {apart:.3f} | {means} |")
     paths.set(xlabel="iteration", ylabel="entropy (nats)")
     decisions.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
     paths.legend(frameon=False, fontsize=7)
@@ -124,7 +131,7 @@ def statistics(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     for line in lines:
         for stage in range(len(line["windows"][-1]["statistics"])):
             for kind in _kinds(line, stage):
-                label = f"stage {stage + 1}, {kind}"
+                label = f"{stage_name(line, stage)}, {kind}"
                 cells = []
                 gaussian = _statistic(line, stage, kind, "gaussian_entropy")
                 histogram = _statistic(line, stage, kind, "histogram_entropy")

@@ -62,6 +62,9 @@ class Reporter:
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
+        self.parameters = [
+            stage.rest_elements + sum(matrix.rows * matrix.cols for matrix in stage.matrices) for stage in stages
+        ]
         self.events.write(
             "start",
             config=asdict(config),
@@ -111,6 +114,12 @@ class Reporter:
                 f"edgc | {report.iteration}/{self.iterations} | updated weights: sent {_bytes(report.param_bytes)} of "
                 f"{_bytes(report.param_bytes_dense)} so far"
             )
+        if last:
+            for seen, parameters in zip(report.stages, self.parameters, strict=True):
+                self._print(
+                    f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a rank: "
+                    f"{seen.state_bytes / parameters:.2f} bytes a parameter"
+                )
         self._tensorboard(report)
         event = asdict(report)
         for stage, seen in zip(event["stages"], report.stages, strict=True):

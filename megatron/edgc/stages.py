@@ -85,6 +85,7 @@ class Stage:
             micro_backward_seconds=micro_backward_seconds,
             dp_bytes=sent - self._window_start[0],
             dp_bytes_dense=dense - self._window_start[1],
+            state_bytes=sum(reducer.state_bytes() for reducer in self.reducers),
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
             statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
         )

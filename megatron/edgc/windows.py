@@ -31,6 +31,7 @@ class RankWindow:
     micro_backward_seconds: float
     dp_bytes: float
     dp_bytes_dense: float
+    state_bytes: float  # memory of errors, factors and scales
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
 
@@ -67,6 +68,7 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         ),
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
+        state_bytes=max(r.state_bytes for r in ranks),
         energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
     )

@@ -108,7 +108,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     if "latest" in case and dist.get_rank() == 0:
         folder, iteration = case["latest"]
-        Path(folder, "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        tracker = Path(folder, "latest_checkpointed_iteration.txt")
+        if tracker.exists():  # else every rank will fail alike
+            tracker.write_text(str(iteration))
     try:
         sys.argv = ["pretrain_gpt.py", *case["arguments"]]
         session = train(True, [capture])

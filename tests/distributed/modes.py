@@ -28,13 +28,16 @@ class Mode:
     """Megatron's flags, on four ranks. ``tolerance`` of full rank against dense: a share of the way parameters went.
 
     Sums in another order differ by rounding, which Adam magnifies where gradients are small; in half precision
-    the parameters themselves are rounded to steps of that size. ``format`` of the checkpoints: without apex or
+    the parameters themselves are rounded to steps of that size. ``lost``: how much of what was put in may be in neither
+    result nor error: sums in fp32, equalised and back, lose a hundredth of what rounding on the wire feeds back; an
+    error in bf16 loses half its last bit, at random. ``format`` of the checkpoints: without apex or
     Transformer Engine Megatron cannot load the distributed optimizer from ``torch_dist``.
     """
 
     flags: str
     edgc: str = ""
     tolerance: float = 1e-3
+    lost: float = 2e-5
     format: str = "torch_dist"
 
 
@@ -75,9 +78,9 @@ MODES = {
         format="torch",
     ),
     "bf16, gradients reduced in bf16": Mode("--bf16 --grad-reduce-in-bf16", tolerance=0.2),
-    "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2),
+    "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2, lost=8e-3),
     "fp16, loss scale that overflows at first": Mode(
-        "--fp16 --initial-loss-scale 524288 --hysteresis 1", tolerance=0.2
+        "--fp16 --initial-loss-scale 262144 --hysteresis 1", tolerance=0.2
     ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),
@@ -90,7 +93,8 @@ MODES = {
 }
 
 FULL_RANK = shlex.split("--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0")
-COMPRESSED = shlex.split("--edgc --edgc-static-rank 8 --edgc-window 2 --edgc-warmup-fraction 0.25")
+COMPRESSED = shlex.split("--edgc --edgc-window 2 --edgc-warmup-fraction 0.25")
+LOW_RANK = shlex.split("--edgc-static-rank 8")
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    edgc = [*base, *COMPRESSED, *shlex.split(mode.edgc)]
+    edgc = [*base, *COMPRESSED, *([] if "--edgc-engine" in mode.edgc else LOW_RANK), *shlex.split(mode.edgc)]
     checkpoint = str(folder / name)
     saving = ["--save", checkpoint, "--save-interval", str(SAVED_AT), "--ckpt-format", mode.format]
     resuming = ["--load", checkpoint, "--ckpt-format", mode.format]
@@ -155,7 +159,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             _distance(a["parameters"], b["parameters"]) / _distance(a["parameters"], a["initial"])
             for a, b in zip(dense, full, strict=True)
         ),
-        lost=max(result["worst_loss"] for run in (full, saved, resumed) for result in run),
+        lost=max(result["worst_loss"] for run in (saved, resumed) for result in run),
         reductions=sum(result["reductions"] for result in saved),
         apart=tuple(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
         resumed_alike=all(

@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from tests.distributed.megatron_runs import TINY_GPT
-from tests.distributed.modes import COMPRESSED, results
+from tests.distributed.modes import COMPRESSED, LOW_RANK, results
 
-BASE = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--ckpt-format", "torch_dist"]
+# The length of the run is the scheduler's business, and differs here.
+BASE = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--override-opt-param-scheduler"]
 Left = dict[str, list[dict[str, Any]]]
 
 
 def case(name: str, until: int, *arguments: object, edgc: bool = True) -> dict[str, Any]:
     flags = [str(argument) for argument in arguments]
-    return {"name": name, "arguments": [*BASE, "--train-iters", str(until), *(COMPRESSED if edgc else []), *flags]}
+    return {
+        "name": name,
+        "arguments": [*BASE, "--train-iters", str(until), *([*COMPRESSED, *LOW_RANK] if edgc else []), *flags],
+    }
 
 
 @pytest.fixture(scope="module")

@@ -260,6 +260,7 @@ def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
         "iteration": 5,
         "ranks": [4],
         "dp_bytes": 1.0,
+        "stages": ["stage 1"],
         "entropy": [-1.23457],
         "residual": [None],
         "reduce_seconds": [0.1],
