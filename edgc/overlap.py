@@ -20,16 +20,20 @@ class Overlap:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: deque[Handle] = deque()
 
-    def start(self, reduction: Steps[None]) -> "Handle":
-        """Start a reduction; the gradients may be used after ``wait`` on what is returned."""
+    def start(self, reduction: Steps[None], keep: object = None) -> "Handle":
+        """Start a reduction; the gradients may be used after ``wait`` on what is returned.
+
+        ``keep``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
+        them long before the side stream is, and their memory must not be given away so early.
+        """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream), torch.no_grad():
                 run(reduction)
-            return Handle(None, self.stream)
+            return Handle(None, self.stream, keep)
         for earlier in self._pending:
             earlier.advance()
-        handle = Handle(reduction, None)
+        handle = Handle(reduction, None, None)
         handle.advance()
         self._pending.append(handle)
         while self._pending and self._pending[0].done:
@@ -40,9 +44,10 @@ class Overlap:
 class Handle:
     """A reduction under way."""
 
-    def __init__(self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None):
+    def __init__(self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None, keep: object):
         self._reduction = reduction
         self._stream = stream
+        self._keep = keep
         self._message: Work | None = None
 
     @property
@@ -67,3 +72,4 @@ class Handle:
             self.advance()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+            self._keep = None

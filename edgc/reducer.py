@@ -130,6 +130,12 @@ class GradientReducer:
         if math.isfinite(entropy):  # not so where a loss scale was too large
             self.measurements.entropy.append(entropy)
 
+    def begin(self, iteration: int) -> None:
+        """With ``repeatable``, before ``plain`` is asked: an iteration that was already reduced starts anew."""
+        if self.repeatable:
+            self.roll_back(iteration)
+            self._iteration, self._before = iteration, self.state_dict()
+
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
@@ -143,12 +149,7 @@ class GradientReducer:
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
 
-        An iteration that was already reduced starts from the state before it again (with ``repeatable``).
         """
-        if self.repeatable:
-            if iteration == self._iteration:
-                self.roll_back(iteration)
-            self._iteration, self._before = iteration, self.state_dict()
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
 
@@ -216,7 +217,9 @@ class GradientReducer:
 
     def state_bytes(self) -> int:
         """Memory that the state takes between two reductions."""
-        return sum(packed.message.nbytes for part in self.state_dict().values() for packed in part.values())
+        states = [self.state_dict(), self._before or {}]
+        messages = {id(p.message): p.message for state in states for part in state.values() for p in part.values()}
+        return sum(message.nbytes for message in messages.values())
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
         """Go on where ``state_dict`` was taken."""

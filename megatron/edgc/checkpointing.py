@@ -10,7 +10,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,25 @@ from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, Wire
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage
+from megatron.edgc.windows import StageKey
 
 FOLDER = "edgc"
 VERSION = 1
+RESOLVED = "engine", "rmin", "rmax", "static_rank"  # settings that a probe of the link may have decided
 GO_ON = "give --edgc-reset-state to go on without it"
 
 
 @dataclass
 class Checkpoints:
-    """Saves and loads with Megatron's own checkpoints once ``install`` has been called."""
+    """Saves and loads with Megatron's own checkpoints once ``install`` has been called.
+
+    ``requested`` are the settings as given, ``config`` as resolved; ``keys`` the stages of the plan.
+    """
 
     args: Namespace
+    requested: EDGCConfig
     config: EDGCConfig
+    keys: list[StageKey]
     stages: list[Stage]
     controller: Controller | None  # on global rank 0 alone
 
@@ -47,30 +54,35 @@ class Checkpoints:
         save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
 
         def save_with_edgc(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            result = save(iteration, *args, **kwargs)
             if kwargs.get("non_persistent_ckpt"):
                 Reporter.warn("non-persistent checkpoints hold no EDGC state")
-            else:
-                self.save(Path(get_checkpoint_name(self.args.save, iteration, return_base_dir=True)), iteration)
+                return save(iteration, *args, **kwargs)
+            checkpoint = Path(get_checkpoint_name(self.args.save, iteration, return_base_dir=True))
+            # Before Megatron declares the checkpoint complete, but not yet in its folder, which it wants empty.
+            self.save(_beside(checkpoint), iteration)
+            result = save(iteration, *args, **kwargs)
+            if dist.get_rank() == 0:
+                shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+                _beside(checkpoint).rename(checkpoint / FOLDER)
             return result
 
         def load_with_edgc(*args: Any, **kwargs: Any) -> Any:
             result = load(*args, **kwargs)
             iteration = result[0]
             if iteration and not self.args.finetune:
-                self.load(Path(get_checkpoint_name(self.args.load, iteration, return_base_dir=True)), iteration)
+                checkpoint = Path(get_checkpoint_name(self.args.load, iteration, return_base_dir=True))
+                _on_all_ranks(lambda: self.load(checkpoint, iteration))
                 on_loaded()
             return result
 
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save_with_edgc, load_with_edgc
 
-    def save(self, checkpoint: Path, iteration: int) -> None:
+    def save(self, folder: Path, iteration: int) -> None:
         """Write all state. From here on the live run has its errors divided evenly, as a resumed one will."""
-        folder = checkpoint / FOLDER
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)  # what an earlier attempt has left
-            folder.mkdir(parents=True)
         dist.barrier()
+        folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for stage in self.stages:
             name = f"{_place(stage)}-{dist.get_rank(stage.process_group)}.pt"
@@ -84,7 +96,9 @@ class Checkpoints:
                 "version": VERSION,
                 "iteration": iteration,
                 "parallel": _parallel(self.args),
-                "engine": self.config.engine,
+                "engine": self.requested.engine,
+                "resolved": {name: getattr(self.config, name) for name in RESOLVED},
+                "stages": [str(key) for key in self.keys],
                 "controller": self.controller.state_dict(),
                 "bytes": _mean_bytes([count for _, counts in everywhere for count in counts]),
                 "files": {name: size for one, _ in everywhere for name, size in one.items()},
@@ -97,6 +111,8 @@ class Checkpoints:
     def load(self, checkpoint: Path, iteration: int) -> None:
         """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
         folder = checkpoint / FOLDER
+        if not folder.is_dir():
+            folder = _beside(checkpoint)  # the run ended before it was moved
         if self.config.reset_state:
             Reporter.warn(f"starting without the EDGC state of {checkpoint.name}, as asked for")
             return
@@ -110,24 +126,33 @@ class Checkpoints:
                 f"{_words(_parallel(self.args))}: its state starts anew"
             )
             return
+        # What a probe of the link decided then and now may differ; errors are good for any engine.
+        alike = index["resolved"]["engine"] == self.config.engine
+        if not alike:
+            Reporter.warn(
+                f"{checkpoint.name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of "
+                "its EDGC state only the error feedback is used"
+            )
         for stage in self.stages:
-            self._load_stage(stage, folder, index, iteration)
-        if self.controller is not None:
-            try:
-                self.controller.load_state_dict(index["controller"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{folder}: the controller's state does not fit this run ({error}); {GO_ON}"
-                ) from error
+            self._load_stage(stage, folder, index, iteration, alike)
+        if self.controller is None or not alike:
+            return
+        if index["stages"] != [str(key) for key in self.keys]:
+            Reporter.warn(f"{checkpoint.name} has other stages than this run: the controller starts anew")
+            return
+        try:
+            self.controller.load_state_dict(index["controller"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
+        found = {name: index["resolved"][name] for name in RESOLVED if getattr(self.requested, name) is None}
+        self.controller.config = replace(self.controller.config, **found)
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""
         try:
             index: dict[str, Any] = json.loads((folder / "index.json").read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{folder} holds EDGC state that was not written to its end ({error}); {GO_ON}"
-            ) from error
+            raise ConfigError(f"{folder} was not written to its end ({error}); {GO_ON}") from error
         if index["version"] != VERSION:
             raise ConfigError(f"{folder} is of version {index['version']}, this release reads {VERSION}; {GO_ON}")
         for name, size in index["files"].items():
@@ -136,18 +161,20 @@ class Checkpoints:
                 raise ConfigError(f"{folder}: {name} is missing; {GO_ON}")
             if found != size:
                 raise ConfigError(f"{folder}: {name} is cut short: {found} of {size} bytes; {GO_ON}")
-        if index["engine"] != self.config.engine:
+        if index["engine"] != self.requested.engine:
             raise ConfigError(
-                f"{folder} is of the engine {index['engine']}, this run has {self.config.engine}; {GO_ON}"
+                f"{folder} is of the engine {index['engine']}, this run has {self.requested.engine}; {GO_ON}"
             )
         return index
 
-    def _load_stage(self, stage: Stage, folder: Path, index: dict[str, Any], iteration: int) -> None:
+    def _load_stage(self, stage: Stage, folder: Path, index: dict[str, Any], iteration: int, alike: bool) -> None:
         place = _place(stage)
         names = sorted(name for name in index["files"] if name.rpartition("-")[0] == place)
+        if not names:  # experts that had no copies to reduce over
+            Reporter.warn(f"{folder} has nothing of {stage.key}: its state starts anew")
+            return
         states = [torch.load(folder / name, map_location=stage.device, weights_only=True) for name in names]
         errors = {name: total for state in states for name, total in state["error"].items()}
-        kept = {part: {k: v for state in states for k, v in state[part].items()} for part in ("engine", "equaliser")}
         shapes = {name: (spec.rows, spec.cols) for reducer in stage.reducers for name, spec in reducer.specs.items()}
         for name, total in errors.items():
             if name not in shapes:
@@ -158,22 +185,45 @@ class Checkpoints:
                     f"{folder}: the error of {name} has {total.numel()} values, this model's {rows * cols}; {GO_ON}"
                 )
         for reducer in stage.reducers:
-            reducer.load_state_dict(
-                {
-                    "error": {},
-                    **{
-                        part: {k: _unpacked(v) for k, v in of.items() if k.rpartition(":")[0] in reducer.specs}
-                        for part, of in kept.items()
-                    },
+            if alike:
+                kept = {
+                    part: {
+                        key: _unpacked(packed)
+                        for state in states
+                        for key, packed in state[part].items()
+                        if key.rpartition(":")[0] in reducer.specs
+                    }
+                    for part in ("engine", "equaliser")
                 }
-            )
+                reducer.load_state_dict({"error": {}, **kept})
             reducer.share_errors({name: total for name, total in errors.items() if name in reducer.specs}, iteration)
-        own = dist.get_rank(stage.process_group)
-        measured = states[own % len(states)]["measurements"]
-        if len(states) == dist.get_world_size(stage.process_group):
+        measured = states[dist.get_rank(stage.process_group) % len(states)]["measurements"]
+        # Other ranks or buckets have measured other things: the window then starts anew.
+        if alike and len(states) == dist.get_world_size(stage.process_group) and len(measured) == len(stage.reducers):
             for reducer, measurements in zip(stage.reducers, measured, strict=True):
                 reducer.measurements = _measurements(measurements)
         stage.restore_bytes(*index["bytes"][str(stage.key)])
+
+
+def _beside(checkpoint: Path) -> Path:
+    """Where EDGC's state is until Megatron has written the checkpoint."""
+    return checkpoint.with_name(f"{checkpoint.name}.{FOLDER}")
+
+
+def _on_all_ranks(work: Callable[[], None]) -> None:
+    """Raise on every rank what one of them raises: the others would wait for it."""
+    message = None
+    try:
+        work()
+    except ConfigError as error:
+        message = str(error)
+    except Exception as error:  # whatever a file that is not what it should be makes of torch.load
+        message = f"the EDGC state cannot be read ({type(error).__name__}: {error}); {GO_ON}"
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for found in messages:
+        if found is not None:
+            raise ConfigError(found)
 
 
 def _stage_state(stage: Stage, iteration: int) -> dict[str, Any]:

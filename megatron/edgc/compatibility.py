@@ -24,7 +24,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "those gradients lie outside the bucket",
         lambda a: bool(a.ddp_param_name_patterns_for_fp32_local_accumulation),
     ),
-    ("--optimizer dist_muon", "it shards parameters by layer", lambda a: a.optimizer == "dist_muon"),
+    (
+        "--optimizer dist_muon / muon with the distributed optimizer",
+        "it shards parameters by layer",
+        lambda a: getattr(a, "use_layer_wise_distributed_optimizer", False),
+    ),
     (
         "--save-wgrads-interval",
         "it forces Megatron's own all-reduce",
@@ -62,6 +66,9 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
     needs = {
         "--use-distributed-optimizer, whose weights are gathered": args.use_distributed_optimizer,
         "--bf16 or --fp16, whose optimizer keeps unrounded weights": args.bf16 or args.fp16,
+        "an optimizer that keeps them apart from the model's: not --use-precision-aware-optimizer": (
+            not args.use_precision_aware_optimizer
+        ),
         "weights that are not in fp8 or fp4": not (args.fp8_param_gather or args.fp4_param_gather),
     }
     missing = [need for need, met in needs.items() if not met]

@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, shard_buffer
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    shard_buffer,
+)
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps, Traffic, together
@@ -68,6 +73,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         reducer, step = self.edgc_reducer, self.edgc_step()
         overlapped = self.ddp_config.overlap_grad_reduce
         gradients = self._gradients()
+        reducer.begin(step.iteration)
         # Before scaling in both branches: the entropy must not jump when compression begins.
         reducer.measure(gradients, step.iteration, step.loss_scale)
         start = self.edgc_spans.mark()
@@ -79,7 +85,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
             self._check_and_scale()
             reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
             if overlapped:
-                self.grad_reduce_handle = self.edgc_overlap.start(reduction)
+                self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep=reducer.state_dict())
             else:
                 with torch.no_grad():
                     run(reduction)
@@ -100,9 +106,9 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
                 weights.communicator.traffic.count_all_gather(shards[0], weights.communicator.ranks)
             super().start_param_sync(force_sync=force_sync)
             return
-        gather = weights.gather(all_shards)
+        gather = weights.gather(all_shards, [_parts(bucket, weights.communicator.ranks) for bucket in self.buckets])
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = self.edgc_overlap.start(gather)
+            self.param_gather_handle = self.edgc_overlap.start(gather, keep=weights.before)
         else:
             with torch.no_grad():
                 run(gather)
@@ -113,7 +119,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     def keep_weights(self) -> None:
         """Before the optimizer's step: remember the own shards as the other ranks have them."""
         weights = self.edgc_weights
-        if weights.wire is not None:
+        # parameters in fp32 are the optimizer's own: they must not be rounded
+        if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
             shards = [shard_buffer(bucket.param_data, weights.communicator.ranks) for bucket in self.buckets]
             weights.before = [each[weights.communicator.rank].clone() for each in shards]
 
@@ -147,18 +154,32 @@ class WeightGather:
         self.communicator = communicator
         self.dense = dense
         self.wire = wire
-        self.before: list[Tensor] | None = None  # own shards of all buckets, until they have been gathered
+        self.before: list[Tensor] | None = None  # own shards of all buckets as the others have them; None: not known
 
-    def gather(self, all_shards: Sequence[Sequence[Tensor]]) -> Steps[None]:
+    def gather(
+        self, all_shards: Sequence[Sequence[Tensor]], all_parts: Sequence[Sequence[Sequence[int]]]
+    ) -> Steps[None]:
         """Gather the differences of all buckets at once."""
         assert self.before is not None and self.wire is not None
-        before, self.before = self.before, None
         yield from together(
             [
-                gather_differences(shards, old, self.wire, self.communicator)
-                for shards, old in zip(all_shards, before, strict=True)
+                gather_differences(shards, parts, old, self.wire, self.communicator)
+                for shards, parts, old in zip(all_shards, all_parts, self.before, strict=True)
             ]
         )
+        # With experts Megatron gathers everything once for each of two optimizers, the second time only their updates.
+        self.before = [shards[self.communicator.rank].clone() for shards in all_shards]
+
+
+def _parts(bucket: _ParamAndGradBucket, ranks: int) -> list[list[int]]:
+    """For each rank's shard of a bucket: the lengths of the pieces of parameters, and of gaps between them, in it."""
+    size = bucket.param_data.numel() // ranks
+    ends = {end for ends in bucket.param_to_index.values() for end in ends}
+    cuts = sorted(ends | {rank * size for rank in range(ranks + 1)})
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for start, end in pairwise(cuts):
+        parts[start // size].append(end - start)
+    return parts
 
 
 def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:

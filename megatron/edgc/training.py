@@ -58,7 +58,9 @@ class Session:
         self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
         config.check_run(self.iterations)
         check_param_wire(config, args)
-        self.config = config
+        self.config = self.requested = config
+        # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
+        self.scaled = bool(args.fp16 or args.loss_scale)
         self.controller: Controller | None = None  # on global rank 0 alone
         self.stages: list[Stage] = []  # of this rank
         self.keys: list[StageKey] = []  # of the plan
@@ -75,6 +77,7 @@ class Session:
         if len(wrapped) < len(chunks):
             others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in wrapped})
             raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
+        self.chunks = wrapped
         device = next(chunks[0].parameters()).device
         self.model_config = get_model_config(chunks[0])
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device)
@@ -103,18 +106,23 @@ class Session:
         self.plan = self._broadcast(self.controller.plan if self.controller else None)
         self.reporter = Reporter(self.config, self.args, self.iterations)
         self.reporter.start(self.keys, allocations, costs)
-        Checkpoints(self.args, self.config, self.stages, self.controller).install(self._resume)
+        Checkpoints(self.args, self.requested, self.config, self.keys, self.stages, self.controller).install(
+            self._resume
+        )
         return chunks
 
     def _resume(self) -> None:
         """A checkpoint has been loaded, on rank 0 the controller's state with it."""
         self.plan = self._broadcast(self.controller.plan if self.controller else None)
+        for stage in self.stages:
+            for group in stage.groups:
+                group.edgc_weights.before = None
 
     def _repeatable(self) -> bool:
         """Whether Megatron may skip a step or run it again: an overflow in fp16, or a result that it doubts."""
         args = self.args
         doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.rerun_mode == "report_stats"
-        return bool(args.fp16 or doubts)
+        return bool(self.scaled or doubts)
 
     def _plan_run(self, device: torch.device) -> tuple[EDGCConfig, list[StageSetup]]:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""
@@ -198,8 +206,8 @@ class Session:
         return self._step
 
     def _loss_scale(self) -> Tensor | None:
-        """What gradients are multiplied with in fp16."""
-        if not self.args.fp16:
+        """What gradients are multiplied with."""
+        if not self.scaled:
             return None
         scale: Tensor = self.model_config.grad_scale_func(torch.ones((), device=self.stages[0].device))
         return scale
@@ -210,7 +218,7 @@ class Session:
             stage.dense_bytes += stage.dense_bytes_per_step
             for group in stage.groups:
                 group.keep_weights()
-        if self.args.fp16 and not self._all_finite():
+        if self.scaled and not self._all_finite():
             for stage in self.stages:
                 for reducer in stage.reducers:
                     reducer.roll_back(iteration)
@@ -226,8 +234,14 @@ class Session:
             self.reporter.window(report, last=completed == self.iterations)
 
     def _all_finite(self) -> bool:
-        """Whether every reduction of the step was finite on every rank: if not, the optimizer skips the step."""
-        finite = [reducer.finite for stage in self.stages for reducer in stage.reducers]
+        """Whether all gradients are finite on every rank, reduced by whom ever: else the optimizer skips the step."""
+        buckets = [
+            bucket
+            for chunk in self.chunks
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            for bucket in group.buckets
+        ]
+        finite = [torch.isfinite(bucket.grad_data).all() for bucket in buckets]
         everywhere = torch.stack(finite).all().to(torch.int32)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere)

@@ -24,6 +24,7 @@ from megatron.edgc import cpu
 cpu.redirect()
 
 import megatron.training.training as megatron_training  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 import edgc.allocation  # noqa: E402
@@ -120,6 +121,18 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
     result = {
+        "place": [
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        ],
+        # alike on all ranks of a pipeline stage
+        "replicated": [
+            f"{place}.{name}"
+            for place, chunk in enumerate(chunks)
+            for name, parameter in unwrap_model(chunk).named_parameters()
+            if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True)
+        ],
         "initial": initial,
         "parameters": parameters(),
         "owed": {

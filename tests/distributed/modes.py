@@ -77,6 +77,18 @@ MODES = {
         tolerance=0.2,
         format="torch",
     ),
+    "bf16, tensor parallel, weights gathered in 4 bits": Mode(
+        "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 2",
+        "--edgc-param-wire int4",
+        tolerance=0.2,
+        format="torch",
+    ),
+    "bf16, experts, weights gathered in 8 bits": Mode(
+        "--bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2",
+        "--edgc-param-wire int8",
+        tolerance=0.2,
+        format="torch",
+    ),
     "bf16, gradients reduced in bf16": Mode("--bf16 --grad-reduce-in-bf16", tolerance=0.2),
     "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2, lost=8e-3),
     "fp16, loss scale that overflows at first": Mode(
@@ -105,7 +117,7 @@ class Seen:
     distance: float = float("nan")  # of full rank from dense, as a share of the way parameters went
     lost: float = float("nan")  # of what was put in, relative to its largest entry
     reductions: int = 0
-    apart: tuple[str, ...] = ()  # state that differs within a data-parallel group
+    apart: tuple[str, ...] = ()  # state or parameters that differ where they must not
     resumed_alike: bool = False
     ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's
     param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
@@ -161,7 +173,10 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         ),
         lost=max(result["worst_loss"] for run in (saved, resumed) for result in run),
         reductions=sum(result["reductions"] for result in saved),
-        apart=tuple(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
+        apart=(
+            *(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
+            *(found for run in (full, saved, resumed) for found in _different(run)),
+        ),
         resumed_alike=all(
             a["parameters"].keys() == b["parameters"].keys()
             and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])
@@ -171,6 +186,20 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
         stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
     )
+
+
+def _different(run: list[dict[str, Any]]) -> list[str]:
+    """Parameters that are not the same bits on ranks that hold the same part, or replicas, of the model."""
+    found = []
+    for result in run:
+        pipeline = result["place"][0]
+        part = next(other for other in run if other["place"] == result["place"])
+        stage = next(other for other in run if other["place"][0] == pipeline)
+        for name, parameter in result["parameters"].items():
+            other = stage if name in result["replicated"] else part
+            if not torch.equal(parameter, other["parameters"][name]):
+                found.append(f"{name} at {result['place']}")
+    return found
 
 
 def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -196,11 +225,13 @@ def page(seen: dict[str, Seen]) -> str:
         "",
         "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went.",
         "- *lost*: the most of what was put in that neither the result nor the error feedback holds, relative.",
+        "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
+        "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
         "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they "
         "are gathered.",
         "",
-        "| mode | flags | full rank | lost | state alike on all ranks | resumed | fewer bytes |",
+        "| mode | flags | full rank | lost | ranks agree | resumed | fewer bytes |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in seen.items():

@@ -60,7 +60,7 @@ UNSUPPORTED = {
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]
     },
-    "--optimizer dist_muon": {"optimizer": "dist_muon"},
+    "--optimizer dist_muon": {"use_layer_wise_distributed_optimizer": True},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
 }
 
@@ -96,6 +96,7 @@ def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespac
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
         ({"bf16": False}, "--bf16 or --fp16"),
         ({"fp8_param_gather": True}, "not in fp8"),
+        ({"use_precision_aware_optimizer": True}, "not --use-precision-aware-optimizer"),
     ):
         unfit = Namespace(**{**vars(arguments), **fitting, **change})
         with pytest.raises(ConfigError, match=f"--edgc-param-wire = int8: needs .*{said}"):
