@@ -154,13 +154,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page(result: dict[str, Any], raw: str) -> str:
+    """The table with what it needs to be read."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [
+        "# One matrix's reduction, phase by phase",
+        "",
+        f"Made by `tools/bench_reduce.py`; raw figures in [{raw}]({raw}). {result['processes']} processes, one machine",
+        f"({result['machine']}; {versions}), medians of {result['repetitions']} repetitions, milliseconds.",
+        "*fp32*: factors as they are; *balanced*: in the formats of that preset. Phases are from a second pass under",
+        "the profiler; what is left of the time is messages and waiting. Over loopback there is no network to save.",
+        "",
+        table(result["rows"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLUMNS")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--output", type=Path, help="JSON file for the raw result")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file for the raw result; a page with the table comes beside it"
+    )
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -178,6 +197,7 @@ def main() -> None:
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
+        options.output.with_suffix(".md").write_text(page(result, options.output.name))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ CASES = {
     ),
     "estimator": ([*EDGC, "--edgc-entropy-estimator", "guess"], "--edgc-entropy-estimator: invalid choice: 'guess'"),
     "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
-    "option": ([*EDGC, "--calculate-per-token-loss"], "--edgc does not support yet: --calculate-per-token-loss"),
+    "option": ([*EDGC, "--save-wgrads-interval", "10"], "--edgc does not support yet: --save-wgrads-interval"),
+    "weights": ([*EDGC, "--edgc-param-wire", "int8"], "--edgc-param-wire = int8: needs --use-distributed-optimizer"),
     "one rank": (EDGC, "--edgc needs at least 2 data-parallel ranks"),
     "other batches": (
         [*TWO_STEPS, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
