@@ -51,7 +51,7 @@ def saving(folder: Path) -> list[str]:
 
 def parameters(folder: Path) -> dict[str, Tensor]:
     """The parameters of every stage of the last checkpoint in ``folder``."""
-    files = sorted(folder.glob(f"iter_{ITERATIONS:07d}/*/*.pt"))
+    files = sorted(folder.glob(f"iter_{ITERATIONS:07d}/mp_rank_*/*.pt"))
     assert len(files) == 2, "one file for each pipeline stage"
     return {
         f"{file.parent.name}/{name}": value
@@ -138,7 +138,7 @@ def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
     output = train(["--train-iters", "20", *settings], processes=2)
     start, *windows = read_events(tmp_path)
     if start["config"]["engine"] == "dense":
-        assert "on this link compression takes longer than the dense all-reduce at every rank" in output
+        assert "on this link compression takes longer than the dense reduction at every rank" in output
         assert all(event["ranks"] == [None] for event in windows)
     else:
         assert start["config"]["rmin"] <= start["config"]["rmax"]
@@ -215,7 +215,7 @@ def test_where_compression_cannot_win_the_run_is_dense_and_says_so(tmp_path: Pat
     # so many power iterations cost more bytes than the gradient has; the tilt must not stand in the way
     slow = "--edgc --edgc-power-iterations 500 --edgc-rank-tilt 0.5 --edgc-link-gbps 0.05 --edgc-window 4"
     output = train(["--train-iters", "4", *slow.split(), "--edgc-log-dir", str(tmp_path)], processes=2)
-    assert "compression takes longer than the dense all-reduce at every rank: reducing dense" in output
+    assert "compression takes longer than the dense reduction at every rank: reducing dense" in output
     assert "edgc | stage 1 in fp32" in output and "in int6" not in output
     *_, last = read_events(tmp_path)
     assert last["ranks"] == [None] and last["stages"][0]["dp_bytes"] == last["stages"][0]["dp_bytes_dense"]
