@@ -106,10 +106,6 @@ class Communicator:
         self.traffic.count_all_reduce(tensor, self.ranks)
         return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
 
-    def all_reduce_uncounted(self, tensor: Tensor) -> Work:
-        """The same outside a training step, as for a checkpoint."""
-        return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
-
     def all_gather(self, tensor: Tensor) -> Steps[Tensor]:
         """Every rank's (n,) ``tensor`` as the rows of one (ranks, n)."""
         self.traffic.count_all_gather(tensor, self.ranks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edgc.allocation import Allocation, uniform_ranks
-from edgc.collectives import Communicator, Steps, together
+from edgc.collectives import Communicator, Steps, Traffic, together
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Engine, Reduced, Rounding
 from edgc.engines.base import all_finite
@@ -80,7 +80,6 @@ class GradientReducer:
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
-        self.finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last reduction was
         self.repeatable = repeatable
         self._iteration: int | None = None
         self._before: dict[str, dict[str, Packed]] | None = None
@@ -148,14 +147,9 @@ class GradientReducer:
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
-
         """
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
-
-        def half(name: str) -> bool:
-            return gradients[name].dtype != torch.float32
-
         for name, matrix in matrices.items():
             if loss_scale is not None:
                 matrix.div_(loss_scale)
@@ -175,14 +169,18 @@ class GradientReducer:
         outcomes = yield from together(reductions)
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         scale = 1.0 if loss_scale is None else loss_scale
-        sums = {name: (matrix * scale).to(gradients[name].dtype) for name, matrix in matrices.items() if half(name)}
-        self.finite = torch.stack([outcome.finite for outcome in outcomes]).all()
+        sums = {  # as the buffers hold them, where that is not in fp32
+            name: (matrices[name] * scale).to(gradient.dtype)
+            for name, gradient in gradients.items()
+            if gradient.dtype != torch.float32
+        }
+        finite = torch.stack([outcome.finite for outcome in outcomes]).all()
         if sums:
-            self.finite = self.finite & all_finite(list(sums.values()))
-        poison = torch.where(self.finite, 0.0, math.nan)
+            finite = finite & all_finite(list(sums.values()))
+        poison = torch.where(finite, 0.0, math.nan)
         errors: dict[str, Tensor] = {}
         for outcome in outcomes:
-            outcome.advance(self.finite)
+            outcome.advance(finite)
             errors.update(outcome.errors)
         self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
@@ -190,8 +188,8 @@ class GradientReducer:
                 error = errors.pop(name)
                 if name in sums:  # all ranks know alike what the buffer's type has cut off
                     error += (matrix - sums[name].float() / scale) / self.communicator.ranks
-                self.feedback.store(name, error, self.finite, self._generator)
-            elif name in self.feedback.packed and bool(self.finite):  # once, when compression ends
+                self.feedback.store(name, error, finite, self._generator)
+            elif name in self.feedback.packed and bool(finite):  # once, when compression ends
                 self.feedback.clear(name)
             matrix.add_(poison)
             if self.config.equalise and matrix.shape[0] > 1:
@@ -240,9 +238,10 @@ class GradientReducer:
         the group must run this to its end.
         """
         self._seed_rounding("settle", iteration)
+        uncounted = Communicator(self.communicator.group, Traffic())  # a checkpoint is no training traffic
         for name in sorted(self.feedback.packed):
             total = self.feedback.packed[name].values().clone()
-            self.communicator.all_reduce_uncounted(total).wait()
+            uncounted.all_reduce(total).wait()
             self._take_part(name, total)
             yield name, total
 

@@ -135,8 +135,6 @@ class Packed:
 
 
 WIRES = {"fp32": 32, "bf16": 16, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2, "int1": 1}
-
-
 FP32 = Wire(32)
 
 

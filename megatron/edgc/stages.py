@@ -33,7 +33,7 @@ class Named:
 
 
 class Stage:
-    """The bucket groups of one rank that share a rank plan, with their reducers once ``attach`` has been called."""
+    """The bucket groups of one rank that share a rank plan, taken over once ``attach`` has been called."""
 
     def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device):
         self.key = key
@@ -42,7 +42,6 @@ class Stage:
         self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and Megatron's own way
         self.spans = Spans(device)
         self.device = device
-        self.reducers: list[GradientReducer] = []
         self.groups: list[EDGCBucketGroup] = []
         dense = Traffic()
         for one in named:
@@ -55,6 +54,11 @@ class Stage:
     @property
     def parameters(self) -> list[Parameter]:
         return [parameter for one in self.named for parameter in one.described]
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """In the order of the bucket groups."""
+        return [group.edgc_reducer for group in self.groups]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -71,7 +75,6 @@ class Stage:
             self.groups.append(
                 EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
             )
-            self.reducers.append(reducer)
 
     def take_window(self, micro_backward_seconds: float) -> RankWindow:
         """What was seen since the last call."""

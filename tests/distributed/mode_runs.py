@@ -56,7 +56,7 @@ class Watch:
             self.reductions += 1
             left = _summed(reducer, {name: torch.zeros_like(gradient) for name, gradient in put_in.items()})
             for name, gradient in gradients.items():
-                if bool(reducer.finite):
+                if bool(torch.isfinite(gradient).all()):
                     lost = owed[name] - gradient.double() / scale - left[name]
                     self.worst_loss = max(self.worst_loss, float(lost.abs().max() / owed[name].abs().max()))
             self._compare(reducer)

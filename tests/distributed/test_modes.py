@@ -24,6 +24,6 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
     assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)
 
 
-def test_experts_have_ranks_of_their_own(seen: dict[str, Seen]) -> None:
+def test_experts_are_a_stage_of_the_plan_and_model_chunks_are_not(seen: dict[str, Seen]) -> None:
     assert seen["experts"].stages == ("stage 1", "stage 1 experts")
     assert seen["virtual pipeline"].stages == ("stage 1", "stage 2")
