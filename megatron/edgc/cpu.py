@@ -163,7 +163,11 @@ def _redirect_megatron() -> None:
     """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as tensor_parallel_random
+    from megatron.core import parallel_state
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -194,6 +198,27 @@ def _redirect_megatron() -> None:
         return module
 
     WrappedTorchNorm.__new__ = norm
+
+    # Context parallelism exists for Transformer Engine's attention alone. Here every rank gathers all keys and values;
+    # the mask of its own queries says what they see.
+    class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            super().__init__(alone, *args, **kwargs)
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            return super().forward(query, self._gathered(key), self._gathered(value), *args, **kw)
+
+        def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+            group = parallel_state.get_context_parallel_group()
+            if group.size() == 1:
+                return part
+            # of 2n pieces of the sequence rank r holds the r-th from the start and the r-th from the end
+            pieces = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
+            return torch.cat([*pieces[::2], *reversed(pieces[1::2])])
+
+    LocalSpecProvider.core_attention = lambda self: ContextParallelAttention
 
     # Without apex's Adam, which is for GPUs, the distributed optimizer cannot read what it has saved: fp32 parameters
     # are leaves, and the step counts of torch's Adam are not among the states, but one tensor on which all count.

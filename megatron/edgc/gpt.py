@@ -12,12 +12,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from edgc.config import ConfigError
 
+SPIKE = 10.0  # times the largest loss so far: the factor at which --check-for-spiky-loss doubts a result
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
@@ -133,7 +135,22 @@ def loss_func(
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
+    _validate(loss.detach().clone())  # Megatron divides the loss in place later
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def _validate(loss: torch.Tensor) -> None:
+    """Report the loss to Megatron's re-run machine, which may run the step again or end the run."""
+    args, machine = get_args(), get_rerun_state_machine()
+
+    def spike(result: torch.Tensor) -> bool:
+        return machine.is_unexpectedly_large(result, threshold=SPIKE, context="loss")
+
+    if args.check_for_nan_in_loss_and_grad:
+        for wrong, message in ((torch.isnan, "the loss is NaN"), (torch.isinf, "the loss is infinite")):
+            machine.validate_result(loss, rejection_func=wrong, message=message)
+    if args.check_for_spiky_loss:
+        machine.validate_result(loss, rejection_func=spike, message="the loss is a spike", fatal=False)
 
 
 def forward_step(

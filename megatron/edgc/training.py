@@ -121,8 +121,8 @@ class Session:
     def _repeatable(self) -> bool:
         """Whether Megatron may skip a step or run it again: an overflow in fp16, or a result that it doubts."""
         args = self.args
-        doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.rerun_mode == "report_stats"
-        return bool(self.scaled or doubts)
+        doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
+        return bool(self.scaled or doubts or args.rerun_mode == "report_stats")
 
     def _plan_run(self, device: torch.device) -> tuple[EDGCConfig, list[StageSetup]]:
         """Measure or compute what communication costs, and settle rmin and rmax, alike on every rank."""

@@ -147,6 +147,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "worst_loss": watch.worst_loss,
         "apart": watch.apart,
         "stages": [] if session is None else [str(key) for key in session.keys],
+        "elements": sum(parameter.numel() for parameter in parameters().values()),
+        "state_bytes": sum(reducer.state_bytes() for stage in stages for reducer in stage.reducers),
         "bytes": [sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)],
     }
     for chunk in chunks:

@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,10 @@ MODES = {
         "--num-experts 4 --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         format="torch",
     ),
+    "context parallel": Mode("--context-parallel-size 2"),
+    "context parallel, distributed optimizer, overlapped reduction": Mode(
+        "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce", format="torch"
+    ),
     "bf16": Mode("--bf16", tolerance=0.2),
     "bf16, distributed optimizer": Mode("--bf16 --use-distributed-optimizer", tolerance=0.2, format="torch"),
     "bf16, weights gathered in 8 bits": Mode(
@@ -96,6 +100,9 @@ MODES = {
     ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),
+    "steps that Megatron runs again": Mode(
+        "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2"
+    ),
     "int4 engine, distributed optimizer": Mode(
         "--use-distributed-optimizer --overlap-grad-reduce", "--edgc-engine int4 --edgc-preset paper", format="torch"
     ),
@@ -122,6 +129,9 @@ class Seen:
     ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's
     param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
     stages: tuple[str, ...] = ()
+    state: float = float("nan")  # bytes a parameter that EDGC keeps
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)  # rank 0's parameters of the dense run
+    compressed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
@@ -168,7 +178,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
                 return Seen(failed=f"{part}: {result['failed']}")
     return Seen(
         distance=max(
-            _distance(a["parameters"], b["parameters"]) / _distance(a["parameters"], a["initial"])
+            distance(a["parameters"], b["parameters"]) / distance(a["parameters"], a["initial"])
             for a, b in zip(dense, full, strict=True)
         ),
         lost=max(result["worst_loss"] for run in (saved, resumed) for result in run),
@@ -185,6 +195,9 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         ratio=sum(r["bytes"][1] for r in saved) / sum(r["bytes"][0] for r in saved),
         param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
         stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
+        state=max(result["state_bytes"] / result["elements"] for result in saved),
+        dense=dense[0]["parameters"],
+        compressed=saved[0]["parameters"],
     )
 
 
@@ -202,7 +215,8 @@ def _different(run: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Euclidean, in all parameters."""
     return float(torch.stack([(a[name].double() - b[name].double()).square().sum() for name in a]).sum().sqrt())
 
 
@@ -228,29 +242,33 @@ def page(seen: dict[str, Seen]) -> str:
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
         "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
+        "- *state*: the most that a rank's EDGC keeps from step to step, in bytes a parameter: the error feedback (4 in "
+        "fp32), eight factors of each matrix in 4 bits, scales of rows and columns. Matrices of 64 x 64 at rank 8 need "
+        "more for factors and scales than large ones. With a loss scale, or where a step may be run again, EDGC keeps "
+        "the state before the step, too.",
         "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they "
         "are gathered.",
         "",
-        "| mode | flags | full rank | lost | ranks agree | resumed | fewer bytes |",
-        "|---|---|---|---|---|---|---|",
+        "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, one in seen.items():
         mode = MODES[name]
         flags = " ".join(part for part in (mode.flags, mode.edgc, f"--ckpt-format {mode.format}") if part)
         if one.failed:
-            lines.append(f"| {name} | `{flags}` | failed | | | | |")
+            lines.append(f"| {name} | `{flags}` | failed | | | | | |")
             continue
         weights = f", weights {one.param_ratio:.1f}x" if one.param_ratio else ""
         lines.append(
             f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
-            f"{'same bits' if one.resumed_alike else 'differs'} | {one.ratio:.1f}x{weights} |"
+            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {one.ratio:.1f}x{weights} |"
         )
     lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
     lines += [
         "",
-        "Not refused, but not run: `--context-parallel-size` (on a CPU Megatron has no attention for it; gradients are "
-        "reduced over the data- and context-parallel ranks together), and everything on a GPU.",
+        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/cpu.py`, since Megatron "
+        "has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
         "",
     ]
     return "\n".join(lines)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.distributed.modes import MODES, RANKS, Seen, run_all
+from tests.distributed.modes import MODES, RANKS, Seen, distance, run_all
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +28,14 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
 def test_experts_are_a_stage_of_the_plan_and_model_chunks_are_not(seen: dict[str, Seen]) -> None:
     assert seen["experts"].stages == ("stage 1", "stage 1 experts")
     assert seen["virtual pipeline"].stages == ("stage 1", "stage 2")
+
+
+def test_context_parallel_ranks_train_the_same_model(seen: dict[str, Seen]) -> None:
+    plain, parallel = seen["plain DDP"].dense, seen["context parallel"].dense
+    scale = torch.cat([parameter.flatten() for parameter in plain.values()]).double().norm()
+    assert 0 < distance(plain, parallel) < 1e-4 * scale
+
+
+def test_a_step_that_is_run_again_changes_nothing(seen: dict[str, Seen]) -> None:
+    once, again = seen["plain DDP"].compressed, seen["steps that Megatron runs again"].compressed
+    assert all(torch.equal(once[name], again[name]) for name in once)
