@@ -24,12 +24,12 @@ class Equaliser:
     def __init__(self) -> None:
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def scale(self, name: str, like: Tensor) -> Tensor:
-        """(rows x cols) scales with root mean square about 1; ones while nothing is known."""
+    def scales(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows x 1) and (1 x cols), whose product has root mean square about 1; ones while nothing is known."""
         if name not in self._moments:
-            return torch.ones_like(like)
+            return torch.ones_like(like[:, :1]), torch.ones_like(like[:1])
         rows, cols = (_relative(moment) for moment in self._moments[name])
-        return torch.outer(rows, cols)
+        return rows.unsqueeze(1), cols.unsqueeze(0)
 
     def update(self, name: str, total: Tensor) -> None:
         """Take in the sum (rows x cols) that a reduction gave; one that is not finite is left out."""

@@ -182,6 +182,7 @@ class GradientReducer:
         for outcome in outcomes:
             outcome.advance(finite)
             errors.update(outcome.errors)
+        del outcome, outcomes  # so that each error is freed once it is stored
         self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
             if name in errors:
@@ -264,13 +265,16 @@ class GradientReducer:
         if not equalise:
             older = self.feedback.packed
             return (yield from engine.reduce(matrices, self.ranks, older, iteration, self.communicator))
-        scales = {name: self.equaliser.scale(name, matrix) for name, matrix in matrices.items()}
+        scales = {name: self.equaliser.scales(name, matrix) for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
-            matrix.div_(scales[name])
+            rows, cols = scales[name]
+            matrix.div_(rows).div_(cols)
         reduced = yield from engine.reduce(matrices, self.ranks, {}, iteration, self.communicator)
-        for name, matrix in matrices.items():
-            matrix.mul_(scales[name])
-        return replace(reduced, errors={name: error.mul_(scales[name]) for name, error in reduced.errors.items()})
+        for restored in (matrices, reduced.errors):
+            for name, matrix in restored.items():
+                rows, cols = scales[name]
+                matrix.mul_(rows).mul_(cols)
+        return reduced
 
 
 def run[T](reduction: Steps[T]) -> T:

@@ -242,10 +242,9 @@ def page(seen: dict[str, Seen]) -> str:
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
         "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
-        "- *state*: the most that a rank's EDGC keeps from step to step, in bytes a parameter: the error feedback (4 in "
-        "fp32), eight factors of each matrix in 4 bits, scales of rows and columns. Matrices of 64 x 64 at rank 8 need "
-        "more for factors and scales than large ones. With a loss scale, or where a step may be run again, EDGC keeps "
-        "the state before the step, too.",
+        "- *state*: the most that EDGC keeps on a rank from step to step, in bytes a parameter: the error feedback (4 "
+        "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
+        "step may be run again, EDGC keeps the state before the step, too.",
         "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they "
         "are gathered.",
         "",
@@ -267,8 +266,8 @@ def page(seen: dict[str, Seen]) -> str:
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
     lines += [
         "",
-        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/cpu.py`, since Megatron "
-        "has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
+        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/cpu.py`, since "
+        "Megatron has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
         "",
     ]
     return "\n".join(lines)

@@ -9,9 +9,11 @@ from torch import Tensor
 from edgc.allocation import Parameter, allocate
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import PRESETS, EDGCConfig
+from edgc.engines import rounding
 from edgc.probe import break_even, probe
 from edgc.reducer import GradientReducer, run
 from tests.distributed.gloo import run_on_ranks
+from tests.memory import TensorMemory
 
 PARAMETERS = [
     Parameter("wide", (24, 96)),
@@ -157,3 +159,33 @@ def test_a_probe_times_both_reductions() -> None:
     for dense, compressed, rank in run_on_ranks(probed, 2):
         assert 0 < dense < 60 and 0 < compressed < 60
         assert 0 <= rank <= 64 and rank % 4 == 0
+
+
+def memory_of_reductions(rank: int) -> dict[str, float]:
+    """The most that a step takes beside gradients and older state, in units of the bucket in fp32."""
+    side, count = 128, 8
+    parameters = [Parameter(f"w{place}", (side, side)) for place in range(count)]
+    bucket = 4 * side * side * count
+    assert dist.group.WORLD is not None
+    rounding.PORTION = side * side // 4
+    peaks = {}
+    for preset in ("paper", "balanced"):
+        settings = {key: value for key, value in PRESETS[preset].items() if key not in ("rank_model", "rank_share")}
+        config = EDGCConfig(**settings, static_rank=16, iteration_sampling_rate=0.01)
+        communicator = Communicator(dist.group.WORLD, Traffic())
+        under_test = GradientReducer(allocate(parameters, config, 8), config, communicator, CPU)
+        for kind, stage_rank in (("warm-up", None), ("low rank", 16)):
+            under_test.set_rank(stage_rank)
+            for step in (1, 2):
+                local = {parameter.name: torch.randn(parameter.shape) for parameter in parameters}
+                with TensorMemory() as memory:
+                    run(under_test.reduce(local, step))
+            peaks[f"{preset}, {kind}"] = memory.peak / bucket
+    return peaks
+
+
+def test_a_step_takes_little_more_memory_than_its_bucket() -> None:
+    # one bucket is the new error; beside it factors and a few matrices or portions at a time
+    for peaks in run_on_ranks(memory_of_reductions, 2):
+        assert set(peaks) == {"paper, warm-up", "paper, low rank", "balanced, warm-up", "balanced, low rank"}
+        assert max(peaks.values()) < 1.9, peaks
