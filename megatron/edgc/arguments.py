@@ -37,8 +37,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                     help=help,
                 )
         else:
+            names = [flag(knob.name)]
+            if knob.name.endswith("wire"):
+                names.append(f"{names[0]}-dtype")  # who knows --edgc-error-dtype looks for that
             group.add_argument(
-                flag(knob.name),
+                *names,
                 dest=f"edgc_{knob.name}",
                 type=_scalar(hints[knob.name]),
                 default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"

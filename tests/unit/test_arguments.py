@@ -25,6 +25,11 @@ def test_flags_become_settings_of_the_right_type() -> None:
     assert config == EDGCConfig(preset="paper", rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
+def test_a_wire_format_may_be_called_a_dtype() -> None:
+    config = config_from_args(parse("--edgc", "--edgc-wire-dtype", "int8", "--edgc-param-wire-dtype", "int4"))
+    assert config is not None and (config.wire, config.param_wire) == ("int8", "int4")
+
+
 def test_without_flags_the_default_preset_holds() -> None:
     assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
     assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig(preset="paper")
