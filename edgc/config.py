@@ -213,6 +213,26 @@ class EDGCConfig:
         "SDP4Bit: arXiv 2410.15526",
         tuple(name for name, bits in WIRES.items() if 4 <= bits <= 8),
     )
+    pp: str = _knob(
+        "off",
+        "which messages between pipeline stages travel in low rank: gradients (backward), or activations, too (both)",
+        "name",
+        "Optimus-CC, ASPLOS 2023; docs/algorithm.md, 8",
+        ("off", "backward", "both"),
+    )
+    pp_rank: int | None = _knob(
+        None, "rank of these messages (default: the controller sets it from their entropy)", "rank", "as pp"
+    )
+    pp_wire: str | None = _knob(
+        None,
+        "format in which the factors of these messages travel (default: the pipeline's own, fp32 or bf16)",
+        "format",
+        "EDGC's own",
+        tuple(WIRES),
+    )
+    pp_epilogue_only: bool = _knob(
+        False, "compress only gradients that a stage has nothing to do but wait for", "switch", "as pp"
+    )
     compress_embeddings: bool = _knob(False, "embeddings and the output layer in low rank, too", "switch", "EDGC's own")
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
@@ -245,7 +265,7 @@ class EDGCConfig:
             value = getattr(self, knob.name)
             if choices and value != knob.default:
                 _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
-        for name in ("rmin", "rmax", "static_rank"):
+        for name in ("rmin", "rmax", "static_rank", "pp_rank"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "a rank must be at least 1")
         if self.rmin is not None and self.rmax is not None:
@@ -278,6 +298,15 @@ class EDGCConfig:
             _require(self.error_average == 0, "error_average", self.error_average, rule)
         if self.engine == "dense":
             _require(self.dense_wire == "fp32", "dense_wire", self.dense_wire, "the engine dense sums in fp32")
+        if self.pp == "off":
+            for name in ("pp_rank", "pp_wire"):
+                _require(getattr(self, name) is None, name, getattr(self, name), "does nothing with --edgc-pp off")
+            _require(not self.pp_epilogue_only, "pp_epilogue_only", True, "does nothing with --edgc-pp off")
+        else:
+            ranked = self.low_rank or self.pp_rank is not None
+            _require(ranked, "pp", self.pp, f"the engine {self.engine} has no rank; give --edgc-pp-rank")
+            rule = "activations have no such end of a step; only --edgc-pp backward has"
+            _require(not self.pp_epilogue_only or self.pp == "backward", "pp_epilogue_only", True, rule)
         if self.static_rank is not None:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")

@@ -43,6 +43,10 @@ class Wire:
         """Bytes that ``values`` values, a multiple of 128, take."""
         return values * self.bits // 8 + (values // GROUP * 2 if self.bits <= 8 else 0)
 
+    def tensor_bytes(self, values: int) -> int:
+        """Bytes that a tensor of so many values takes as a ``Packed``."""
+        return self.message_bytes(values if self.bits > 8 else values + -values % GROUP)
+
     def bytes_per_value(self) -> float:
         return self.message_bytes(GROUP) / GROUP
 

@@ -2,7 +2,8 @@
 
 Of each stage of the plan, for each tensor- and expert-parallel rank, the data-parallel ranks write one file each: the
 error feedback as its *sum* over them, shared out by parameter, the state of engine and equaliser likewise, and what
-each of them has measured since the last window. ``index.json`` comes last and names every file with its size, so that a
+each of them has measured since the last window. Where messages between stages are compressed, each rank writes a file
+with what it has left unsent of its own. ``index.json`` comes last and names every file with its size, so that a
 folder without it is an incomplete one. Megatron neither reads nor minds the folder.
 """
 
@@ -25,6 +26,7 @@ from edgc.controller import Controller
 from edgc.reducer import Measurements
 from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, Wire
+from megatron.edgc.pipeline_parallel import PipelineMessages
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage
 from megatron.edgc.windows import StageKey
@@ -48,6 +50,8 @@ class Checkpoints:
     keys: list[StageKey]
     stages: list[Stage]
     controller: Controller | None  # on global rank 0 alone
+    messages: PipelineMessages | None = None
+    message_controller: Controller | None = None  # on global rank 0 alone
 
     def install(self, on_loaded: Callable[[], None]) -> None:
         """Stand around the two functions of Megatron's training loop; ``on_loaded`` is called after a load."""
@@ -88,6 +92,10 @@ class Checkpoints:
             name = f"{_place(stage)}-{dist.get_rank(stage.process_group)}.pt"
             torch.save(_stage_state(stage, iteration), folder / name)
             files[name] = (folder / name).stat().st_size
+        if self.messages is not None and self.messages.senders:
+            name = f"{_message_place()}-{_replica()}.pt"
+            torch.save(self.messages.state_dict(), folder / name)
+            files[name] = (folder / name).stat().st_size
         everywhere: list[Any] = [None] * dist.get_world_size()
         counts = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
         dist.all_gather_object(everywhere, (files, counts))
@@ -100,6 +108,7 @@ class Checkpoints:
                 "resolved": {name: getattr(self.config, name) for name in RESOLVED},
                 "stages": [str(key) for key in self.keys],
                 "controller": self.controller.state_dict(),
+                "message controller": None if self.message_controller is None else self.message_controller.state_dict(),
                 "bytes": _mean_bytes([count for _, counts in everywhere for count in counts]),
                 "files": {name: size for one, _ in everywhere for name, size in one.items()},
             }
@@ -135,6 +144,7 @@ class Checkpoints:
             )
         for stage in self.stages:
             self._load_stage(stage, folder, index, iteration, alike)
+        self._load_messages(folder, index)
         if self.controller is None or not alike:
             return
         if index["stages"] != [str(key) for key in self.keys]:
@@ -146,6 +156,25 @@ class Checkpoints:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
         found = {name: index["resolved"][name] for name in RESOLVED if getattr(self.requested, name) is None}
         self.controller.config = replace(self.controller.config, **found)
+
+    def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
+        """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
+        if self.messages is None or not self.messages.directions:
+            return
+        names = [name for name in index["files"] if name.rpartition("-")[0] == _message_place()]
+        rows, cols = self.messages.matrix()
+        state = None
+        if len(names) == _replicas():
+            state = torch.load(folder / f"{_message_place()}-{_replica()}.pt", weights_only=True)
+        if state is None or not self.messages.fits(state):
+            Reporter.warn(
+                f"{folder} has nothing of the messages of {_replicas()} replicas and {rows} x {cols} values: what was "
+                "left unsent of them starts anew"
+            )
+        else:
+            self.messages.load_state_dict(state)
+        if self.message_controller is not None and index.get("message controller"):
+            self.message_controller.load_state_dict(index["message controller"])
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""
@@ -281,6 +310,20 @@ def _place(stage: Stage) -> str:
         expert = parallel_state.get_expert_model_parallel_rank()
         return f"stage{key.pipeline_stage}-experts-tp{tensor}-ep{expert}"
     return f"stage{key.pipeline_stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
+
+
+def _message_place() -> str:
+    """The same for stages and tensor-parallel ranks as of ``_place``."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return f"messages{stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
+
+
+def _replica() -> int:
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _replicas() -> int:
+    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 def _parallel(args: Namespace) -> dict[str, int]:

@@ -19,6 +19,7 @@ from edgc.config import ConfigError
 from megatron.edgc import cpu, gpt
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
+from megatron.edgc.pipeline_parallel import PipelineMessages
 from megatron.edgc.training import Session
 
 Hook = Callable[[list[Module]], list[Module]]
@@ -55,12 +56,15 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
         check_seam()
         model.post_wrap_hooks.append(session.install)
     model.post_wrap_hooks.extend(hooks)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model),
-        gpt.train_valid_test_datasets,
-        ModelType.encoder_or_decoder,
-        gpt.forward_step,
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            gpt.train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            gpt.forward_step,
+        )
+    finally:
+        PipelineMessages.uninstall()
     return session
 
 

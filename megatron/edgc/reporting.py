@@ -109,10 +109,24 @@ class Reporter:
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)} ({ratio:.1f}x fewer) | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
+        now = f"edgc | {report.iteration}/{self.iterations}"
+        ahead = report.message_plan
+        if ahead is not None:
+            for message, rank, next_rank in zip(report.messages, report.message_ranks, ahead.ranks, strict=True):
+                self._print(
+                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | {_message_rank(rank)} -> "
+                    f"{_message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
+                    f"{_bytes(message.bytes_dense)}"
+                )
+        if report.pp_bytes_dense:
+            self._print(
+                f"{now} | messages between stages: sent {_bytes(report.pp_bytes)} of {_bytes(report.pp_bytes_dense)} "
+                "so far"
+            )
         if report.param_bytes_dense:
             self._print(
-                f"edgc | {report.iteration}/{self.iterations} | updated weights: sent {_bytes(report.param_bytes)} of "
-                f"{_bytes(report.param_bytes_dense)} so far"
+                f"{now} | updated weights: sent {_bytes(report.param_bytes)} of {_bytes(report.param_bytes_dense)} "
+                "so far"
             )
         if last:
             for seen, parameters in zip(report.stages, self.parameters, strict=True):
@@ -122,6 +136,8 @@ class Reporter:
                 )
         self._tensorboard(report)
         event = asdict(report)
+        for message, seen in zip(event["messages"], report.messages, strict=True):
+            message["boundary"] = str(seen.boundary)
         for stage, seen in zip(event["stages"], report.stages, strict=True):
             stage["stage"] = str(seen.stage)
             del stage["energies"]  # all spectra would swell the log
@@ -143,6 +159,13 @@ class Reporter:
                 if math.isfinite(value):
                     writer.add_scalar(f"edgc/{name}/{str(seen.stage).replace(' ', '-')}", value, report.iteration)
 
+        for message, rank in zip(report.messages, report.message_ranks, strict=True):
+            place = str(message.boundary).replace(" ", "-")
+            writer.add_scalar(f"edgc/pp-bytes/{place}", message.bytes, report.iteration)
+            writer.add_scalar(f"edgc/pp-rank/{place}", float(rank or 0), report.iteration)
+            if math.isfinite(message.entropy):
+                writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
+
     def _rank(self, rank: int | None) -> str:
         if rank is None:
             return "dense" if self.config.dense_wire == "fp32" else self.config.dense_wire
@@ -151,6 +174,10 @@ class Reporter:
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
+
+
+def _message_rank(rank: int | None) -> str:
+    return "dense" if rank is None else f"rank {rank}"
 
 
 def _bytes(count: float) -> str:

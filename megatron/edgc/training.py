@@ -35,9 +35,10 @@ from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.checkpointing import Checkpoints
 from megatron.edgc.compatibility import check_param_wire
 from megatron.edgc.data_parallel import Step
+from megatron.edgc.pipeline_parallel import OFF, PipelineMessages, message_config
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage, stages_of
-from megatron.edgc.windows import StageKey, WindowReport, median_or_nan, merge
+from megatron.edgc.windows import MessageWindow, StageKey, WindowReport, median_or_nan, merge, merge_messages
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,15 @@ class Session:
         self.config = self.requested = config
         # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
         self.scaled = bool(args.fp16 or args.loss_scale)
-        self.controller: Controller | None = None  # on global rank 0 alone
+        self.controller: Controller | None = None  # on global rank 0 alone, as the next one
+        self.message_controller: Controller | None = None  # where messages between stages are compressed
+        self.messages: PipelineMessages | None = None  # where there is a pipeline
         self.stages: list[Stage] = []  # of this rank
         self.keys: list[StageKey] = []  # of the plan
         self.plan = RankPlan(0, 0, ())
+        self.message_plan = RankPlan(0, 0, ())
         self._active: tuple[int | None, ...] = ()
+        self._message_ranks: tuple[int | None, ...] = ()
         self._step: Step | None = None
         self._counted: int | None = None
         self._step_seconds: list[float] = []
@@ -103,17 +108,40 @@ class Session:
                 [allocation.matrices for allocation in allocations],
                 costs,
             )
-        self.plan = self._broadcast(self.controller.plan if self.controller else None)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            self.messages = PipelineMessages(
+                self.config, self.args, wrapped, self.begin_step, lambda: self._message_ranks, self._repeatable()
+            )
+            self.messages.install()
+            if dist.get_rank() == 0 and self.messages.boundaries:
+                specs = self.messages.specs()
+                self.message_controller = Controller(
+                    message_config(self.config), self.iterations, specs, [None] * len(specs)
+                )
+        self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
         self.reporter.start(self.keys, allocations, costs)
-        Checkpoints(self.args, self.requested, self.config, self.keys, self.stages, self.controller).install(
-            self._resume
-        )
+        Checkpoints(
+            self.args,
+            self.requested,
+            self.config,
+            self.keys,
+            self.stages,
+            self.controller,
+            self.messages,
+            self.message_controller,
+        ).install(self._resume)
         return chunks
 
+    def _adopt_plans(self) -> None:
+        """Take the plans of rank 0's controllers."""
+        controllers = self.controller, self.message_controller
+        plans = self._broadcast([None if controller is None else controller.plan for controller in controllers])
+        self.plan, self.message_plan = plans[0], plans[1] or self.message_plan
+
     def _resume(self) -> None:
-        """A checkpoint has been loaded, on rank 0 the controller's state with it."""
-        self.plan = self._broadcast(self.controller.plan if self.controller else None)
+        """A checkpoint has been loaded, on rank 0 the controllers' state with it."""
+        self._adopt_plans()
         for stage in self.stages:
             for group in stage.groups:
                 group.edgc_weights.before = None
@@ -170,7 +198,14 @@ class Session:
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
-            return replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0), known
+            return replace(
+                config,
+                engine="dense",
+                rest_wire="fp32",
+                dense_wire="fp32",
+                rank_tilt=0.0,
+                **(OFF if config.pp_rank is None else {}),
+            ), known
         config = resolve_ranks(config, lowest, width(m for s in known for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
@@ -202,6 +237,8 @@ class Session:
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
                 for reducer in stage.reducers:
                     reducer.set_rank(self._active[place], matrix_ranks)
+            ranks = self.message_plan.ranks
+            self._message_ranks = ranks if iteration >= self.message_plan.first_iteration else (None,) * len(ranks)
             self._step = Step(iteration, self._loss_scale())
         return self._step
 
@@ -222,6 +259,8 @@ class Session:
             for stage in self.stages:
                 for reducer in stage.reducers:
                     reducer.roll_back(iteration)
+            if self.messages is not None:
+                self.messages.roll_back(iteration)
         if iteration == self._counted:  # Megatron has run the step again
             return
         self._counted = iteration
@@ -230,7 +269,7 @@ class Session:
         closes_window = completed % self.config.window == 0
         if closes_window or completed == self.iterations:
             report = self._exchange(completed, decide=closes_window)
-            self.plan = report.plan
+            self.plan, self.message_plan = report.plan, report.message_plan or self.message_plan
             self.reporter.window(report, last=completed == self.iterations)
 
     def _all_finite(self) -> bool:
@@ -251,7 +290,9 @@ class Session:
         windows = [stage.take_window(math.nan if stage.key.experts else backward) for stage in self.stages]
         seen = [window for rank in _all_gather(windows) for window in rank]
         counts = [stage.byte_counts() for stage in self.stages]
-        totals = _all_gather([sum(count) for count in zip(*counts, strict=True)])
+        piped = (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
+        totals = _all_gather([*(sum(count) for count in zip(*counts, strict=True)), *piped])
+        sent = _all_gather([] if self.messages is None else self.messages.take_window())
         report = None
         if self.controller is not None:
             stages = tuple(merge(stage) for stage in _by_stage(seen))
@@ -263,6 +304,10 @@ class Session:
                     ]
                 )
                 self.controller.decide(completed)
+            messages = tuple(merge_messages(boundary) for boundary in _by_boundary(sent))
+            if decide and self.message_controller is not None:
+                self.message_controller.observe([StageObservation(message.entropy) for message in messages])
+                self.message_controller.decide(completed)
             report = WindowReport(
                 completed,
                 self._active,
@@ -270,6 +315,9 @@ class Session:
                 stages,
                 median(self._step_seconds) if self._step_seconds else math.nan,
                 *(fmean(count) for count in zip(*totals, strict=True)),
+                message_ranks=self._message_ranks,
+                message_plan=None if self.message_controller is None else self.message_controller.plan,
+                messages=messages,
             )
         report = self._broadcast(report)
         self._step_seconds = []
@@ -291,6 +339,12 @@ def _all_gather(value: Any) -> list[Any]:
 def _by_stage(records: Sequence[Any]) -> list[list[Any]]:
     stages = sorted({record.stage for record in records})
     return [[record for record in records if record.stage == stage] for stage in stages]
+
+
+def _by_boundary(sent: Sequence[Sequence[MessageWindow]]) -> list[list[MessageWindow]]:
+    windows = [window for rank in sent for window in rank]
+    boundaries = sorted({window.boundary for window in windows})
+    return [[window for window in windows if window.boundary == boundary] for boundary in boundaries]
 
 
 def _slowest(costs: Sequence[StageCost | None]) -> StageCost | None:

@@ -20,6 +20,29 @@ class StageKey:
         return f"stage {self.pipeline_stage + 1}{' experts' if self.experts else ''}"
 
 
+@dataclass(frozen=True, order=True)
+class Boundary:
+    """Where messages between pipeline stages go, counted from 0: gradients ``backward``, activations ``forward``."""
+
+    direction: str
+    sender: int
+    receiver: int
+
+    def __str__(self) -> str:
+        what = "gradients" if self.direction == "backward" else "activations"
+        return f"{what} from stage {self.sender + 1} to {self.receiver + 1}"
+
+
+@dataclass(frozen=True)
+class MessageWindow:
+    """What one rank, or the mean of all that send there, saw of the messages over a boundary in one window."""
+
+    boundary: Boundary
+    entropy: float
+    bytes: float
+    bytes_dense: float
+
+
 @dataclass(frozen=True)
 class RankWindow:
     """What one rank saw of one stage in one window."""
@@ -42,7 +65,8 @@ class WindowReport:
 
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
     The byte counts are of the whole run so far, the mean over all ranks; ``param_bytes`` of the distributed
-    optimizer's updated weights.
+    optimizer's updated weights, ``pp_bytes`` of messages between pipeline stages. Of boundaries where low rank is
+    wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on.
     """
 
     iteration: int
@@ -54,6 +78,11 @@ class WindowReport:
     dp_bytes_dense: float
     param_bytes: float
     param_bytes_dense: float
+    pp_bytes: float
+    pp_bytes_dense: float
+    message_ranks: tuple[int | None, ...] = ()
+    message_plan: RankPlan | None = None
+    messages: tuple[MessageWindow, ...] = ()
 
 
 def merge(ranks: Sequence[RankWindow]) -> RankWindow:
@@ -71,6 +100,16 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         state_bytes=max(r.state_bytes for r in ranks),
         energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
+    )
+
+
+def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
+    """One boundary from the ranks that send over it."""
+    return MessageWindow(
+        ranks[0].boundary,
+        mean_or_nan([r.entropy for r in ranks if math.isfinite(r.entropy)]),
+        fmean(r.bytes for r in ranks),
+        fmean(r.bytes_dense for r in ranks),
     )
 
 

@@ -29,7 +29,9 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 import edgc.allocation  # noqa: E402
 import edgc.probe  # noqa: E402
+from edgc import lowrank  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
+from edgc.messages import MessageFormat, MessageSender  # noqa: E402
 from edgc.reducer import GradientReducer  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
 
@@ -39,7 +41,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.reductions = 0
-        self.worst_loss = 0.0  # of what was put in, relative to its largest entry
+        self.lost = 0.0  # of what was put in, relative to its largest entry
+        self.lost_messages = 0.0  # the same of messages between stages
         self.apart: list[str] = []  # state that differs within a data-parallel group
 
     def around(self, reduce: Any) -> Any:
@@ -58,8 +61,25 @@ class Watch:
             for name, gradient in gradients.items():
                 if bool(torch.isfinite(gradient).all()):
                     lost = owed[name] - gradient.double() / scale - left[name]
-                    self.worst_loss = max(self.worst_loss, float(lost.abs().max() / owed[name].abs().max()))
+                    self.lost = max(self.lost, float(lost.abs().max() / owed[name].abs().max()))
             self._compare(reducer)
+
+        return watched
+
+    def around_messages(self, encode: Any) -> Any:
+        """Of each sender that feeds back: over its messages, what was put in is what arrived and what is left."""
+
+        def watched(
+            sender: MessageSender, matrix: Tensor, form: MessageFormat, header: Tensor, scale: Tensor | None = None
+        ) -> Tensor:
+            own = 1.0 if scale is None else float(scale)
+            owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
+            message: Tensor = encode(sender, matrix, form, header, scale)
+            if sender.feedback and bool(torch.isfinite(matrix).all()):
+                left = 0.0 if sender.error is None else sender.error.double()
+                lost = owed - form.decode(message).double() / own - left
+                self.lost_messages = max(self.lost_messages, float(lost.abs().max() / owed.abs().max()))
+            return message
 
         return watched
 
@@ -91,9 +111,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     watch, chunks, initial = Watch(), [], {}
     save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
+    encode, used_rank = MessageSender.encode, MessageFormat.used_rank
+    MessageSender.encode = watch.around_messages(encode)  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
         edgc.allocation.pays = edgc.probe.pays = lambda *args: True
+        MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
+            lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
+        )
 
     def capture(built: list[torch.nn.Module]) -> list[torch.nn.Module]:
         chunks.extend(built)
@@ -118,8 +143,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     finally:
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
+        MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
+    messages = None if session is None else session.messages
     result = {
         "place": [
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -144,12 +171,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             ).items()
         },
         "reductions": watch.reductions,
-        "worst_loss": watch.worst_loss,
+        "lost": watch.lost,
+        "lost_messages": watch.lost_messages,
         "apart": watch.apart,
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
         "state_bytes": sum(reducer.state_bytes() for stage in stages for reducer in stage.reducers),
-        "bytes": [sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)],
+        "bytes": [
+            *(sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)),
+            *((0.0, 0.0) if messages is None else messages.byte_counts()),
+        ],
     }
     for chunk in chunks:
         vars(chunk).clear()  # its autograd hooks refer to it, where the garbage collector does not see

@@ -25,7 +25,7 @@ SAVED_AT = 2
 
 @dataclass(frozen=True)
 class Mode:
-    """Megatron's flags, on four ranks. ``tolerance`` of full rank against dense: a share of the way parameters went.
+    """Megatron's flags. ``tolerance`` of full rank against dense: a share of the way parameters went.
 
     Sums in another order differ by rounding, which Adam magnifies where gradients are small; in half precision
     the parameters themselves are rounded to steps of that size. ``lost``: how much of what was put in may be in neither
@@ -39,6 +39,8 @@ class Mode:
     tolerance: float = 1e-3
     lost: float = 2e-5
     format: str = "torch_dist"
+    pp: str = "off"  # messages between stages that travel in low rank
+    ranks: int = RANKS
 
 
 MODES = {
@@ -51,6 +53,11 @@ MODES = {
     ),
     "pipeline, embeddings tied": Mode("--pipeline-model-parallel-size 2", format="torch"),
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
+    "pipeline, gradients between stages in low rank": Mode("--pipeline-model-parallel-size 2", pp="backward"),
+    "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both"),
+    "pipeline and context parallel, gradients between stages in low rank": Mode(
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2", pp="backward"
+    ),
     "virtual pipeline": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--use-distributed-optimizer",
@@ -59,6 +66,19 @@ MODES = {
     "virtual pipeline, overlapped reduction": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--overlap-grad-reduce --ddp-bucket-size 20000"
+    ),
+    "virtual pipeline, messages both ways in low rank": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", pp="both"
+    ),
+    "four stages, virtual pipeline, messages not overlapped and both ways in low rank": Mode(
+        "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
+        "--no-overlap-p2p-communication --global-batch-size 16",
+        "--edgc-pp-wire int8",
+        pp="both",
+        ranks=8,
+    ),
+    "pipeline, tensor and sequence parallel, gradients between stages in low rank": Mode(
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", pp="backward", ranks=8
     ),
     "tensor parallel": Mode("--tensor-model-parallel-size 2"),
     "tensor and sequence parallel, distributed optimizer": Mode(
@@ -98,6 +118,14 @@ MODES = {
     "fp16, loss scale that overflows at first": Mode(
         "--fp16 --initial-loss-scale 262144 --hysteresis 1", tolerance=0.2
     ),
+    "bf16, gradients between stages in low rank": Mode(
+        "--bf16 --pipeline-model-parallel-size 2", pp="backward", tolerance=0.2
+    ),
+    "fp16 that overflows at first, gradients between stages in low rank": Mode(
+        "--fp16 --initial-loss-scale 262144 --hysteresis 1 --pipeline-model-parallel-size 2",
+        pp="backward",
+        tolerance=0.2,
+    ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),
     "steps that Megatron runs again": Mode(
@@ -128,6 +156,7 @@ class Seen:
     resumed_alike: bool = False
     ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's
     param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
+    message_ratio: float = float("nan")  # the same of messages between stages; 0 where there are none
     stages: tuple[str, ...] = ()
     state: float = float("nan")  # bytes a parameter that EDGC keeps
     dense: dict[str, torch.Tensor] = field(default_factory=dict)  # rank 0's parameters of the dense run
@@ -139,13 +168,21 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    edgc = [*base, *COMPRESSED, *([] if "--edgc-engine" in mode.edgc else LOW_RANK), *shlex.split(mode.edgc)]
+    full = [*FULL_RANK, "--edgc-pp", mode.pp]
+    edgc = [
+        *base,
+        *COMPRESSED,
+        *([] if "--edgc-engine" in mode.edgc else LOW_RANK),
+        *shlex.split(mode.edgc),
+        "--edgc-pp",
+        mode.pp,
+    ]
     checkpoint = str(folder / name)
     saving = ["--save", checkpoint, "--save-interval", str(SAVED_AT), "--ckpt-format", mode.format]
     resuming = ["--load", checkpoint, "--ckpt-format", mode.format]
     return [
         {"name": f"{name}.dense", "arguments": base},
-        {"name": f"{name}.full", "arguments": [*base, *FULL_RANK], "full_rank": True},
+        {"name": f"{name}.full", "arguments": [*base, *full], "full_rank": True},
         {"name": f"{name}.saved", "arguments": [*edgc, *saving]},
         # not by --ckpt-step, which the distributed optimizer's half of Megatron ignores in the format torch
         {"name": f"{name}.resumed", "arguments": [*edgc, *resuming], "latest": [checkpoint, SAVED_AT]},
@@ -181,7 +218,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             distance(a["parameters"], b["parameters"]) / distance(a["parameters"], a["initial"])
             for a, b in zip(dense, full, strict=True)
         ),
-        lost=max(result["worst_loss"] for run in (saved, resumed) for result in run),
+        lost=max(result[part] for run in (saved, resumed) for result in run for part in ("lost", "lost_messages")),
         reductions=sum(result["reductions"] for result in saved),
         apart=(
             *(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
@@ -194,6 +231,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         ),
         ratio=sum(r["bytes"][1] for r in saved) / sum(r["bytes"][0] for r in saved),
         param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
+        message_ratio=sum(r["bytes"][5] for r in saved) / max(1, sum(r["bytes"][4] for r in saved)),
         stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
         state=max(result["state_bytes"] / result["elements"] for result in saved),
         dense=dense[0]["parameters"],
@@ -223,7 +261,10 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def run_all(names: Iterable[str], folder: Path) -> dict[str, Seen]:
     """Run these modes and judge them."""
     names = list(names)
-    left = results([case for name in names for case in cases(name, MODES[name], folder)], folder)
+    left = {}
+    for ranks in sorted({MODES[name].ranks for name in names}):
+        runs = [case for name in names if MODES[name].ranks == ranks for case in cases(name, MODES[name], folder)]
+        left.update(results(runs, folder, ranks))
     return {name: judged(name, left) for name in names}
 
 
@@ -232,7 +273,7 @@ def page(seen: dict[str, Seen]) -> str:
     lines = [
         "# What EDGC works with",
         "",
-        "Written by `python -m tests.distributed.modes` from runs of four gloo processes on a CPU (torch "
+        "Written by `python -m tests.distributed.modes` from runs of four or eight gloo processes on a CPU (torch "
         f"{version('torch')}, megatron-core {version('megatron-core')}, Python {sys.version.split()[0]}); the same "
         "runs are tests. Each mode trains a 2-layer GPT for four steps: dense, at full rank, compressed with a "
         "checkpoint after the second step, and on from that checkpoint.",
@@ -246,18 +287,21 @@ def page(seen: dict[str, Seen]) -> str:
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
         "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they "
-        "are gathered.",
+        "are gathered, messages between stages where low rank is asked for.",
         "",
         "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, one in seen.items():
         mode = MODES[name]
-        flags = " ".join(part for part in (mode.flags, mode.edgc, f"--ckpt-format {mode.format}") if part)
+        pp = "" if mode.pp == "off" else f"--edgc-pp {mode.pp}"
+        flags = " ".join(part for part in (mode.flags, mode.edgc, pp, f"--ckpt-format {mode.format}") if part)
         if one.failed:
             lines.append(f"| {name} | `{flags}` | failed | | | | | |")
             continue
         weights = f", weights {one.param_ratio:.1f}x" if one.param_ratio else ""
+        if mode.pp != "off":
+            weights += f", messages {one.message_ratio:.1f}x"
         lines.append(
             f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
             f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {one.ratio:.1f}x{weights} |"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.modes import MODES, RANKS, Seen, distance, run_all
+from tests.distributed.modes import MODES, Seen, distance, run_all
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,11 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
     one = seen[name]
     assert not one.failed, one.failed
     assert one.distance < MODES[name].tolerance
-    assert one.reductions >= RANKS and one.lost < MODES[name].lost
+    assert one.reductions >= MODES[name].ranks and one.lost < MODES[name].lost
     assert one.apart == ()
     assert one.resumed_alike
     assert one.ratio > 2
+    assert (MODES[name].pp != "off") == (one.message_ratio > 1.01)
     assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)
 
 

@@ -1,0 +1,378 @@
+"""Compressed messages between pipeline stages: Megatron's communicator, with its own way to send and receive."""
+
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _batched_p2p_ops, _p2p_ops
+from torch import Tensor
+
+from edgc.config import EDGCConfig
+from edgc.engines.base import MatrixSpec
+from edgc.entropy import ESTIMATORS, GradientSampler
+from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage
+from edgc.wire import wire
+from megatron.edgc.data_parallel import Step
+from megatron.edgc.windows import Boundary, MessageWindow, mean_or_nan
+
+OFF: dict[str, Any] = {"pp": "off", "pp_rank": None, "pp_wire": None, "pp_epilogue_only": False}
+
+Direction = Literal["forward", "backward"]
+
+
+class PipelineMessages:
+    """What this rank sends to its neighbours in the pipeline, and what it has to expect of them.
+
+    Gradients go back from each stage to the one before, activations forward. In training both are counted; those of
+    ``config.pp`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
+
+    Args:
+        ranks: the rank of each of ``boundaries`` in this step.
+        repeatable: whether a step may be run again or rolled back; its senders' state before it is kept for that.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        args: Namespace,
+        chunks: Sequence[DistributedDataParallel],
+        step: Callable[[], Step],
+        ranks: Callable[[], Sequence[int | None]],
+        repeatable: bool,
+    ):
+        self.config, self.args, self.chunks = config, args, chunks
+        self.step, self.ranks, self.repeatable = step, ranks, repeatable
+        self.stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        self.directions: tuple[Direction, ...] = {
+            "off": (),
+            "backward": ("backward",),
+            "both": ("backward", "forward"),
+        }[config.pp]  # type: ignore[assignment]
+        ring = len(chunks) > 1  # then the last stage's chunks are followed by the first stage's next ones
+        self.boundaries = [
+            Boundary(direction, sender, receiver)
+            for direction in self.directions
+            for sender in range(self.stages)
+            for receiver in [_neighbour(sender, direction, self.stages, ring)]
+            if receiver is not None
+        ]
+        self.senders: dict[tuple[Direction, int], MessageSender] = {}  # by direction and chunk
+        self.bytes: Counter[Direction] = Counter()  # sent so far
+        self.dense_bytes: Counter[Direction] = Counter()
+        self.sampler = GradientSampler(
+            iteration_rate=config.iteration_sampling_rate, gradient_rate=config.gradient_sampling_rate, seed=config.seed
+        )
+        self.entropy: dict[Direction, list[float]] = {"forward": [], "backward": []}
+        self._window_start = (Counter[Direction](), Counter[Direction]())
+        self._iteration: int | None = None
+        self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
+        self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
+
+    def install(self) -> None:
+        """Let Megatron's schedules build this communicator in the place of their own.
+
+        They take one as an argument, too, but only together with process groups, before those exist. They build one for
+        each step, and for each step of an evaluation.
+        """
+
+        def build(pp_group: Any, config: Any) -> EDGCP2PCommunicator:
+            if self.training:
+                self.begin()
+            return EDGCP2PCommunicator(pp_group, config, self)
+
+        schedules.P2PCommunicator = build
+
+    @staticmethod
+    def uninstall() -> None:
+        """Give the schedules Megatron's own communicator again."""
+        schedules.P2PCommunicator = P2PCommunicator
+
+    def begin(self) -> None:
+        """A step begins, or is run again."""
+        iteration = self.step().iteration
+        if self.repeatable:
+            self.roll_back(iteration)
+            self._before = {key: sender.state_dict() for key, sender in self.senders.items()}
+        self._iteration = iteration
+        self._messages.clear()
+
+    @property
+    def training(self) -> bool:
+        return bool(self.chunks[0].training)
+
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of a message: tokens of a micro-batch on this rank, and the model's width."""
+        args = self.args
+        tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+        if args.sequence_parallel:
+            tokens //= args.tensor_model_parallel_size
+        return tokens, args.hidden_size
+
+    def specs(self) -> list[list[MatrixSpec]]:
+        """For the controller: the matrix of each boundary."""
+        return [[MatrixSpec(str(boundary), *self.matrix())] for boundary in self.boundaries]
+
+    def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
+        """What travels in the place of a (tokens, micro-batch, width) tensor."""
+        place = self._count("sent", direction)
+        self.dense_bytes[direction] += tensor.nbytes
+        if direction not in self.directions:
+            self.bytes[direction] += tensor.nbytes
+            return tensor
+        step = self.step()
+        matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+        if self.sampler.measures(step.iteration):
+            self._measure(direction, matrix, step)
+        form = self._format(direction, self.stage, place, tensor.shape, tensor.dtype)
+        chunk = self._chunk(direction, place)
+        scale = step.loss_scale if direction == "backward" else None
+        header = form.header(step.iteration, self.stage)
+        message = self._sender(direction, chunk).encode(matrix, form, header, scale)
+        self.bytes[direction] += message.nbytes
+        return message
+
+    def incoming(self, direction: Direction, shape: Sequence[int], dtype: torch.dtype, device: Any) -> "Incoming":
+        """What has to be received in the place of such a tensor."""
+        tensor = torch.empty(tuple(shape), requires_grad=True, device=device, dtype=dtype)
+        if direction not in self.directions:
+            return Incoming(tensor, tensor)
+        sender = (self.stage + (1 if direction == "backward" else -1)) % self.stages
+        form = self._format(direction, sender, self._count("received", direction), shape, dtype)
+        return Incoming(
+            tensor,
+            torch.zeros(form.bytes, dtype=torch.uint8, device=device),
+            form,
+            form.header(self.step().iteration, sender),
+            str(Boundary(direction, sender, self.stage)),
+        )
+
+    def _sender(self, direction: Direction, chunk: int) -> MessageSender:
+        if (direction, chunk) not in self.senders:
+            seed = self.config.seed, direction, self.stage, chunk
+            self.senders[direction, chunk] = MessageSender(direction == "backward", *seed)
+        return self.senders[direction, chunk]
+
+    def _format(
+        self, direction: Direction, sender: int, place: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> MessageFormat:
+        (boundary,) = (
+            index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
+        )
+        rank = self.ranks()[boundary]
+        if self.config.pp_epilogue_only and place < get_num_microbatches() - (self.stages - sender):
+            rank = None  # its receiver still has forward passes to do
+        name = self.config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
+        return MessageFormat(
+            math.prod(shape[:-1]), shape[-1], rank, wire(name, hadamard=name not in ("fp32", "bf16")), dtype
+        )
+
+    def _count(self, what: str, direction: Direction) -> int:
+        place = self._messages[what, direction]
+        self._messages[what, direction] += 1
+        return place
+
+    def _chunk(self, direction: Direction, place: int) -> int:
+        """The model chunk that a step's message at this place comes from."""
+        chunks = len(self.chunks)
+        if chunks == 1:
+            return 0
+        group = self.args.microbatch_group_size_per_vp_stage or self.stages
+        table = [chunk for _, chunk in schedules.get_schedule_table(get_num_microbatches(), chunks, group)]
+        if direction == "backward":
+            order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
+        else:
+            order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
+        return order[place]
+
+    def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
+        sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
+        if step.loss_scale is not None and direction == "backward":
+            sample = sample / step.loss_scale
+        entropy = ESTIMATORS[self.config.entropy_estimator](sample)
+        if math.isfinite(entropy):
+            self.entropy[direction].append(entropy)
+
+    def roll_back(self, iteration: int) -> None:
+        """Undo what this iteration has done to the senders. Needs ``repeatable``."""
+        if iteration == self._iteration:
+            self.senders = {key: sender for key, sender in self.senders.items() if key in self._before}
+            for key, state in self._before.items():
+                self.senders[key].load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, and what this window has seen so far: plain values and CPU tensors."""
+        return {
+            "senders": {
+                f"{direction}:{chunk}": {
+                    part: None if tensor is None else tensor.cpu() for part, tensor in sender.state_dict().items()
+                }
+                for (direction, chunk), sender in self.senders.items()
+            },
+            "entropy": dict(self.entropy),
+            "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
+        }
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether its senders' messages have the size of this run's."""
+        errors = [sender["error"] for sender in state["senders"].values()]
+        return all(error is None or tuple(error.shape) == self.matrix() for error in errors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        device = next(self.chunks[0].parameters()).device
+        for key, kept in state["senders"].items():
+            direction, _, chunk = key.partition(":")
+            on_device = {part: None if tensor is None else tensor.to(device) for part, tensor in kept.items()}
+            self._sender(direction, int(chunk)).load_state_dict(on_device)  # type: ignore[arg-type]
+        self.entropy = {direction: list(values) for direction, values in state["entropy"].items()}
+        self.bytes, self.dense_bytes, *start = (Counter(count) for count in state["bytes"])
+        self._window_start = (start[0], start[1])
+
+    def take_window(self) -> list[MessageWindow]:
+        """What was seen of the messages that this rank sends since the last call."""
+        windows = []
+        sent, dense = self._window_start
+        for boundary in self.boundaries:
+            if boundary.sender == self.stage:
+                direction = boundary.direction
+                windows.append(
+                    MessageWindow(
+                        boundary,
+                        mean_or_nan(self.entropy[direction]),
+                        self.bytes[direction] - sent[direction],
+                        self.dense_bytes[direction] - dense[direction],
+                    )
+                )
+                self.entropy[direction] = []
+        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+        return windows
+
+    def byte_counts(self) -> tuple[float, float]:
+        """Bytes sent so far, and Megatron's own way."""
+        return float(sum(self.bytes.values())), float(sum(self.dense_bytes.values()))
+
+
+def message_config(config: EDGCConfig) -> EDGCConfig:
+    """The settings of the messages' controller: those of the gradients', but for a rank of their own."""
+    own = {} if config.pp_rank is None else {"static_rank": config.pp_rank, "rank_model": "constant", "rank_tilt": 0.0}
+    if config.pp_rank is not None:
+        own.update(engine="powersgd", rmin=None, rmax=None)
+    return replace(config, allocation="uniform", **OFF, **own)
+
+
+def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:
+    receiver = sender + (1 if direction == "forward" else -1)
+    return receiver % stages if ring or 0 <= receiver < stages else None
+
+
+@dataclass
+class Incoming:
+    """A tensor that is on its way: ``buffer`` is what is received, ``tensor`` what Megatron gets."""
+
+    tensor: Tensor
+    buffer: Tensor
+    form: MessageFormat | None = None
+    header: Tensor | None = None
+    boundary: str = ""
+    finished: bool = False
+
+    def finish(self) -> None:
+        """Once the buffer has been received: check it and put it into the tensor. More than once does nothing."""
+        if self.finished or self.form is None:
+            return
+        self.finished = True
+        assert self.header is not None
+        step, sender, rank, size = self.buffer[:HEADER_BYTES].view(torch.int32).tolist()
+        if [step, sender, rank, size] != self.header.tolist():
+            expected = self.header.tolist()
+            raise UnexpectedMessage(
+                f"boundary {self.boundary}, step {expected[0]}: expected {expected[3]} bytes of rank {expected[2]}, "
+                f"got {size} bytes of rank {rank} from step {step}"
+            )
+        with torch.no_grad():
+            self.tensor.copy_(self.form.decode(self.buffer).view(self.tensor.shape))
+
+
+class _Receive:
+    """Megatron waits on this as on the request itself; then the tensor holds the message."""
+
+    def __init__(self, request: Any, incoming: Incoming):
+        self.request, self.incoming = request, incoming
+
+    def wait(self) -> None:
+        self.request.wait()
+        self.incoming.finish()
+
+
+class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
+    """Megatron's communicator, whose messages may travel compressed."""
+
+    def __init__(self, pp_group: Any, config: Any, messages: PipelineMessages):
+        super().__init__(pp_group, config)
+        self.messages = messages
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """As Megatron's, but a message and its tensor may have different shapes, in each direction its own."""
+        messages, config = self.messages, self.config
+        if not messages.training:
+            return super()._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+        device = torch.cuda.current_device()
+        dtype = config.pipeline_dtype
+        send_next = None if tensor_send_next is None else messages.outgoing("forward", tensor_send_next)
+        send_prev = None if tensor_send_prev is None else messages.outgoing("backward", tensor_send_prev)
+        previous = messages.incoming("forward", tensor_shape, dtype, device) if recv_prev else None
+        following = messages.incoming("backward", tensor_shape, dtype, device) if recv_next else None
+        exchange = _batched_p2p_ops if config.batch_p2p_comm else _p2p_ops
+        requests = exchange(
+            tensor_send_prev=send_prev,
+            tensor_recv_prev=None if previous is None else previous.buffer,
+            tensor_send_next=send_next,
+            tensor_recv_next=None if following is None else following.buffer,
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        received = {"recv_prev": previous, "recv_next": following}
+        if wait_on_reqs:
+            for request in requests.values() if isinstance(requests, dict) else requests:
+                request.wait()
+            for incoming in received.values():
+                if incoming is not None:
+                    incoming.finish()
+            requests = None
+        else:
+            for name, incoming in received.items():
+                if incoming is not None:
+                    requests[name] = _Receive(requests[name], incoming)
+        if config.batch_p2p_comm and config.batch_p2p_sync:
+            torch.cuda.synchronize()
+        return (
+            None if previous is None else previous.tensor,
+            None if following is None else following.tensor,
+            requests,
+        )

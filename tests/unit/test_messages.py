@@ -1,0 +1,115 @@
+"""Messages in low rank: what arrives, what is left for the next one, and how much travels."""
+
+import pytest
+import torch
+
+from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender
+from edgc.wire import wire
+
+ROWS, COLS = 48, 32
+
+
+def form(rank: int | None, name: str = "fp32", dtype: torch.dtype = torch.float32) -> MessageFormat:
+    return MessageFormat(ROWS, COLS, rank, wire(name, hadamard=name.startswith("int")), dtype)
+
+
+def noise(step: int, rank: int = 10) -> torch.Tensor:
+    """Of this rank, but for a little."""
+    generator = torch.Generator().manual_seed(step)
+    low = torch.randn(ROWS, rank, generator=generator) @ torch.randn(rank, COLS, generator=generator)
+    return low + 0.01 * torch.randn(ROWS, COLS, generator=generator)
+
+
+def send(sender: MessageSender, matrix: torch.Tensor, how: MessageFormat, **scaled: torch.Tensor) -> torch.Tensor:
+    message = sender.encode(matrix, how, how.header(7, 1), **scaled)
+    assert message.dtype == torch.uint8 and len(message) == how.bytes
+    assert message[:HEADER_BYTES].view(torch.int32).tolist() == [7, 1, how.used_rank or 0, how.bytes]
+    return how.decode(message)
+
+
+@pytest.mark.parametrize(("name", "size"), [("fp32", 4), ("bf16", 2)])
+def test_a_message_has_the_size_of_its_factors(name: str, size: int) -> None:
+    how = form(8, name)
+    send(MessageSender(True, 1), noise(0), how)
+    assert how.bytes == (ROWS + COLS) * 8 * size + HEADER_BYTES
+
+
+def test_few_bits_take_few_bytes() -> None:
+    how = form(8, "int4")
+    send(MessageSender(True, 1), noise(0), how)
+    assert how.bytes == (ROWS + COLS) * 8 // 2 + (ROWS + COLS) * 8 // 128 * 2 + HEADER_BYTES
+
+
+def test_a_rank_that_does_not_pay_sends_the_values() -> None:
+    assert form(20).used_rank is None and form(19).used_rank == 19
+    assert form(None).bytes == ROWS * COLS * 4 + HEADER_BYTES
+    matrix = noise(0)
+    assert torch.equal(send(MessageSender(True, 1), matrix, form(20)), matrix)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
+def test_over_the_messages_sent_and_left_are_what_was_put_in(name: str) -> None:
+    sender, put_in, arrived = MessageSender(True, 1), torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
+    for step, rank in enumerate([None, 4, 4, 8, 8, 4, 2, None, 4, 8]):
+        put_in += noise(step)
+        arrived += send(sender, noise(step), form(rank, name))
+        assert sender.error is not None or step == 0
+        left = 0 if sender.error is None else sender.error
+        torch.testing.assert_close(arrived + left, put_in, atol=1e-3, rtol=0)
+    assert torch.linalg.matrix_norm(sender.error) > 1
+
+
+def test_what_is_left_goes_with_the_next_values_that_travel_as_they_are() -> None:
+    sender = MessageSender(True, 1)
+    first = send(sender, noise(0), form(2))
+    second = send(sender, noise(1), form(None))
+    torch.testing.assert_close(first + second, noise(0) + noise(1), atol=1e-4, rtol=0)
+    assert sender.error is not None and sender.error.abs().max() < 1e-5
+
+
+def test_without_feedback_nothing_is_kept_but_a_start() -> None:
+    sender = MessageSender(False, 1)
+    send(sender, noise(0), form(4))
+    assert sender.error is None and sender.basis is not None
+
+
+def test_a_rank_that_holds_all_there_is_sends_all() -> None:
+    low = torch.linalg.svd(noise(0, rank=4), full_matrices=False)
+    matrix = low.U[:, :4] * low.S[:4] @ low.Vh[:4]
+    torch.testing.assert_close(send(MessageSender(True, 1), matrix, form(6)), matrix, atol=1e-4, rtol=0)
+
+
+def test_a_warm_start_finds_the_same_directions_better() -> None:
+    matrix, how = noise(0, rank=32), form(4)
+    warm = MessageSender(False, 1)
+    gaps = [float((send(warm, matrix, how) - matrix).norm()) for _ in range(6)]
+    assert gaps[-1] < 0.9 * gaps[0]
+
+
+def test_the_error_does_not_grow_with_the_loss_scale() -> None:
+    plain, scaled = MessageSender(True, 1), MessageSender(True, 1)
+    for step, scale in enumerate([8.0, 1024.0, 2.0]):
+        expected = send(plain, noise(step), form(4))
+        arrived = send(scaled, noise(step) * scale, form(4), scale=torch.tensor(scale))
+        torch.testing.assert_close(arrived / scale, expected, atol=1e-3, rtol=1e-3)
+    assert plain.error is not None and scaled.error is not None
+    torch.testing.assert_close(scaled.error, plain.error, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_matrix_that_is_not_finite_arrives_so_and_changes_nothing(name: str, bad: float) -> None:
+    sender = MessageSender(True, 1)
+    send(sender, noise(0), form(4, name))
+    before = sender.state_dict()
+    broken = noise(1)
+    broken[3, 5] = bad
+    assert not torch.isfinite(send(sender, broken, form(4, name))).any()
+    assert all(torch.equal(before[part], sender.state_dict()[part]) for part in before)  # type: ignore[arg-type]
+
+
+def test_a_sender_goes_on_where_its_state_was_taken() -> None:
+    sender, other = MessageSender(True, 1), MessageSender(True, 1)
+    send(sender, noise(0), form(4))
+    other.load_state_dict(sender.state_dict())
+    assert torch.equal(send(sender, noise(1), form(4)), send(other, noise(1), form(4)))
