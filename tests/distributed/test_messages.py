@@ -1,0 +1,129 @@
+"""Messages between stages: what travels, and that no stage ever takes one for another."""
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from edgc.config import EDGCConfig
+from edgc.messages import HEADER_BYTES, UnexpectedMessage
+from tests.distributed.gloo import run_on_ranks
+from tests.distributed.megatron_runs import TINY_GPT
+from tests.distributed.modes import results
+
+SHAPE = 16, 3, 32  # tokens, micro-batch, width
+
+
+def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace:
+    """Of one of two stages whose plan has these ranks for stage 1 and stage 2 as senders."""
+    from megatron.edgc import cpu
+
+    cpu.redirect()
+    from megatron.core import parallel_state
+
+    from megatron.edgc.data_parallel import Step
+    from megatron.edgc.pipeline_parallel import EDGCP2PCommunicator, PipelineMessages
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = EDGCConfig(**{"pp": "backward", "pp_rank": 4, **settings})  # type: ignore[arg-type]
+    chunk = SimpleNamespace(training=True)
+    messages = PipelineMessages(
+        config, SimpleNamespace(), [chunk], lambda: Step(5, None), lambda: ranks, repeatable=False
+    )
+    host = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=None,
+        timers=None,
+        variable_seq_lengths=False,
+        mtp_standalone=False,
+        use_ring_exchange_p2p=False,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=True,
+        batch_p2p_sync=False,
+    )
+    link = EDGCP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), host, messages)
+    return SimpleNamespace(link=link, messages=messages, chunk=chunk, stage=dist.get_rank())
+
+
+def gradient(step: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+
+
+def several_messages(rank: int) -> dict[str, object]:
+    ends = communicator([4])
+    seen = []
+    for step in range(6):
+        if rank:
+            ends.link.send_backward(gradient(step), False)
+        else:
+            seen.append(ends.link.recv_backward(SHAPE, False))
+            assert seen[-1].requires_grad
+    ends.chunk.training = False
+    if rank:
+        ends.link.send_backward(gradient(9), False)
+        seen.append(ends.messages.senders["backward", 0].error.view(SHAPE))
+    else:
+        assert torch.equal(ends.link.recv_backward(SHAPE, False), gradient(9))  # evaluation is left alone
+    return {"sum": torch.stack(seen).sum(dim=0).detach(), "bytes": ends.messages.byte_counts()}
+
+
+def test_what_arrives_and_what_is_left_is_what_was_sent() -> None:
+    first, second = run_on_ranks(several_messages, 2)
+    everything = torch.stack([gradient(step) for step in range(6)]).sum(dim=0)
+    torch.testing.assert_close(first["sum"] + second["sum"], everything, atol=1e-4, rtol=0)
+    tokens, width = SHAPE[0] * SHAPE[1], SHAPE[2]
+    assert second["bytes"] == (6 * ((tokens + width) * 4 * 4 + HEADER_BYTES), 6 * tokens * width * 4)
+    assert first["bytes"] == (0, 0)
+
+
+def wrong_rank(rank: int, receivers: int | None, senders: int | None) -> str:
+    ends = communicator([senders if rank else receivers])
+    if rank:
+        ends.link.send_backward(gradient(0), False)
+        return ""
+    try:
+        ends.link.recv_backward(SHAPE, False)
+    except UnexpectedMessage as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("receivers", "senders"), [(8, 4), (4, 8), (None, 4), (4, None)])
+def test_a_message_of_another_size_is_refused_with_both_sizes(receivers: int | None, senders: int | None) -> None:
+    error, _ = run_on_ranks(wrong_rank, 2, receivers, senders)
+    expected, sent = (
+        HEADER_BYTES + 4 * (SHAPE[0] * SHAPE[1] * SHAPE[2] if rank is None else (SHAPE[0] * SHAPE[1] + SHAPE[2]) * rank)
+        for rank in (receivers, senders)
+    )
+    assert error.startswith(f"gradients from stage 2 to 1, step 5: expected {expected} bytes")
+    assert str(sent) in error
+
+
+DYNAMIC = shlex.split(
+    "--edgc --edgc-preset paper --edgc-rmin 4 --edgc-rmax 24 --edgc-window 2 --edgc-warmup-fraction 0 "
+    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-pp both"
+)
+EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 8 --edgc-pp backward --edgc-pp-epilogue-only")
+
+
+def test_ranks_change_for_sender_and_receiver_in_the_same_step(tmp_path: Path) -> None:
+    base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--pipeline-model-parallel-size", "2"]
+    base += ["--global-batch-size", "16", "--lr", "1e-2"]  # so that entropy moves
+    runs = [
+        {"name": "even", "arguments": [*base, "--train-iters", "14", *DYNAMIC]},
+        {"name": "skewed", "arguments": [*base, "--train-iters", "14", *DYNAMIC], "slow_stage": 1},
+        {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
+    ]
+    left = results(runs, tmp_path)
+    for result in (one for run in left.values() for one in run):
+        assert "failed" not in result, result["failed"]
+    for even, skewed in zip(left["even"], left["skewed"], strict=True):
+        assert even["place"][0] == 0 or {None, 24, 16, 8} <= set(even["message_ranks"])
+        assert even["message_ranks"] == skewed["message_ranks"]
+        assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
+    # four micro-batches a step: nothing hides the last message of stage 2, which waits for no forward pass of stage 1
+    ranks = [one["message_ranks"] for one in left["epilogue"] if one["place"][0] == 1]
+    assert ranks == [[None] * 4 + [None, None, None, 8] * 3] * 2
