@@ -76,10 +76,28 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
         raise ConfigError(f"--edgc-param-wire = {config.param_wire}: needs {'; '.join(missing)}")
 
 
+def check_messages(config: EDGCConfig, args: Namespace) -> None:
+    """Raise ``ConfigError`` if messages between stages are to be compressed whose shapes a receiver cannot know."""
+    if config.pp == "off":
+        return
+    refused = {
+        "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
+        "--variable-seq-lengths: shapes are negotiated at run time": getattr(args, "variable_seq_lengths", False),
+        "--mtp-num-layers: shapes are negotiated at run time": bool(args.mtp_num_layers),
+        "--use-ring-exchange-p2p: it sends whole tensors": getattr(args, "use_ring_exchange_p2p", False),
+    }
+    found = [flag for flag, in_use in refused.items() if in_use]
+    if config.pp_epilogue_only and args.virtual_pipeline_model_parallel_size:
+        found.append("--edgc-pp-epilogue-only with a virtual pipeline: its stages wait at other times")
+    if found:
+        raise ConfigError(f"--edgc-pp = {config.pp} does not work with {'; '.join(found)}")
+
+
 def check_seam() -> None:
     """Raise ``ConfigError`` if a private name or signature of Megatron that EDGC relies on has changed."""
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
     from megatron.training import training
     from megatron.training.models.base import ModelConfig
 
@@ -92,6 +110,24 @@ def check_seam() -> None:
             "check_grads",
             _ParamAndGradBucketGroup.check_grads,
             ("self", "check_for_nan_or_inf", "check_for_large"),
+        ),
+    )
+    exchange = (
+        *("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"),
+        *("group", "prev_pipeline_rank", "next_pipeline_rank"),
+    )
+    expected += (
+        ("_batched_p2p_ops", p2p_communication._batched_p2p_ops, exchange),
+        ("_p2p_ops", p2p_communication._p2p_ops, exchange),
+        (
+            "_communicate",
+            p2p_communication.P2PCommunicator._communicate,
+            ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"),
+        ),
+        (
+            "get_schedule_table",
+            schedules.get_schedule_table,
+            ("num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"),
         ),
     )
     for name, function, parameters in expected:
@@ -119,6 +155,8 @@ def check_seam() -> None:
         for name in names:
             if f"self.{name}" not in source:
                 raise ConfigError(f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow")
+    if "P2PCommunicator(" not in inspect.getsource(schedules.forward_backward_pipelining_without_interleaving):
+        raise ConfigError("Megatron's schedules no longer build a P2PCommunicator: EDGC must follow")
     if next(iter(inspect.signature(training.save_checkpoint).parameters)) != "iteration":
         raise ConfigError("Megatron's save_checkpoint no longer begins with the iteration: EDGC must follow")
     if "post_wrap_hooks" not in ModelConfig.__dataclass_fields__:

@@ -147,9 +147,12 @@ class PipelineMessages:
             return Incoming(tensor, tensor)
         sender = (self.stage + (1 if direction == "backward" else -1)) % self.stages
         form = self._format(direction, sender, self._count("received", direction), shape, dtype)
+        size = form.bytes
+        if not tensor.is_cuda:  # gloo ends the process of a message that is too long; a shorter one it lets pass
+            size = max(size, HEADER_BYTES + form.dense_bytes)
         return Incoming(
             tensor,
-            torch.zeros(form.bytes, dtype=torch.uint8, device=device),
+            torch.zeros(size, dtype=torch.uint8, device=device),
             form,
             form.header(self.step().iteration, sender),
             str(Boundary(direction, sender, self.stage)),
@@ -285,21 +288,23 @@ class Incoming:
     boundary: str = ""
     finished: bool = False
 
-    def finish(self) -> None:
-        """Once the buffer has been received: check it and put it into the tensor. More than once does nothing."""
-        if self.finished or self.form is None:
+    def finish(self, request: Any) -> None:
+        """Wait for the message, check it, and put it into the tensor. More than once does nothing."""
+        if self.finished:
             return
         self.finished = True
+        if self.form is None:
+            request.wait()
+            return
         assert self.header is not None
-        step, sender, rank, size = self.buffer[:HEADER_BYTES].view(torch.int32).tolist()
-        if [step, sender, rank, size] != self.header.tolist():
-            expected = self.header.tolist()
-            raise UnexpectedMessage(
-                f"boundary {self.boundary}, step {expected[0]}: expected {expected[3]} bytes of rank {expected[2]}, "
-                f"got {size} bytes of rank {rank} from step {step}"
-            )
+        step, _, rank, size = self.header.tolist()
+        expected = f"{self.boundary}, step {step}: expected {size} bytes of rank {rank}"
+        request.wait()
+        seen = self.buffer[:HEADER_BYTES].view(torch.int32).tolist()
+        if seen != self.header.tolist():
+            raise UnexpectedMessage(f"{expected}, got {seen[3]} bytes of rank {seen[2]} of step {seen[0]}")
         with torch.no_grad():
-            self.tensor.copy_(self.form.decode(self.buffer).view(self.tensor.shape))
+            self.tensor.copy_(self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape))
 
 
 class _Receive:
@@ -309,8 +314,7 @@ class _Receive:
         self.request, self.incoming = request, incoming
 
     def wait(self) -> None:
-        self.request.wait()
-        self.incoming.finish()
+        self.incoming.finish(self.request)
 
 
 class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
@@ -332,10 +336,14 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """As Megatron's, but a message and its tensor may have different shapes, in each direction its own."""
         messages, config = self.messages, self.config
-        if not messages.training:
+        send_next, send_prev = tensor_send_next, tensor_send_prev
+        if messages.training:
+            send_next = None if send_next is None else messages.outgoing("forward", send_next)
+            send_prev = None if send_prev is None else messages.outgoing("backward", send_prev)
+        if not messages.training or not messages.directions:
             return super()._communicate(
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
+                tensor_send_next=send_next,
+                tensor_send_prev=send_prev,
                 recv_prev=recv_prev,
                 recv_next=recv_next,
                 tensor_shape=tensor_shape,
@@ -343,8 +351,6 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
             )
         device = torch.cuda.current_device()
         dtype = config.pipeline_dtype
-        send_next = None if tensor_send_next is None else messages.outgoing("forward", tensor_send_next)
-        send_prev = None if tensor_send_prev is None else messages.outgoing("backward", tensor_send_prev)
         previous = messages.incoming("forward", tensor_shape, dtype, device) if recv_prev else None
         following = messages.incoming("backward", tensor_shape, dtype, device) if recv_next else None
         exchange = _batched_p2p_ops if config.batch_p2p_comm else _p2p_ops
@@ -357,18 +363,16 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        received = {"recv_prev": previous, "recv_next": following}
+        if not isinstance(requests, dict):  # a batch has them in the order of its operations
+            order = {"send_prev": send_prev, "recv_prev": previous, "send_next": send_next, "recv_next": following}
+            requests = dict(zip((name for name, one in order.items() if one is not None), requests, strict=True))
+        for name, incoming in (("recv_prev", previous), ("recv_next", following)):
+            if incoming is not None:
+                requests[name] = _Receive(requests[name], incoming)
         if wait_on_reqs:
-            for request in requests.values() if isinstance(requests, dict) else requests:
+            for request in requests.values():
                 request.wait()
-            for incoming in received.values():
-                if incoming is not None:
-                    incoming.finish()
             requests = None
-        else:
-            for name, incoming in received.items():
-                if incoming is not None:
-                    requests[name] = _Receive(requests[name], incoming)
         if config.batch_p2p_comm and config.batch_p2p_sync:
             torch.cuda.synchronize()
         return (

@@ -33,7 +33,7 @@ from edgc.controller import (
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.checkpointing import Checkpoints
-from megatron.edgc.compatibility import check_param_wire
+from megatron.edgc.compatibility import check_messages, check_param_wire
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.pipeline_parallel import OFF, PipelineMessages, message_config
 from megatron.edgc.reporting import Reporter
@@ -59,6 +59,7 @@ class Session:
         self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
         config.check_run(self.iterations)
         check_param_wire(config, args)
+        check_messages(config, args)
         self.config = self.requested = config
         # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
         self.scaled = bool(args.fp16 or args.loss_scale)

@@ -2,14 +2,16 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 tests/distributed/mode_runs.py RUNS.json FOLDER
 
-RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, and with "latest": [folder,
-iteration] to go on from an earlier checkpoint than the last. Rank r leaves FOLDER/NAME-r.pt with its
-parameters, losses and what ``Watch`` found. A run that fails leaves its traceback instead.
+RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, with "latest": [folder,
+iteration] to go on from an earlier checkpoint than the last, or with "slow_stage": the pipeline stage whose messages
+are late. Rank r leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A run that fails leaves
+its traceback instead.
 """
 
 import gc
 import json
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +45,7 @@ class Watch:
         self.reductions = 0
         self.lost = 0.0  # of what was put in, relative to its largest entry
         self.lost_messages = 0.0  # the same of messages between stages
+        self.message_ranks: list[int | None] = []  # of those that this rank has sent
         self.apart: list[str] = []  # state that differs within a data-parallel group
 
     def around(self, reduce: Any) -> Any:
@@ -66,12 +69,15 @@ class Watch:
 
         return watched
 
-    def around_messages(self, encode: Any) -> Any:
+    def around_messages(self, encode: Any, slow_stage: int | None) -> Any:
         """Of each sender that feeds back: over its messages, what was put in is what arrived and what is left."""
 
         def watched(
             sender: MessageSender, matrix: Tensor, form: MessageFormat, header: Tensor, scale: Tensor | None = None
         ) -> Tensor:
+            self.message_ranks.append(form.used_rank)
+            if parallel_state.get_pipeline_model_parallel_rank() == slow_stage:
+                time.sleep(0.05)
             own = 1.0 if scale is None else float(scale)
             owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
             message: Tensor = encode(sender, matrix, form, header, scale)
@@ -112,7 +118,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
-    MessageSender.encode = watch.around_messages(encode)  # type: ignore[method-assign]
+    MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
         edgc.allocation.pays = edgc.probe.pays = lambda *args: True
@@ -173,6 +179,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "reductions": watch.reductions,
         "lost": watch.lost,
         "lost_messages": watch.lost_messages,
+        "message_ranks": watch.message_ranks,
         "apart": watch.apart,
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
