@@ -226,6 +226,8 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "dp_bytes": measured.dp_bytes,
         "dp_bytes_dense": float(measured.windows[-1]["dp_bytes_dense"]),
         **({"param_bytes": measured.param_bytes} if measured.param_bytes else {}),
+        **({"pp_bytes": measured.pp_bytes[0], "pp_bytes_dense": measured.pp_bytes[1]} if measured.pp_bytes[1] else {}),
+        **({} if measured.state_per_parameter is None else {"state_per_parameter": measured.state_per_parameter}),
         "step_seconds": measured.step_seconds,
         "ranks": [window["ranks"] for window in measured.windows],
         "settings": shlex.join(trial.settings),

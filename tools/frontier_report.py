@@ -61,11 +61,14 @@ class Entry:
     reduction: float  # bytes of the dense fp32 run over those of this one, whole run
     step_seconds: float
     weights: float | None = None  # bytes of the dense run's gathered weights over those of this one, if there are any
+    messages: float | None = None  # the same of messages between pipeline stages
+    state: float | None = None  # bytes a parameter that is kept from step to step
     on_front: bool = False
 
     def fewer(self) -> str:
-        """``27.8x``, with the distributed optimizer ``27.8x, weights 1.0x``."""
-        return f"{self.reduction:.1f}x" + ("" if self.weights is None else f", weights {self.weights:.1f}x")
+        """``27.8x``, with the distributed optimizer ``27.8x, weights 1.0x``, with a pipeline ``, messages 1.9x``."""
+        others = (("weights", self.weights), ("messages", self.messages))
+        return f"{self.reduction:.1f}x" + "".join(f", {what} {x:.1f}x" for what, x in others if x is not None)
 
 
 def setting(line: Line) -> str:
@@ -93,6 +96,8 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
             fmean(references[where, line["seed"]]["param_bytes"] / line["param_bytes"] for line in group)
             if "param_bytes" in group[0]
             else None,
+            fmean(line["pp_bytes_dense"] / line["pp_bytes"] for line in group) if "pp_bytes" in group[0] else None,
+            max((line["state_per_parameter"] for line in group if "state_per_parameter" in line), default=None),
         )
         for (where, name), group in groups.items()
     ]
@@ -131,21 +136,33 @@ def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence
         "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the",
         "dense fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by",
         "seed; none for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, the whole run",
-        "with its warm-up. ● marks the Pareto front. Step times are medians on shared CPU cores over loopback: they",
-        "say nothing about a cluster.",
+        "with its warm-up. ● marks the Pareto front. State, where it was logged: bytes a parameter that EDGC keeps on",
+        "a rank. Step times are medians on shared CPU cores over loopback: they say nothing about a cluster.",
         "",
         f"![Loss gap against volume reduction]({name}.png)",
         "",
     ]
     found = entries(lines)
     for where in dict.fromkeys(entry.setting for entry in found):
-        page += [f"## {where}", "", "| | entry | fewer bytes | gap | seeds | s/step |", "|---|---|---|---|---|---|"]
-        page += [
-            f"| {'●' if entry.on_front else ''} | {entry.name} | {entry.fewer()} | {entry.gap.percent()} | "
-            f"{entry.gap.seeds} | {entry.step_seconds:.2f} |"
-            for entry in found
-            if entry.setting == where
+        listed = [entry for entry in found if entry.setting == where]
+        columns = ["", "entry", "fewer bytes", "gap", "seeds", "state", "s/step"]
+        rows = [
+            [
+                "●" if entry.on_front else "",
+                entry.name,
+                entry.fewer(),
+                entry.gap.percent(),
+                str(entry.gap.seeds),
+                "-" if entry.state is None else f"{entry.state:.2f}",
+                f"{entry.step_seconds:.2f}",
+            ]
+            for entry in listed
         ]
+        if all(entry.state is None for entry in listed):
+            for row in (columns, *rows):
+                del row[5]
+        page += [f"## {where}", ""]
+        page += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
         page.append("")
     if comparisons:
         page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]

@@ -57,6 +57,24 @@ class Run:
         return float(self.windows[-1].get("param_bytes", 0))
 
     @property
+    def pp_bytes(self) -> tuple[float, float]:
+        """The same for messages between pipeline stages, and without compression; 0 without a pipeline."""
+        last = self.windows[-1]
+        return float(last.get("pp_bytes", 0)), float(last.get("pp_bytes_dense", 0))
+
+    @property
+    def state_per_parameter(self) -> float | None:
+        """Bytes a parameter that EDGC keeps from step to step, of the stage with most; None in older logs."""
+        stages = self.windows[-1]["stages"]
+        if any("state_bytes" not in stage for stage in stages):
+            return None
+        sizes = [
+            sum(rows * cols for _, rows, cols in stage["matrices"]) + sum(elements for _, elements, _ in stage["rest"])
+            for stage in self.start["stages"]
+        ]
+        return max(float(stage["state_bytes"]) / size for stage, size in zip(stages, sizes, strict=True))
+
+    @property
     def step_seconds(self) -> float:
         """Median over windows of the median step time; the first window, which warms up, is left out."""
         return median(window["step_seconds"] for window in (self.windows[1:] or self.windows))

@@ -104,7 +104,8 @@ def test_a_message_of_another_size_is_refused_with_both_sizes(receivers: int | N
 
 DYNAMIC = shlex.split(
     "--edgc --edgc-preset paper --edgc-rmin 4 --edgc-rmax 24 --edgc-window 2 --edgc-warmup-fraction 0 "
-    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-pp both --edgc-no-align"
+    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-no-align "
+    "--edgc-pp both"
 )
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 8 --edgc-pp backward --edgc-pp-epilogue-only")
 
