@@ -233,6 +233,13 @@ class EDGCConfig:
     pp_epilogue_only: bool = _knob(
         False, "compress only gradients that a stage has nothing to do but wait for", "switch", "as pp"
     )
+    fuse_embedding_sync: bool = _knob(
+        False,
+        "first and last pipeline stage sum the gradient of a tied embedding at once, over the data-parallel ranks of "
+        "both, instead of each over its own and then with each other",
+        "switch",
+        "Optimus-CC, ASPLOS 2023",
+    )
     compress_embeddings: bool = _knob(False, "embeddings and the output layer in low rank, too", "switch", "EDGC's own")
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"

@@ -148,6 +148,8 @@ class GradientReducer:
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
         """
+        if not gradients:
+            return
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
         for name, matrix in matrices.items():

@@ -29,7 +29,7 @@ from edgc.wire import Packed, Wire
 from megatron.edgc.pipeline_parallel import PipelineMessages
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage
-from megatron.edgc.windows import StageKey
+from megatron.edgc.windows import Part, StageKey
 
 FOLDER = "edgc"
 VERSION = 1
@@ -305,7 +305,9 @@ def _measurements(state: dict[str, Any]) -> Measurements:
 def _place(stage: Stage) -> str:
     """Where a stage's state belongs, whatever the number of data-parallel ranks."""
     key = stage.key
-    if key.experts:
+    if key.part is Part.EMBEDDING:
+        return f"embedding-tp{parallel_state.get_tensor_model_parallel_rank()}"
+    if key.part is Part.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
         expert = parallel_state.get_expert_model_parallel_rank()
         return f"stage{key.pipeline_stage}-experts-tp{tensor}-ep{expert}"

@@ -1,6 +1,7 @@
 """What this release works with: the Megatron-core version, the private names it relies on, the options it refuses."""
 
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
@@ -93,8 +94,17 @@ def check_messages(config: EDGCConfig, args: Namespace) -> None:
         raise ConfigError(f"--edgc-pp = {config.pp} does not work with {'; '.join(found)}")
 
 
+def check_embedding(config: EDGCConfig, args: Namespace) -> None:
+    """Raise ``ConfigError`` if a tied embedding is to be summed at once where there are no two copies of it."""
+    if config.fuse_embedding_sync and args.pipeline_model_parallel_size == 1:
+        raise ConfigError("--edgc-fuse-embedding-sync needs a pipeline: --pipeline-model-parallel-size is 1")
+    if config.fuse_embedding_sync and args.untie_embeddings_and_output_weights:
+        raise ConfigError("--edgc-fuse-embedding-sync does nothing with --untie-embeddings-and-output-weights")
+
+
 def check_seam() -> None:
     """Raise ``ConfigError`` if a private name or signature of Megatron that EDGC relies on has changed."""
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
     from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -123,6 +133,11 @@ def check_seam() -> None:
             "_communicate",
             p2p_communication.P2PCommunicator._communicate,
             ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"),
+        ),
+        (
+            "_allreduce_word_embedding_grads",
+            sys.modules[finalize_model_grads.__module__]._allreduce_word_embedding_grads,
+            ("model", "config", "embd_group", "pp_group"),
         ),
         (
             "get_schedule_table",

@@ -77,7 +77,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         # Before scaling in both branches: the entropy must not jump when compression begins.
         reducer.measure(gradients, step.iteration, step.loss_scale)
         start = self.edgc_spans.mark()
-        if reducer.plain:
+        # Megatron would sum a whole bucket, also what is summed elsewhere
+        if reducer.plain and len(gradients) == sum(len(bucket.params_list) for bucket in self.buckets):
             for bucket in self.buckets:
                 count_dense(reducer.communicator.traffic, self, bucket.grad_data)
             super().start_grad_sync(force_all_reduce=force_all_reduce)
@@ -142,6 +143,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         views: dict[str, Tensor] = {}
         for bucket in self.buckets:
             for parameter in bucket.params_list:
+                if parameter not in self.edgc_names:
+                    continue  # a tied embedding, summed with its other copies
                 start, end = bucket.param_to_index[parameter]
                 views[self.edgc_names[parameter]] = bucket.grad_data[start:end].view(parameter.shape)
         return views

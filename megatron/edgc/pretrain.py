@@ -19,6 +19,7 @@ from edgc.config import ConfigError
 from megatron.edgc import cpu, gpt
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
+from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.pipeline_parallel import PipelineMessages
 from megatron.edgc.training import Session
 
@@ -65,6 +66,7 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
         )
     finally:
         PipelineMessages.uninstall()
+        TiedEmbedding.uninstall()
     return session
 
 

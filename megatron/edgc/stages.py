@@ -18,7 +18,8 @@ from edgc.reducer import GradientReducer
 from edgc.timing import Spans
 from edgc.wire import wire
 from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
-from megatron.edgc.windows import RankWindow, StageKey, by_kind, mean_or_nan, median_or_nan, merge_statistics
+from megatron.edgc.embedding import TIED, TiedEmbedding
+from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_or_nan, median_or_nan, merge_statistics
 
 Names = dict[torch.nn.Parameter, str]
 
@@ -46,7 +47,8 @@ class Stage:
         dense = Traffic()
         for one in named:
             for bucket in one.group.buckets:
-                count_dense(dense, one.group, bucket.grad_data)
+                for parameter in one.names.keys() & bucket.param_to_index.keys():
+                    count_dense(dense, one.group, bucket.grad_data[slice(*bucket.param_to_index[parameter])])
         self.dense_bytes_per_step = dense.bytes
         self.dense_bytes = 0.0
         self._window_start = (0.0, 0.0)
@@ -108,24 +110,68 @@ class Stage:
         self._window_start = (sent, dense)
 
 
-def stages_of(chunks: Sequence[DistributedDataParallel], pipeline_stage: int, device: torch.device) -> list[Stage]:
-    """This rank's stages: the one of its pipeline stage first; its experts, if other ranks hold copies of them."""
+class EmbeddingStage(Stage):
+    """The tied embedding, whose copies on the first and the last stage are summed at once."""
+
+    def __init__(self, tied: TiedEmbedding, device: torch.device):
+        super().__init__(StageKey(Part.EMBEDDING, 0), [], device)
+        self.tied = tied
+        self.dense_bytes_per_step = tied.dense_bytes()
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [Parameter(TIED, self.tied.gradient().shape, embedding=True)]
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        return [self.tied.reducer]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.tied.process_group
+
+    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
+        """Build the reducer; Megatron's own loop asks for the sum (``TiedEmbedding.install``)."""
+        allocation = allocate(self.parameters, config, smallest_rank(config))
+        communicator = Communicator(self.process_group, self.traffic)
+        self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
+
+
+def stages_of(
+    chunks: Sequence[DistributedDataParallel],
+    pipeline_stage: int,
+    device: torch.device,
+    tied: TiedEmbedding | None = None,
+) -> list[Stage]:
+    """This rank's stages: that of its pipeline stage first; its experts, if other ranks hold copies of them; the tied
+    embedding, if it is summed apart and this rank has a copy.
+    """
     stages = []
-    for experts in (False, True):
-        named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), experts)]
+    apart = tied.weight if tied is not None else None
+    for part in (Part.LAYERS, Part.EXPERTS):
+        named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
         if named and dist.get_world_size(process_group(named[0].group)) > 1:
-            stages.append(Stage(StageKey(experts, pipeline_stage), named, device))
+            stages.append(Stage(StageKey(part, pipeline_stage), named, device))
+    if tied is not None and tied.weight is not None:
+        stages.append(EmbeddingStage(tied, device))
     return stages
 
 
-def _named(chunk: DistributedDataParallel, place: int, chunks: int, experts: bool) -> list[Named]:
+def _named(
+    chunk: DistributedDataParallel, place: int, chunks: int, part: Part, apart: torch.nn.Parameter | None
+) -> list[Named]:
     # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
     prefix = f"chunk{place}." if chunks > 1 else ""
     of_model = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
-    groups = chunk.expert_parallel_bucket_groups if experts else chunk.bucket_groups
+    groups = chunk.expert_parallel_bucket_groups if part is Part.EXPERTS else chunk.bucket_groups
     named = []
     for group in groups:
-        names = {parameter: of_model[parameter] for bucket in group.buckets for parameter in bucket.params_list}
+        names = {
+            parameter: of_model[parameter]
+            for bucket in group.buckets
+            for parameter in bucket.params_list
+            if parameter is not apart
+        }
         described = tuple(_describe(prefix, name, parameter) for parameter, name in names.items())
         named.append(Named(group, {parameter: prefix + name for parameter, name in names.items()}, described))
     return named

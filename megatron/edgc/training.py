@@ -33,12 +33,13 @@ from edgc.controller import (
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc.checkpointing import Checkpoints
-from megatron.edgc.compatibility import check_messages, check_param_wire
+from megatron.edgc.compatibility import check_embedding, check_messages, check_param_wire
 from megatron.edgc.data_parallel import Step
+from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.pipeline_parallel import OFF, PipelineMessages, message_config
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage, stages_of
-from megatron.edgc.windows import MessageWindow, StageKey, WindowReport, median_or_nan, merge, merge_messages
+from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Session:
         config.check_run(self.iterations)
         check_param_wire(config, args)
         check_messages(config, args)
+        check_embedding(config, args)
         self.config = self.requested = config
         # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
         self.scaled = bool(args.fp16 or args.loss_scale)
@@ -86,7 +88,11 @@ class Session:
         self.chunks = wrapped
         device = next(chunks[0].parameters()).device
         self.model_config = get_model_config(chunks[0])
-        self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device)
+        tied = None
+        if self.config.fuse_embedding_sync:
+            tied = TiedEmbedding(wrapped)
+            tied.install()
+        self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
         self.config, setups = self._plan_run(device)
         overlap = Overlap(device)
@@ -169,12 +175,12 @@ class Session:
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
 
         def setups(config: EDGCConfig) -> list[StageSetup]:
-            # experts have no cost of their own: the rank that pays is that of the layers around them
+            # experts and embedding have no cost of their own: the rank that pays is that of the layers around them
             own = [
                 StageSetup(
                     stage.key,
                     allocate(stage.parameters, config, smallest_rank(config)),
-                    None if stage.key.experts else cost,
+                    cost if stage.key.part is Part.LAYERS else None,
                     break_even,
                 )
                 for stage in self.stages
@@ -288,7 +294,7 @@ class Session:
 
     def _exchange(self, completed: int, decide: bool) -> WindowReport:
         backward = median_or_nan(self.backward_spans.take_seconds())
-        windows = [stage.take_window(math.nan if stage.key.experts else backward) for stage in self.stages]
+        windows = [stage.take_window(backward if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
         seen = [window for rank in _all_gather(windows) for window in rank]
         counts = [stage.byte_counts() for stage in self.stages]
         piped = (0.0, 0.0) if self.messages is None else self.messages.byte_counts()

@@ -3,21 +3,32 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from statistics import fmean, median
 
 from edgc.controller import RankPlan
 from edgc.statistics import GradientStatistics
 
 
+class Part(IntEnum):
+    """Which gradients of the pipeline stages a stage of the plan holds."""
+
+    LAYERS = 0
+    EXPERTS = 1
+    EMBEDDING = 2  # the tied one of the first and the last stage, where they sum it together
+
+
 @dataclass(frozen=True, order=True)
 class StageKey:
-    """A stage of the plan. In order: all pipeline stages, then the experts of each that has some."""
+    """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
 
-    experts: bool
+    part: Part
     pipeline_stage: int  # counted from 0
 
     def __str__(self) -> str:
-        return f"stage {self.pipeline_stage + 1}{' experts' if self.experts else ''}"
+        if self.part is Part.EMBEDDING:
+            return "tied embedding"
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
 
 
 @dataclass(frozen=True, order=True)

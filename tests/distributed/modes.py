@@ -52,6 +52,13 @@ MODES = {
         format="torch",
     ),
     "pipeline, embeddings tied": Mode("--pipeline-model-parallel-size 2", format="torch"),
+    "pipeline, tied embeddings summed at once": Mode("--pipeline-model-parallel-size 2", "--edgc-fuse-embedding-sync"),
+    "virtual pipeline, distributed optimizer, all overlapped, tied embeddings summed at once": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--edgc-fuse-embedding-sync",
+        format="torch",
+    ),
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "pipeline, gradients between stages in low rank": Mode("--pipeline-model-parallel-size 2", pp="backward"),
     "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both"),
@@ -168,7 +175,8 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    full = [*FULL_RANK, "--edgc-pp", mode.pp]
+    fused = [flag for flag in shlex.split(mode.edgc) if flag == "--edgc-fuse-embedding-sync"]
+    full = [*FULL_RANK, "--edgc-pp", mode.pp, *fused]
     edgc = [
         *base,
         *COMPRESSED,

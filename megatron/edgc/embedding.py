@@ -1,0 +1,110 @@
+"""The tied word embedding of a pipeline: its two copies' gradients summed at once.
+
+Megatron sums the gradient of each copy over its own data-parallel ranks and then the two with each other. Optimus-CC
+(Song et al., ASPLOS 2023) calls one sum over the ranks of both fused embedding synchronisation. Here that sum goes
+through a ``GradientReducer`` like any other, so it may be compressed.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from edgc.collectives import Traffic
+from edgc.reducer import GradientReducer, run
+from edgc.timing import Spans
+from megatron.edgc.data_parallel import Step, count_dense
+
+TIED = "word_embeddings.weight"  # its name in both stages
+
+# the package's attribute of that name is the function, not the module
+_module: Any = sys.modules[finalize_model_grads.__module__]
+_megatrons_own = _module._allreduce_word_embedding_grads
+
+
+class TiedEmbedding:
+    """The copy that this rank has, if any. Every rank builds one, since building it makes process groups."""
+
+    reducer: GradientReducer
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]):
+        self.weight: torch.nn.Parameter | None = None
+        holder = None
+        if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            holder = chunks[0]
+        elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            holder = chunks[-1]
+        if holder is not None:
+            self.weight = unwrap_model(holder).shared_embedding_or_output_weight()
+            self._group, self._bucket = _place(holder, self.weight)
+        self.process_group = self._new_group()
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of a copy."""
+        mine = (parallel_state.get_tensor_model_parallel_rank(), self.weight is not None)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        own = None
+        for tensor_rank in sorted({rank for rank, _ in everyone}):
+            members = [rank for rank, place in enumerate(everyone) if place == (tensor_rank, True)]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                own = group
+        return own  # type: ignore[return-value]  # only asked for where there is a copy
+
+    def gradient(self) -> Tensor:
+        """A view into the bucket."""
+        assert self.weight is not None
+        start, end = self._bucket.param_to_index[self.weight]
+        return self._bucket.grad_data[start:end].view(self.weight.shape)
+
+    def dense_bytes(self) -> float:
+        """What Megatron's two sums send in a step."""
+        traffic = Traffic()
+        count_dense(traffic, self._group, self.gradient())
+        traffic.count_all_reduce(self.gradient(), 2)
+        return traffic.bytes
+
+    def attach(self, reducer: GradientReducer, spans: Spans, step: Callable[[], Step]) -> None:
+        """``step`` tells of the step under way."""
+        self.reducer, self._spans, self._step = reducer, spans, step
+
+    def install(self) -> None:
+        """Take the place of Megatron's sum over the two copies."""
+
+        def synchronise(*args: Any, **kwargs: Any) -> None:
+            if self.weight is not None:
+                self.synchronise()
+
+        _module._allreduce_word_embedding_grads = synchronise
+
+    @staticmethod
+    def uninstall() -> None:
+        """Give Megatron its own again."""
+        _module._allreduce_word_embedding_grads = _megatrons_own
+
+    def synchronise(self) -> None:
+        """Sum the gradient, which its bucket has scaled but not summed."""
+        step, gradient = self._step(), {TIED: self.gradient()}
+        self.reducer.begin(step.iteration)
+        self.reducer.measure(gradient, step.iteration, step.loss_scale)
+        start = self._spans.mark()
+        with torch.no_grad():
+            run(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
+        self._spans.add(start)
+
+
+def _place(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> tuple[_ParamAndGradBucketGroup, Any]:
+    for group in chunk.bucket_groups:
+        for bucket in group.buckets:
+            if weight in bucket.param_to_index:
+                return group, bucket
+    raise RuntimeError("the tied embedding is in none of the buckets")
