@@ -80,8 +80,9 @@ class Run:
         return median(window["step_seconds"] for window in (self.windows[1:] or self.windows))
 
     @property
-    def stages(self) -> int:
-        return len(self.start["stages"])
+    def stages(self) -> list[str]:
+        """The names of the stages of the plan."""
+        return [stage["name"] for stage in self.start["stages"]]
 
 
 def load_run(folder: Path) -> Run:
@@ -119,7 +120,8 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
     """The figures of both runs, with machine and versions."""
 
     def figures(run: Run) -> dict[str, Any]:
-        sent = {"dp_bytes": run.dp_bytes, **({"param_bytes": run.param_bytes} if run.param_bytes else {})}
+        others = {"param_bytes": run.param_bytes, "pp_bytes": run.pp_bytes[0]}
+        sent = {"dp_bytes": run.dp_bytes, **{name: count for name, count in others.items() if count}}
         return {"val_loss": run.val_loss, **sent, "step_seconds": run.step_seconds}
 
     return {
@@ -128,6 +130,7 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
             **figures(edgc),
             "ranks": [window["ranks"] for window in edgc.windows],
             "entropy": [[stage["entropy"] for stage in window["stages"]] for window in edgc.windows],
+            "stages": edgc.stages,
         },
         "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes,
         "val_loss_gap": edgc.val_loss / dense.val_loss - 1,
@@ -156,10 +159,11 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
         fewer = fewer or f"{1 / summary['dp_bytes_ratio']:.2f}x"
         sent = f"{run['dp_bytes'] / 1e6:,.1f} MB"
         rows.append([name, f"{run['val_loss']:.4f}", gap, sent, fewer, f"{run['step_seconds']:.3f}"])
-    if "param_bytes" in summary["edgc"]:
-        rows[0].append("weights sent per rank")
-        for row in rows[1:]:
-            row.append(f"{summary[row[0]].get('param_bytes', 0) / 1e6:,.1f} MB")
+    for key, what in (("param_bytes", "weights"), ("pp_bytes", "pipeline messages")):
+        if key in summary["edgc"]:
+            rows[0].append(f"{what} sent per rank")
+            for row in rows[1:]:
+                row.append(f"{summary[row[0]].get(key, 0) / 1e6:,.1f} MB")
     return rows
 
 
@@ -215,22 +219,22 @@ def draw(dense: Run, edgc: Run) -> bytes:
 
 def draw_entropy(axes: Axes, run: Run) -> None:
     """Entropy of every stage at the end of each window."""
-    for stage in range(run.stages):
+    for stage, name in enumerate(run.stages):
         values = [(w["iteration"], w["stages"][stage]["entropy"]) for w in run.windows]
         measured = [pair for pair in values if pair[1] is not None]
         if measured:
             colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
-            axes.plot(*zip(*measured, strict=True), "o-", color=colour, markersize=4, label=f"stage {stage + 1}")
+            axes.plot(*zip(*measured, strict=True), "o-", color=colour, markersize=4, label=name)
     axes.set(title="Gradient entropy, mean of each window", ylabel="entropy (nats)")
 
 
 def draw_ranks(axes: Axes, run: Run) -> None:
     """Rank of every stage as steps; windows in which every stage was dense are shaded."""
     edges = [0] + [window["iteration"] for window in run.windows]
-    for stage in range(run.stages):
+    for stage, name in enumerate(run.stages):
         values = [float("nan") if w["ranks"][stage] is None else w["ranks"][stage] for w in run.windows]
         colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
-        axes.stairs(values, edges, baseline=None, color=colour, linewidth=2, label=f"stage {stage + 1}")
+        axes.stairs(values, edges, baseline=None, color=colour, linewidth=2, label=name)
     dense = [end for end, window in zip(edges[1:], run.windows, strict=True) if set(window["ranks"]) == {None}]
     if dense:
         axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="dense warm-up")
@@ -245,9 +249,9 @@ def as_html(summary: dict[str, Any], picture: bytes) -> str:
     def line(cells: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    stages = range(len(summary["edgc"]["ranks"][0]))
     paths = "".join(
-        f"<li>stage {stage + 1}: {html.escape(rank_path(summary['edgc']['ranks'], stage))}</li>" for stage in stages
+        f"<li>{html.escape(name)}: {html.escape(rank_path(summary['edgc']['ranks'], stage))}</li>"
+        for stage, name in enumerate(summary["edgc"]["stages"])
     )
     details = {key: summary[key] for key in ("iterations", "machine", "versions", "settings")}
     return f"""<!doctype html>
@@ -291,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     write(folder / "report.html", as_html(summary, picture).encode())
     write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     print(as_text(table(summary)))
-    for stage in range(edgc.stages):
-        print(f"stage {stage + 1}: {rank_path(summary['edgc']['ranks'], stage)}")
+    for stage, name in enumerate(edgc.stages):
+        print(f"{name}: {rank_path(summary['edgc']['ranks'], stage)}")
     print(CAVEAT)
     print(f"written: {folder / 'report.html'}, {folder / 'report.png'}, {folder / 'summary.json'}")
     return 0
