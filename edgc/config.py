@@ -221,7 +221,10 @@ class EDGCConfig:
         ("off", "backward", "both"),
     )
     pp_rank: int | None = _knob(
-        None, "rank of these messages (default: the controller sets it from their entropy)", "rank", "as pp"
+        None,
+        "rank of these messages (default: where entropy sets ranks, from their own; else that of the gradients)",
+        "rank",
+        "as pp",
     )
     pp_wire: str | None = _knob(
         None,

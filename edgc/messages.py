@@ -3,6 +3,7 @@
 Optimus-CC (Song et al., ASPLOS 2023) compresses the gradients that pipeline stages send back so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from edgc import lowrank
 from edgc.wire import Packed, Wire
 
 HEADER_BYTES = 16
+STAGES = 1024  # more than a pipeline has
 
 
 class UnexpectedMessage(RuntimeError):
@@ -24,7 +26,8 @@ class MessageFormat:
 
     ``rank``: of the factors P (rows x rank) and Q (cols x rank), which travel one behind the other in ``wire``. With
     None, or where factors would not be smaller, the values travel, in ``dtype``. Before either comes a header of 16
-    bytes with step, sender, rank and size, by which a receiver tells whether it is the right message.
+    bytes with step, sender, direction, place in the step, rank and size, by which a receiver tells whether it is the
+    right message.
     """
 
     rows: int
@@ -55,9 +58,10 @@ class MessageFormat:
     def _factor_bytes(self, rank: int) -> int:
         return sum(self.wire.tensor_bytes(side * rank) for side in (self.rows, self.cols))
 
-    def header(self, step: int, sender: int) -> Tensor:
-        """int32 (4,): step, sender, rank (0: none), size."""
-        return torch.tensor([step, sender, self.used_rank or 0, self.bytes], dtype=torch.int32)
+    def header(self, step: int, sender: int, forward: bool, place: int) -> Tensor:
+        """int32 (4,): step, which of its messages (see ``told``), rank (0: none), size."""
+        which = (place * 2 + forward) * STAGES + sender
+        return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int32)
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (bytes,) -> (rows x cols) in ``dtype``, whatever the header says."""
@@ -70,6 +74,13 @@ class MessageFormat:
             for part, side in ((body[:split], self.rows), (body[split:], self.cols))
         )
         return (p.T @ q).to(self.dtype)
+
+
+def told(header: Sequence[int]) -> str:
+    """A header in words."""
+    step, which, rank, size = header
+    place, sender = which // (2 * STAGES), which % STAGES
+    return f"{size} bytes of rank {rank}, message {place + 1} of stage {sender + 1} in step {step}"
 
 
 class MessageSender:

@@ -96,13 +96,17 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
             fmean(references[where, line["seed"]]["param_bytes"] / line["param_bytes"] for line in group)
             if "param_bytes" in group[0]
             else None,
-            fmean(line["pp_bytes_dense"] / line["pp_bytes"] for line in group) if "pp_bytes" in group[0] else None,
+            _mean([line["pp_bytes_dense"] / line["pp_bytes"] for line in group if "pp_bytes" in line]),
             max((line["state_per_parameter"] for line in group if "state_per_parameter" in line), default=None),
         )
         for (where, name), group in groups.items()
     ]
     marked = [Entry(**{**vars(entry), "on_front": not any(_beats(other, entry) for other in found)}) for entry in found]
     return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _beats(other: Entry, entry: Entry) -> bool:

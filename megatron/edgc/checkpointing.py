@@ -52,6 +52,7 @@ class Checkpoints:
     controller: Controller | None  # on global rank 0 alone
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None  # on global rank 0 alone
+    messages_dropped: bool = False  # of what a load found on this rank
 
     def install(self, on_loaded: Callable[[], None]) -> None:
         """Stand around the two functions of Megatron's training loop; ``on_loaded`` is called after a load."""
@@ -75,7 +76,15 @@ class Checkpoints:
             iteration = result[0]
             if iteration and not self.args.finetune:
                 checkpoint = Path(get_checkpoint_name(self.args.load, iteration, return_base_dir=True))
+                self.messages_dropped = False
                 _on_all_ranks(lambda: self.load(checkpoint, iteration))
+                everywhere: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everywhere, self.messages_dropped)
+                if any(everywhere):
+                    Reporter.warn(
+                        f"{checkpoint.name} has other messages between stages, or of other replicas: what was left "
+                        "unsent of them starts anew"
+                    )
                 on_loaded()
             return result
 
@@ -92,12 +101,14 @@ class Checkpoints:
             name = f"{_place(stage)}-{dist.get_rank(stage.process_group)}.pt"
             torch.save(_stage_state(stage, iteration), folder / name)
             files[name] = (folder / name).stat().st_size
-        if self.messages is not None and self.messages.senders:
+        if self.messages is not None:
             name = f"{_message_place()}-{_replica()}.pt"
             torch.save(self.messages.state_dict(), folder / name)
             files[name] = (folder / name).stat().st_size
         everywhere: list[Any] = [None] * dist.get_world_size()
         counts = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
+        if self.messages is not None:
+            counts.append(("messages", *self.messages.byte_counts()))
         dist.all_gather_object(everywhere, (files, counts))
         if self.controller is not None:
             index = {
@@ -159,22 +170,32 @@ class Checkpoints:
 
     def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
-        if self.messages is None or not self.messages.directions:
+        if self.messages is None:
             return
-        names = [name for name in index["files"] if name.rpartition("-")[0] == _message_place()]
-        rows, cols = self.messages.matrix()
-        state = None
-        if len(names) == _replicas():
-            state = torch.load(folder / f"{_message_place()}-{_replica()}.pt", weights_only=True)
-        if state is None or not self.messages.fits(state):
-            Reporter.warn(
-                f"{folder} has nothing of the messages of {_replicas()} replicas and {rows} x {cols} values: what was "
-                "left unsent of them starts anew"
-            )
+        name = f"{_message_place()}-{_replica()}.pt"
+        if sum(known.rpartition("-")[0] == _message_place() for known in index["files"]) == _replicas():
+            state = torch.load(folder / name, weights_only=True)
         else:
+            state = None
+        if state is not None and self.messages.fits(state):
             self.messages.load_state_dict(state)
-        if self.message_controller is not None and index.get("message controller"):
-            self.message_controller.load_state_dict(index["message controller"])
+        else:
+            self.messages_dropped = bool(self.messages.directions)
+            self.messages.restore_bytes(*index["bytes"].get("messages", (0.0, 0.0)))
+        controller, kept = self.message_controller, index.get("messages")
+        if controller is None or kept is None:
+            return
+        if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
+            Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
+            return
+        controller.load_state_dict(kept["controller"])
+        if self.requested.pp_rank is None:
+            found = {
+                name: index["resolved"][name]
+                for name in ("rmin", "rmax", "static_rank")
+                if getattr(self.requested, name) is None
+            }
+            controller.config = replace(controller.config, **found)
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""

@@ -170,8 +170,12 @@ def check_seam() -> None:
         for name in names:
             if f"self.{name}" not in source:
                 raise ConfigError(f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow")
-    if "P2PCommunicator(" not in inspect.getsource(schedules.forward_backward_pipelining_without_interleaving):
-        raise ConfigError("Megatron's schedules no longer build a P2PCommunicator: EDGC must follow")
+    for schedule in (
+        schedules.forward_backward_pipelining_without_interleaving,
+        schedules.forward_backward_pipelining_with_interleaving,
+    ):
+        if "P2PCommunicator(" not in inspect.getsource(schedule):
+            raise ConfigError(f"Megatron's {schedule.__name__} no longer builds a P2PCommunicator: EDGC must follow")
     if next(iter(inspect.signature(training.save_checkpoint).parameters)) != "iteration":
         raise ConfigError("Megatron's save_checkpoint no longer begins with the iteration: EDGC must follow")
     if "post_wrap_hooks" not in ModelConfig.__dataclass_fields__:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from edgc.config import ConfigError
+
 FLAG = "--edgc-cpu"
 
 # Defaults (not overrides) of Megatron's own flags: CUDA-only kernels are off, layers and collectives are the CPU ones.
@@ -200,23 +202,32 @@ def _redirect_megatron() -> None:
     WrappedTorchNorm.__new__ = norm
 
     # Context parallelism exists for Transformer Engine's attention alone. Here every rank gathers all keys and values;
-    # the mask of its own queries says what they see.
+    # the mask says what its own queries see of them.
     class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             alone = copy.copy(config)
             alone.context_parallel_size = 1
             super().__init__(alone, *args, **kwargs)
+            if config.context_parallel_size > 1 and config.window_size is not None:
+                raise ConfigError("--window-size with context parallelism does not work on a CPU")
 
-        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
-            return super().forward(query, self._gathered(key), self._gathered(value), *args, **kw)
-
-        def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *args: Any, **kw: Any
+        ) -> Any:
             group = parallel_state.get_context_parallel_group()
-            if group.size() == 1:
-                return part
-            # of 2n pieces of the sequence rank r holds the r-th from the start and the r-th from the end
-            pieces = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
-            return torch.cat([*pieces[::2], *reversed(pieces[1::2])])
+            if group.size() > 1:
+                key, value = (gathered(part, group) for part in (key, value))
+                if mask is None:  # as on inner pipeline stages
+                    places = torch.arange(len(key))
+                    pieces, rank = places.chunk(2 * group.size()), group.rank()
+                    mask = places > torch.cat([pieces[rank], pieces[-1 - rank]]).unsqueeze(1)
+                    mask = mask[None, None]
+            return super().forward(query, key, value, mask, *args, **kw)
+
+    def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
+        # of 2n pieces of the sequence rank r holds the r-th from the start and the r-th from the end
+        pieces = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
+        return torch.cat([*pieces[::2], *reversed(pieces[1::2])])
 
     LocalSpecProvider.core_attention = lambda self: ContextParallelAttention
 

@@ -19,7 +19,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from edgc.config import ConfigError
 
-SPIKE = 10.0  # times the largest loss so far: the factor at which --check-for-spiky-loss doubts a result
+SPIKE = 10.0  # times Megatron's estimate of the largest loss: where --check-for-spiky-loss doubts a result
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 

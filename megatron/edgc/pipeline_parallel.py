@@ -18,8 +18,8 @@ from torch import Tensor
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
 from edgc.entropy import ESTIMATORS, GradientSampler
-from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage
-from edgc.wire import wire
+from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, told
+from edgc.wire import Wire, wire
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.windows import Boundary, MessageWindow, mean_or_nan
 
@@ -74,6 +74,7 @@ class PipelineMessages:
         self.entropy: dict[Direction, list[float]] = {"forward": [], "backward": []}
         self._window_start = (Counter[Direction](), Counter[Direction]())
         self._iteration: int | None = None
+        self._wrong: Tensor | None = None
         self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
         self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
 
@@ -117,6 +118,17 @@ class PipelineMessages:
             tokens //= args.tensor_model_parallel_size
         return tokens, args.hidden_size
 
+    def largest_rank(self) -> int:
+        """The largest rank whose factors are smaller than the values."""
+        dtype = self.args.params_dtype
+        ranks = range(min(self.matrix()), 0, -1)
+        forms = (MessageFormat(*self.matrix(), rank, self._wire(dtype), dtype) for rank in ranks)
+        return next((form.used_rank for form in forms if form.used_rank is not None), 0)
+
+    def _wire(self, dtype: torch.dtype) -> Wire:
+        name = self.config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
+        return wire(name, hadamard=name not in ("fp32", "bf16"))
+
     def specs(self) -> list[list[MatrixSpec]]:
         """For the controller: the matrix of each boundary."""
         return [[MatrixSpec(str(boundary), *self.matrix())] for boundary in self.boundaries]
@@ -135,7 +147,7 @@ class PipelineMessages:
         form = self._format(direction, self.stage, place, tensor.shape, tensor.dtype)
         chunk = self._chunk(direction, place)
         scale = step.loss_scale if direction == "backward" else None
-        header = form.header(step.iteration, self.stage)
+        header = form.header(step.iteration, self.stage, direction == "forward", place)
         message = self._sender(direction, chunk).encode(matrix, form, header, scale)
         self.bytes[direction] += message.nbytes
         return message
@@ -146,16 +158,20 @@ class PipelineMessages:
         if direction not in self.directions:
             return Incoming(tensor, tensor)
         sender = (self.stage + (1 if direction == "backward" else -1)) % self.stages
-        form = self._format(direction, sender, self._count("received", direction), shape, dtype)
+        place = self._count("received", direction)
+        form = self._format(direction, sender, place, shape, dtype)
         size = form.bytes
         if not tensor.is_cuda:  # gloo ends the process of a message that is too long; a shorter one it lets pass
             size = max(size, HEADER_BYTES + form.dense_bytes)
+        elif self._wrong is None:
+            self._wrong = torch.zeros((), dtype=torch.bool, device=device)
         return Incoming(
             tensor,
             torch.zeros(size, dtype=torch.uint8, device=device),
             form,
-            form.header(self.step().iteration, sender),
+            form.header(self.step().iteration, sender, direction == "forward", place),
             str(Boundary(direction, sender, self.stage)),
+            self._wrong,
         )
 
     def _sender(self, direction: Direction, chunk: int) -> MessageSender:
@@ -173,10 +189,7 @@ class PipelineMessages:
         rank = self.ranks()[boundary]
         if self.config.pp_epilogue_only and place < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
-        name = self.config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
-        return MessageFormat(
-            math.prod(shape[:-1]), shape[-1], rank, wire(name, hadamard=name not in ("fp32", "bf16")), dtype
-        )
+        return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, self._wire(dtype), dtype)
 
     def _count(self, what: str, direction: Direction) -> int:
         place = self._messages[what, direction]
@@ -190,9 +203,9 @@ class PipelineMessages:
             return 0
         group = self.args.microbatch_group_size_per_vp_stage or self.stages
         table = [chunk for _, chunk in schedules.get_schedule_table(get_num_microbatches(), chunks, group)]
-        if direction == "backward":
+        if direction == "backward":  # the first chunk of the first stage sends none
             order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
-        else:
+        else:  # nor does the last chunk of the last stage
             order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
         return order[place]
 
@@ -224,10 +237,18 @@ class PipelineMessages:
             "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
         }
 
+    def restore_bytes(self, sent: float, dense: float) -> None:
+        """Go on counting from a checkpoint's mean over all ranks, without telling directions apart."""
+        self.bytes, self.dense_bytes = Counter(forward=sent), Counter(forward=dense)  # type: ignore[arg-type]
+        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether its senders' messages have the size of this run's."""
+        """Whether its senders are this run's, and their messages of this run's size."""
+        directions = {key.partition(":")[0] for key in state["senders"]}
         errors = [sender["error"] for sender in state["senders"].values()]
-        return all(error is None or tuple(error.shape) == self.matrix() for error in errors)
+        return directions <= set(self.directions) and all(
+            error is None or tuple(error.shape) == self.matrix() for error in errors
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken."""
@@ -241,7 +262,12 @@ class PipelineMessages:
         self._window_start = (start[0], start[1])
 
     def take_window(self) -> list[MessageWindow]:
-        """What was seen of the messages that this rank sends since the last call."""
+        """What was seen of the messages that this rank sends since the last call.
+
+        Raises ``UnexpectedMessage`` if on CUDA one has arrived that should not have.
+        """
+        if self._wrong is not None and bool(self._wrong):
+            raise UnexpectedMessage(f"stage {self.stage + 1} has got a message that was not the next one")
         windows = []
         sent, dense = self._window_start
         for boundary in self.boundaries:
@@ -253,11 +279,23 @@ class PipelineMessages:
                         mean_or_nan(self.entropy[direction]),
                         self.bytes[direction] - sent[direction],
                         self.dense_bytes[direction] - dense[direction],
+                        self.state_bytes(direction),
                     )
                 )
                 self.entropy[direction] = []
         self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
         return windows
+
+    def state_bytes(self, direction: Direction) -> int:
+        """Memory of the senders' state between two steps."""
+        states = [
+            kept
+            for key in self.senders
+            for kept in (self.senders[key].state_dict(), self._before.get(key, {}))
+            if key[0] == direction
+        ]
+        tensors = {id(tensor): tensor for state in states for tensor in state.values() if tensor is not None}
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def byte_counts(self) -> tuple[float, float]:
         """Bytes sent so far, and Megatron's own way."""
@@ -265,11 +303,17 @@ class PipelineMessages:
 
 
 def message_config(config: EDGCConfig) -> EDGCConfig:
-    """The settings of the messages' controller: those of the gradients', but for a rank of their own."""
-    own = {} if config.pp_rank is None else {"static_rank": config.pp_rank, "rank_model": "constant", "rank_tilt": 0.0}
+    """The settings of the messages' controller: those of the gradients', but for a rank of their own.
+
+    Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
+    """
+    own: dict[str, Any] = {"allocation": "uniform", **OFF}
     if config.pp_rank is not None:
-        own.update(engine="powersgd", rmin=None, rmax=None)
-    return replace(config, allocation="uniform", **OFF, **own)
+        own.update(engine="powersgd", static_rank=config.pp_rank, rank_model="constant", rank_tilt=0.0)
+        own.update(rmin=None, rmax=None)
+    elif config.rank_model in ("measured", "residual"):
+        own["rank_model"] = "gaussian"
+    return replace(config, **own)
 
 
 def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:
@@ -286,25 +330,27 @@ class Incoming:
     form: MessageFormat | None = None
     header: Tensor | None = None
     boundary: str = ""
+    wrong: Tensor | None = None  # on CUDA: whether any message so far was another one
     finished: bool = False
 
-    def finish(self, request: Any) -> None:
-        """Wait for the message, check it, and put it into the tensor. More than once does nothing."""
-        if self.finished:
+    def finish(self) -> None:
+        """Once the message is here: check it, and put it into the tensor. More than once does nothing."""
+        if self.finished or self.form is None:
             return
         self.finished = True
-        if self.form is None:
-            request.wait()
-            return
         assert self.header is not None
-        step, _, rank, size = self.header.tolist()
-        expected = f"{self.boundary}, step {step}: expected {size} bytes of rank {rank}"
-        request.wait()
-        seen = self.buffer[:HEADER_BYTES].view(torch.int32).tolist()
-        if seen != self.header.tolist():
-            raise UnexpectedMessage(f"{expected}, got {seen[3]} bytes of rank {seen[2]} of step {seen[0]}")
+        seen = self.buffer[:HEADER_BYTES].view(torch.int32)
+        values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
         with torch.no_grad():
-            self.tensor.copy_(self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape))
+            if self.tensor.is_cuda:  # the host does not wait to look at it
+                wrong = (seen != self.header.to(seen.device)).any()
+                self.wrong |= wrong
+                values = torch.where(wrong, torch.nan, values)
+            elif seen.tolist() != self.header.tolist():
+                raise UnexpectedMessage(
+                    f"{self.boundary}: expected {told(self.header.tolist())}; got {told(seen.tolist())}"
+                )
+            self.tensor.copy_(values)
 
 
 class _Receive:
@@ -314,7 +360,8 @@ class _Receive:
         self.request, self.incoming = request, incoming
 
     def wait(self) -> None:
-        self.incoming.finish(self.request)
+        self.request.wait()
+        self.incoming.finish()
 
 
 class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
@@ -363,16 +410,19 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        if not isinstance(requests, dict):  # a batch has them in the order of its operations
-            order = {"send_prev": send_prev, "recv_prev": previous, "send_next": send_next, "recv_next": following}
-            requests = dict(zip((name for name, one in order.items() if one is not None), requests, strict=True))
-        for name, incoming in (("recv_prev", previous), ("recv_next", following)):
-            if incoming is not None:
-                requests[name] = _Receive(requests[name], incoming)
+        received = [("recv_prev", previous), ("recv_next", following)]
         if wait_on_reqs:
-            for request in requests.values():
+            # a batch is a list: of one request for each operation, or with NCCL of one for all
+            for request in requests.values() if isinstance(requests, dict) else requests:
                 request.wait()
+            for _, incoming in received:
+                if incoming is not None:
+                    incoming.finish()
             requests = None
+        else:
+            for name, incoming in received:
+                if incoming is not None:
+                    requests[name] = _Receive(requests[name], incoming)
         if config.batch_p2p_comm and config.batch_p2p_sync:
             torch.cuda.synchronize()
         return (

@@ -134,6 +134,8 @@ class Reporter:
                     f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a rank: "
                     f"{seen.state_bytes / parameters:.2f} bytes a parameter"
                 )
+            for message in report.messages:
+                self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
         self._tensorboard(report)
         event = asdict(report)
         for message, seen in zip(event["messages"], report.messages, strict=True):

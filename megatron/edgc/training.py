@@ -120,11 +120,8 @@ class Session:
                 self.config, self.args, wrapped, self.begin_step, lambda: self._message_ranks, self._repeatable()
             )
             self.messages.install()
-            if dist.get_rank() == 0 and self.messages.boundaries:
-                specs = self.messages.specs()
-                self.message_controller = Controller(
-                    message_config(self.config), self.iterations, specs, [None] * len(specs)
-                )
+            if self.messages.boundaries:
+                self._plan_messages(self.messages)
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
         self.reporter.start(self.keys, allocations, costs)
@@ -139,6 +136,20 @@ class Session:
             self.message_controller,
         ).install(self._resume)
         return chunks
+
+    def _plan_messages(self, messages: PipelineMessages) -> None:
+        """Build the messages' controller on rank 0, once it is known that their rank saves something."""
+        config, limit = message_config(self.config), messages.largest_rank()
+        rows, cols = messages.matrix()
+        rule = f"messages of {rows} x {cols} values are smaller in low rank only up to rank {limit}"
+        if self.config.pp_rank is not None and self.config.pp_rank > limit:
+            raise ConfigError(f"{flag('pp_rank')} = {self.config.pp_rank}: {rule}")
+        largest = config.rmax if config.static_rank is None else config.static_rank
+        if largest is not None and largest > limit:
+            Reporter.warn(f"{rule}: at rank {largest} they travel uncompressed. Give {flag('pp_rank')}")
+        if dist.get_rank() == 0:
+            specs = messages.specs()
+            self.message_controller = Controller(config, self.iterations, specs, [None] * len(specs))
 
     def _adopt_plans(self) -> None:
         """Take the plans of rank 0's controllers."""
@@ -205,6 +216,8 @@ class Session:
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
+            if config.pp != "off" and config.pp_rank is None:
+                Reporter.warn("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
             return replace(
                 config,
                 engine="dense",
@@ -230,7 +243,7 @@ class Session:
         self.model_config.finalize_model_grads_func = with_edgc
 
     def begin_step(self) -> Step:
-        """The step under way. Its first reduction, which may start amid the backward pass, brings in the plan."""
+        """The step under way. What asks first, a message or a reduction amid the backward pass, brings in the plan."""
         iteration = self.args.curr_iteration  # counted from 0
         if self._step is None or self._step.iteration != iteration:
             now = time.perf_counter()

@@ -52,6 +52,7 @@ class MessageWindow:
     entropy: float
     bytes: float
     bytes_dense: float
+    state_bytes: float  # memory of errors and factors
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
         mean_or_nan([r.entropy for r in ranks if math.isfinite(r.entropy)]),
         fmean(r.bytes for r in ranks),
         fmean(r.bytes_dense for r in ranks),
+        max(r.state_bytes for r in ranks),
     )
 
 

@@ -10,6 +10,7 @@ its traceback instead.
 
 import gc
 import json
+import math
 import sys
 import time
 import traceback
@@ -35,6 +36,7 @@ from edgc import lowrank  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
 from edgc.messages import MessageFormat, MessageSender  # noqa: E402
 from edgc.reducer import GradientReducer  # noqa: E402
+from megatron.edgc.pipeline_parallel import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
 
 
@@ -46,6 +48,8 @@ class Watch:
         self.lost = 0.0  # of what was put in, relative to its largest entry
         self.lost_messages = 0.0  # the same of messages between stages
         self.message_ranks: list[int | None] = []  # of those that this rank has sent
+        # of gradients for the stage before: the chunks whose backward passes made them, and those they were taken for
+        self.chunks: tuple[list[int], list[int]] = ([], [])
         self.apart: list[str] = []  # state that differs within a data-parallel group
 
     def around(self, reduce: Any) -> Any:
@@ -64,7 +68,7 @@ class Watch:
             for name, gradient in gradients.items():
                 if bool(torch.isfinite(gradient).all()):
                     lost = owed[name] - gradient.double() / scale - left[name]
-                    self.lost = max(self.lost, float(lost.abs().max() / owed[name].abs().max()))
+                    self.lost = _worse(self.lost, lost.abs().max() / owed[name].abs().max())
             self._compare(reducer)
 
         return watched
@@ -84,10 +88,33 @@ class Watch:
             if sender.feedback and bool(torch.isfinite(matrix).all()):
                 left = 0.0 if sender.error is None else sender.error.double()
                 lost = owed - form.decode(message).double() / own - left
-                self.lost_messages = max(self.lost_messages, float(lost.abs().max() / owed.abs().max()))
+                self.lost_messages = _worse(self.lost_messages, lost.abs().max() / owed.abs().max())
             return message
 
         return watched
+
+    def around_chunk(self, chunk: Any) -> Any:
+        """Of the messages' ``_chunk``: what it says of gradients."""
+
+        def watched(messages: PipelineMessages, direction: str, place: int) -> int:
+            found: int = chunk(messages, direction, place)
+            if direction == "backward":
+                self.chunks[1].append(found)
+            return found
+
+        return watched
+
+    def note_chunk(self, place: int, model: Any) -> None:
+        """Note when this chunk has the gradient of its input."""
+        own = model.set_input_tensor
+
+        def set_input_tensor(given: Any) -> None:
+            tensor = given[0] if isinstance(given, list) else given
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.chunks[0].append(place))
+            own(given)
+
+        model.set_input_tensor = set_input_tensor
 
     def _compare(self, reducer: GradientReducer) -> None:
         state = reducer.state_dict()
@@ -99,6 +126,10 @@ class Watch:
         dist.all_gather_object(everyone, (digest, reducer.ranks), group=reducer.communicator.group)
         if any(other != everyone[0] for other in everyone):
             self.apart.append(f"{dist.get_rank()}: {sorted(shared)[:3]}")
+
+
+def _worse(worst: float, now: Tensor) -> float:
+    return max(worst, math.inf if math.isnan(now) else float(now))
 
 
 def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,6 +149,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
+    chunk_of = PipelineMessages._chunk
+    PipelineMessages._chunk = watch.around_chunk(chunk_of)  # type: ignore[method-assign]
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
@@ -128,6 +161,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     def capture(built: list[torch.nn.Module]) -> list[torch.nn.Module]:
         chunks.extend(built)
+        for place, chunk in enumerate(built):
+            watch.note_chunk(place, unwrap_model(chunk))
         initial.update(parameters())
         return built
 
@@ -150,6 +185,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
+        PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
     messages = None if session is None else session.messages
@@ -180,6 +216,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "lost": watch.lost,
         "lost_messages": watch.lost_messages,
         "message_ranks": watch.message_ranks,
+        "chunks": watch.chunks,
         "apart": watch.apart,
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),

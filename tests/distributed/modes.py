@@ -62,8 +62,10 @@ MODES = {
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "pipeline, gradients between stages in low rank": Mode("--pipeline-model-parallel-size 2", pp="backward"),
     "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both"),
-    "pipeline and context parallel, gradients between stages in low rank": Mode(
-        "--pipeline-model-parallel-size 2 --context-parallel-size 2", pp="backward"
+    "virtual pipeline and context parallel, gradients between stages in low rank": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--context-parallel-size 2",
+        pp="backward",
     ),
     "virtual pipeline": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
@@ -135,6 +137,11 @@ MODES = {
     ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),
+    "pipeline, steps that Megatron runs again, messages both ways in low rank": Mode(
+        "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2 "
+        "--pipeline-model-parallel-size 2",
+        pp="both",
+    ),
     "steps that Megatron runs again": Mode(
         "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2"
     ),
@@ -165,6 +172,8 @@ class Seen:
     param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
     message_ratio: float = float("nan")  # the same of messages between stages; 0 where there are none
     stages: tuple[str, ...] = ()
+    # by rank: the chunks that made gradients for the stage before, and those they were taken for
+    chunks: tuple[tuple[list[int], list[int]], ...] = ()
     state: float = float("nan")  # bytes a parameter that EDGC keeps
     dense: dict[str, torch.Tensor] = field(default_factory=dict)  # rank 0's parameters of the dense run
     compressed: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -232,6 +241,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             *(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
             *(found for run in (full, saved, resumed) for found in _different(run)),
         ),
+        chunks=tuple(result["chunks"] for result in saved if result["chunks"][1]),
         resumed_alike=all(
             a["parameters"].keys() == b["parameters"].keys()
             and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])

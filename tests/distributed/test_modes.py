@@ -37,6 +37,23 @@ def test_context_parallel_ranks_train_the_same_model(seen: dict[str, Seen]) -> N
     assert 0 < distance(plain, parallel) < 1e-4 * scale
 
 
-def test_a_step_that_is_run_again_changes_nothing(seen: dict[str, Seen]) -> None:
-    once, again = seen["plain DDP"].compressed, seen["steps that Megatron runs again"].compressed
+@pytest.mark.parametrize(
+    ("plain", "repeated"),
+    [
+        ("plain DDP", "steps that Megatron runs again"),
+        (
+            "pipeline, messages both ways in low rank",
+            "pipeline, steps that Megatron runs again, messages both ways in low rank",
+        ),
+    ],
+)
+def test_a_step_that_is_run_again_changes_nothing(seen: dict[str, Seen], plain: str, repeated: str) -> None:
+    once, again = seen[plain].compressed, seen[repeated].compressed
     assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.pp != "off" and "virtual" in name])
+def test_a_gradient_is_taken_for_that_of_the_chunk_that_made_it(seen: dict[str, Seen], name: str) -> None:
+    assert seen[name].chunks
+    for made, taken in seen[name].chunks:
+        assert made == taken and set(made) in ({0, 1}, {1})

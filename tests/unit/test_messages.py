@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender
+from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, told
 from edgc.wire import wire
 
 ROWS, COLS = 48, 32
@@ -21,9 +21,10 @@ def noise(step: int, rank: int = 10) -> torch.Tensor:
 
 
 def send(sender: MessageSender, matrix: torch.Tensor, how: MessageFormat, **scaled: torch.Tensor) -> torch.Tensor:
-    message = sender.encode(matrix, how, how.header(7, 1), **scaled)
+    message = sender.encode(matrix, how, how.header(7, 1, True, 3), **scaled)
     assert message.dtype == torch.uint8 and len(message) == how.bytes
-    assert message[:HEADER_BYTES].view(torch.int32).tolist() == [7, 1, how.used_rank or 0, how.bytes]
+    header = message[:HEADER_BYTES].view(torch.int32).tolist()
+    assert told(header) == f"{how.bytes} bytes of rank {how.used_rank or 0}, message 4 of stage 2 in step 7"
     return how.decode(message)
 
 
@@ -113,3 +114,15 @@ def test_a_sender_goes_on_where_its_state_was_taken() -> None:
     send(sender, noise(0), form(4))
     other.load_state_dict(sender.state_dict())
     assert torch.equal(send(sender, noise(1), form(4)), send(other, noise(1), form(4)))
+
+
+def test_headers_differ_wherever_messages_do() -> None:
+    how = form(4)
+    headers = [
+        how.header(step, sender, forward, place)
+        for step in range(3)
+        for sender in range(3)
+        for forward in (False, True)
+        for place in range(3)
+    ]
+    assert len({tuple(header.tolist()) for header in headers}) == len(headers)
