@@ -29,6 +29,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
     "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 5 / 32},
     "fast": {**_FRONT, **_FEW_BITS, "rest_wire": "int4", "warmup_fraction": 0.01, "rank_share": 3 / 32},
+    # the rival of the paper (Song et al., ASPLOS 2023), for pipelines with tied embeddings; the share is our choice
+    "optimus": {
+        "pp": "backward",
+        "pp_rank": 16,
+        "pp_epilogue_only": True,
+        "fuse_embedding_sync": True,
+        "static_rank": 128,
+        "stage_share": 3 / 4,
+    },
 }
 
 
@@ -50,8 +59,8 @@ class EDGCConfig:
 
     preset: str | None = _knob(
         None,
-        "defaults of the other settings: the paper's algorithm, or EDGC's levers at three volumes, from many bytes to "
-        "few (default: balanced for powersgd, paper for other engines)",
+        "defaults of the other settings: the paper's algorithm, EDGC's levers at three volumes, from many bytes to "
+        "few, or the rival Optimus-CC (default: balanced for powersgd, paper for other engines)",
         "name",
         "docs/frontier",
         tuple(PRESETS),
@@ -113,6 +122,12 @@ class EDGCConfig:
     )
     static_rank: int | None = _knob(
         None, "one rank for the whole run after the warm-up (with paper: plain PowerSGD)", "rank", "arXiv 1905.13727"
+    )
+    stage_share: float = _knob(
+        1.0,
+        "share of the pipeline stages whose gradients are compressed: the first, which end their backward pass last",
+        "fraction",
+        "Optimus-CC, ASPLOS 2023",
     )
     rank_tilt: float = _knob(
         0.0,
@@ -291,6 +306,7 @@ class EDGCConfig:
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         if self.rank_share is not None:
             _require(0 < self.rank_share <= 1, "rank_share", self.rank_share, "must lie in (0, 1]")
+        _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
         _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")

@@ -119,7 +119,11 @@ class Controller:
         if self.config.dynamic:
             return RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
         first = math.ceil(self.config.warmup_fraction * self.iterations)
-        return RankPlan(0, first, (self._static_rank(0),) * len(self.stages), reason="static")
+        return RankPlan(0, first, self._static_ranks(0), reason="static")
+
+    def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
+        rank = self._static_rank(iteration)
+        return tuple(rank if matrices else None for matrices in self.matrices)
 
     def _static_rank(self, iteration: int) -> int:
         """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
@@ -148,7 +152,7 @@ class Controller:
         if not self.config.dynamic:
             if self.config.engine == "dense":
                 return self.plan
-            return self._adopt(iteration, self.plan, (self._static_rank(iteration),) * len(self.stages))
+            return self._adopt(iteration, self.plan, self._static_ranks(iteration))
         entropy = self.history[-1]
         if self.anchor is None:
             ready = iteration >= self.config.warmup_fraction * self.iterations and self._stable()

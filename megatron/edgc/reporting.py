@@ -35,8 +35,14 @@ class Reporter:
         if dist.get_rank() == 0:
             print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
 
-    def start(self, keys: Sequence[StageKey], stages: Sequence[Allocation], costs: Sequence[StageCost | None]) -> None:
-        """What is compressed, what stays dense and why."""
+    def start(
+        self,
+        keys: Sequence[StageKey],
+        stages: Sequence[Allocation],
+        costs: Sequence[StageCost | None],
+        chosen: Sequence[bool],
+    ) -> None:
+        """What is compressed, what stays dense and why; ``chosen``: whether a stage is to be compressed at all."""
         config = self.config
         gradient_bytes = 2 if self.args.grad_reduce_in_bf16 else 4
         if config.engine == "dense":
@@ -48,7 +54,10 @@ class Reporter:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
-        for key, allocation in zip(keys, stages, strict=True):
+        for key, allocation, taken in zip(keys, stages, chosen, strict=True):
+            if not taken:
+                lines.append(f"{key} not compressed: beyond --edgc-stage-share {config.stage_share:g}")
+                continue
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
             noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"

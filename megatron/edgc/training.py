@@ -106,14 +106,15 @@ class Session:
 
         stages = _by_stage(setups)
         self.keys = [stage[0].stage for stage in stages]
+        chosen = [self._compressed(key) for key in self.keys]
         allocations = [stage[0].allocation for stage in stages]
         costs = [_slowest([setup.cost for setup in stage]) for stage in stages]
         if dist.get_rank() == 0:
             self.controller = Controller(
                 self.config,
                 self.iterations,
-                [allocation.matrices for allocation in allocations],
-                costs,
+                [allocation.matrices if taken else () for allocation, taken in zip(allocations, chosen, strict=True)],
+                [cost if taken else None for cost, taken in zip(costs, chosen, strict=True)],
             )
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.messages = PipelineMessages(
@@ -124,7 +125,7 @@ class Session:
                 self._plan_messages(self.messages)
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(self.keys, allocations, costs)
+        self.reporter.start(self.keys, allocations, costs, chosen)
         Checkpoints(
             self.args,
             self.requested,
@@ -136,6 +137,11 @@ class Session:
             self.message_controller,
         ).install(self._resume)
         return chunks
+
+    def _compressed(self, key: StageKey) -> bool:
+        """Whether a stage is among those that ``stage_share`` leaves, as a tied embedding always is."""
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return key.part is Part.EMBEDDING or key.pipeline_stage < math.ceil(self.config.stage_share * stages)
 
     def _plan_messages(self, messages: PipelineMessages) -> None:
         """Build the messages' controller on rank 0, once it is known that their rank saves something."""

@@ -67,6 +67,11 @@ MODES = {
         "--context-parallel-size 2",
         pp="backward",
     ),
+    "pipeline, Optimus-CC": Mode(
+        "--pipeline-model-parallel-size 2",
+        "--edgc-preset optimus --edgc-pp-rank 8 --edgc-stage-share 0.5 --edgc-dense-wire int8",
+        pp="backward",
+    ),
     "virtual pipeline": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--use-distributed-optimizer",

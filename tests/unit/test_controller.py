@@ -320,3 +320,11 @@ def test_what_is_tolerated_is_part_of_the_state() -> None:
 def test_without_a_spectrum_the_rank_stays() -> None:
     c = controller(warmup_fraction=0.0, rank_model="residual")
     assert first_stage(play(c, [-5.0, -5.0, -9.0])) == [None, 64, 64]
+
+
+def test_a_stage_without_matrices_has_no_static_rank() -> None:
+    config = EDGCConfig(static_rank=8, window=10)
+    fixed = Controller(config, 100, [[MatrixSpec("w", 64, 64)], []], [None, None])
+    assert fixed.plan.ranks == (8, None)
+    fixed.observe([StageObservation(), StageObservation()])
+    assert fixed.decide(10).ranks == (8, None)
