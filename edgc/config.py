@@ -347,6 +347,10 @@ class EDGCConfig:
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else "paper"
         preset = given.get("preset", usual)
         settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
+        void = ["static_rank"] if settings.get("engine", cls.engine) not in LOW_RANK else []
+        if settings.get("pp") == "off":
+            void += ["pp_rank", "pp_wire", "pp_epilogue_only"]
+        settings = {name: value for name, value in settings.items() if name in given or name not in void}
         if "basis_wire" in given and "weak_basis_wire" not in given:
             settings["weak_basis_wire"] = None  # who asks for a format of the first factor means all of it
         return cls(**settings)

@@ -1,7 +1,7 @@
 """The central controller: windows of entropy in, one frozen rank plan out. No tensors, no collectives."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,7 @@ class Controller:
         iterations: length of the run.
         stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
         costs: communication cost of each stage; None where it was not measured.
+        dense: places of stages that are never compressed.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Controller:
         iterations: int,
         stages: Sequence[Sequence[MatrixSpec]],
         costs: Sequence[StageCost | None],
+        dense: Collection[int] = (),
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
@@ -100,9 +102,10 @@ class Controller:
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
-        self.matrices = tuple(tuple(stage) for stage in stages)
+        self.dense = frozenset(dense)
+        self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
         self.stages = tuple(
-            StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in stages
+            StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in self.matrices
         )
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
         self.costs = list(costs)
@@ -123,7 +126,7 @@ class Controller:
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
         rank = self._static_rank(iteration)
-        return tuple(rank if matrices else None for matrices in self.matrices)
+        return tuple(None if place in self.dense else rank for place in range(len(self.stages)))
 
     def _static_rank(self, iteration: int) -> int:
         """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
@@ -290,7 +293,9 @@ class Controller:
             None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
             for cost in state["costs"]
         ]
-        self.plan = RankPlan.from_dict(state["plan"])
+        plan = RankPlan.from_dict(state["plan"])
+        ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
+        self.plan = plan if ranks == plan.ranks else replace(plan, version=plan.version + 1, ranks=ranks)
 
 
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:

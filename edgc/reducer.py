@@ -80,6 +80,7 @@ class GradientReducer:
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
+        self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
         self._iteration: int | None = None
         self._before: dict[str, dict[str, Packed]] | None = None
@@ -96,6 +97,7 @@ class GradientReducer:
 
         ``matrix_ranks`` may hold the rank of each matrix of the stage.
         """
+        self.compressed = rank is not None and self.engine is not None
         if rank is None or self.engine is None:
             self.ranks = {}
         elif matrix_ranks is not None:
@@ -138,7 +140,12 @@ class GradientReducer:
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
-        return not self.ranks and self.dense.wire.exact and not self.feedback.packed
+        return not self.ranks and self._rounding.wire.exact and not self.feedback.packed
+
+    @property
+    def _rounding(self) -> Rounding:
+        """What takes everything that has no rank."""
+        return self.rest if self.compressed else self.dense
 
     def reduce(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> Steps[None]:
         """Replace every local gradient by the sum over the group, in place.
@@ -163,9 +170,8 @@ class GradientReducer:
         left = {name: matrix for name, matrix in matrices.items() if name not in self.ranks}
         reductions = []
         if left:
-            rounding = self.rest if self.ranks else self.dense
-            equalise = self.config.equalise and not rounding.wire.exact
-            reductions.append(self._reduce(rounding, left, iteration, equalise))
+            equalise = self.config.equalise and not self._rounding.wire.exact
+            reductions.append(self._reduce(self._rounding, left, iteration, equalise))
         if self.engine is not None and taken:
             reductions.append(self._reduce(self.engine, taken, iteration, self.config.equalise))
         outcomes = yield from together(reductions)

@@ -34,6 +34,8 @@ from megatron.edgc.windows import Part, StageKey
 FOLDER = "edgc"
 VERSION = 1
 RESOLVED = "engine", "rmin", "rmax", "static_rank"  # settings that a probe of the link may have decided
+TIED_STAGE = StageKey(Part.EMBEDDING, 0)
+TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 GO_ON = "give --edgc-reset-state to go on without it"
 
 
@@ -119,7 +121,7 @@ class Checkpoints:
                 "resolved": {name: getattr(self.config, name) for name in RESOLVED},
                 "stages": [str(key) for key in self.keys],
                 "controller": self.controller.state_dict(),
-                "message controller": None if self.message_controller is None else self.message_controller.state_dict(),
+                "messages": self._message_plan(),
                 "bytes": _mean_bytes([count for _, counts in everywhere for count in counts]),
                 "files": {name: size for one, _ in everywhere for name, size in one.items()},
             }
@@ -127,6 +129,14 @@ class Checkpoints:
             partial.write_text(json.dumps(index, indent=1))
             partial.replace(folder / "index.json")
         dist.barrier()
+
+    def _message_plan(self) -> dict[str, Any] | None:
+        if self.messages is None or self.message_controller is None:
+            return None
+        return {
+            "boundaries": [str(boundary) for boundary in self.messages.boundaries],
+            "controller": self.message_controller.state_dict(),
+        }
 
     def load(self, checkpoint: Path, iteration: int) -> None:
         """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
@@ -152,6 +162,11 @@ class Checkpoints:
             Reporter.warn(
                 f"{checkpoint.name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of "
                 "its EDGC state only the error feedback is used"
+            )
+        if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
+            Reporter.warn(
+                f"{checkpoint.name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding "
+                "starts anew"
             )
         for stage in self.stages:
             self._load_stage(stage, folder, index, iteration, alike)
@@ -180,7 +195,7 @@ class Checkpoints:
         if state is not None and self.messages.fits(state):
             self.messages.load_state_dict(state)
         else:
-            self.messages_dropped = bool(self.messages.directions)
+            self.messages_dropped = bool(self.messages.directions or (state is not None and state["senders"]))
             self.messages.restore_bytes(*index["bytes"].get("messages", (0.0, 0.0)))
         controller, kept = self.message_controller, index.get("messages")
         if controller is None or kept is None:
@@ -188,7 +203,10 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        controller.load_state_dict(kept["controller"])
+        try:
+            controller.load_state_dict(kept["controller"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}: the plan of messages does not fit ({error}); {GO_ON}") from error
         if self.requested.pp_rank is None:
             found = {
                 name: index["resolved"][name]
@@ -225,6 +243,8 @@ class Checkpoints:
             return
         states = [torch.load(folder / name, map_location=stage.device, weights_only=True) for name in names]
         errors = {name: total for state in states for name, total in state["error"].items()}
+        if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
+            errors = {name: total for name, total in errors.items() if not name.endswith(TIED_NAMES)}
         shapes = {name: (spec.rows, spec.cols) for reducer in stage.reducers for name, spec in reducer.specs.items()}
         for name, total in errors.items():
             if name not in shapes:

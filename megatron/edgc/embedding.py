@@ -7,6 +7,7 @@ through a ``GradientReducer`` like any other, so it may be compressed.
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.utils import unwrap_model
+from megatron.training import get_args
 from torch import Tensor
 
 from edgc.collectives import Traffic
 from edgc.reducer import GradientReducer, run
 from edgc.timing import Spans
-from megatron.edgc.data_parallel import Step, count_dense
+from megatron.edgc.data_parallel import Step, count_dense, process_group
 
 TIED = "word_embeddings.weight"  # its name in both stages
 
@@ -55,7 +57,7 @@ class TiedEmbedding:
         own = None
         for tensor_rank in sorted({rank for rank, _ in everyone}):
             members = [rank for rank, place in enumerate(everyone) if place == (tensor_rank, True)]
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes))
             if dist.get_rank() in members:
                 own = group
         return own  # type: ignore[return-value]  # only asked for where there is a copy
@@ -95,7 +97,11 @@ class TiedEmbedding:
         """Sum the gradient, which its bucket has scaled but not summed."""
         step, gradient = self._step(), {TIED: self.gradient()}
         self.reducer.begin(step.iteration)
-        self.reducer.measure(gradient, step.iteration, step.loss_scale)
+        # as of all gradients, the entropy is that of what the bucket has not scaled yet
+        factor = torch.tensor(self._bucket.gradient_scaling_factor, device=self.gradient().device)
+        if self._group.ddp_config.average_in_collective:
+            factor /= dist.get_world_size(process_group(self._group))
+        self.reducer.measure(gradient, step.iteration, factor if step.loss_scale is None else factor * step.loss_scale)
         start = self._spans.mark()
         with torch.no_grad():
             run(self.reducer.reduce(gradient, step.iteration, step.loss_scale))

@@ -56,7 +56,9 @@ class Reporter:
         lines = [f"engine {config.engine}: {how}"]
         for key, allocation, taken in zip(keys, stages, chosen, strict=True):
             if not taken:
-                lines.append(f"{key} not compressed: beyond --edgc-stage-share {config.stage_share:g}")
+                lines.append(
+                    f"{key} in {config.dense_wire} throughout: beyond --edgc-stage-share {config.stage_share:g}"
+                )
                 continue
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"

@@ -113,8 +113,9 @@ class Session:
             self.controller = Controller(
                 self.config,
                 self.iterations,
-                [allocation.matrices if taken else () for allocation, taken in zip(allocations, chosen, strict=True)],
+                [allocation.matrices for allocation in allocations],
                 [cost if taken else None for cost, taken in zip(costs, chosen, strict=True)],
+                [place for place, taken in enumerate(chosen) if not taken],
             )
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.messages = PipelineMessages(
@@ -141,7 +142,7 @@ class Session:
     def _compressed(self, key: StageKey) -> bool:
         """Whether a stage is among those that ``stage_share`` leaves, as a tied embedding always is."""
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return key.part is Part.EMBEDDING or key.pipeline_stage < math.ceil(self.config.stage_share * stages)
+        return key.part is Part.EMBEDDING or key.pipeline_stage < math.ceil(self.config.stage_share * stages - 1e-9)
 
     def _plan_messages(self, messages: PipelineMessages) -> None:
         """Build the messages' controller on rank 0, once it is known that their rank saves something."""
@@ -216,7 +217,8 @@ class Session:
                 )
         if not config.dynamic:
             return config, known
-        lowest = min((s.break_even for s in known if s.cost is not None), default=0)
+        taking_part = (s for s in known if s.cost is not None and self._compressed(s.stage))
+        lowest = min((s.break_even for s in taking_part), default=0)
         if config.rmax is None and lowest < max(RANK_MULTIPLE, config.rmin or 0):
             Reporter.warn(
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
@@ -261,8 +263,11 @@ class Session:
             for stage in self.stages:
                 place = self.keys.index(stage.key)
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
+                rank = self._active[place]
+                if rank is None and stage.key.part is Part.EMBEDDING:  # no matrix, but of a compressed model
+                    rank = self._active[0]
                 for reducer in stage.reducers:
-                    reducer.set_rank(self._active[place], matrix_ranks)
+                    reducer.set_rank(rank, matrix_ranks)
             ranks = self.message_plan.ranks
             self._message_ranks = ranks if iteration >= self.message_plan.first_iteration else (None,) * len(ranks)
             self._step = Step(iteration, self._loss_scale())

@@ -139,12 +139,17 @@ DYNAMIC = shlex.split(
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 8 --edgc-pp backward --edgc-pp-epilogue-only")
 
 
-def test_ranks_change_for_sender_and_receiver_in_the_same_step(tmp_path: Path) -> None:
+def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume(tmp_path: Path) -> None:
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--pipeline-model-parallel-size", "2"]
     base += ["--global-batch-size", "16", "--lr", "1e-2"]  # so that entropy moves
+    folder = str(tmp_path / "checkpoint")
+    saving = ["--save", folder, "--save-interval", "8", "--ckpt-format", "torch_dist"]
+    loading = ["--load", folder, "--ckpt-format", "torch_dist"]
     runs = [
         {"name": "even", "arguments": [*base, "--train-iters", "14", *DYNAMIC]},
         {"name": "skewed", "arguments": [*base, "--train-iters", "14", *DYNAMIC], "slow_stage": 1},
+        {"name": "saved", "arguments": [*base, "--train-iters", "14", *DYNAMIC, *saving]},
+        {"name": "resumed", "arguments": [*base, "--train-iters", "14", *DYNAMIC, *loading], "latest": [folder, 8]},
         {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
     ]
     left = results(runs, tmp_path)
@@ -154,6 +159,9 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step(tmp_path: Path) -
         assert even["place"][0] == 0 or {None, 24, 16, 8} <= set(even["message_ranks"])
         assert even["message_ranks"] == skewed["message_ranks"]
         assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
+    for saved, resumed in zip(left["saved"], left["resumed"], strict=True):
+        assert saved["message_ranks"][-len(resumed["message_ranks"]) :] == resumed["message_ranks"]
+        assert all(torch.equal(saved["parameters"][name], resumed["parameters"][name]) for name in saved["parameters"])
     # four micro-batches a step: nothing hides the last message of stage 2, which waits for no forward pass of stage 1
     ranks = [one["message_ranks"] for one in left["epilogue"] if one["place"][0] == 1]
     assert ranks == [[None] * 4 + [None, None, None, 8] * 3] * 2

@@ -88,3 +88,10 @@ def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
         EDGCConfig.from_preset({"preset": name})
     with pytest.raises(ConfigError, match="--edgc-preset = best"):
         EDGCConfig.from_preset({"preset": "best"})
+
+
+def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None:
+    assert EDGCConfig.from_preset({"preset": "optimus", "pp": "off"}).pp_rank is None
+    assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).static_rank is None
+    with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp off"):
+        EDGCConfig.from_preset({"preset": "optimus", "pp": "off", "pp_rank": 8})

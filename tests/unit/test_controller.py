@@ -322,9 +322,17 @@ def test_without_a_spectrum_the_rank_stays() -> None:
     assert first_stage(play(c, [-5.0, -5.0, -9.0])) == [None, 64, 64]
 
 
-def test_a_stage_without_matrices_has_no_static_rank() -> None:
-    config = EDGCConfig(static_rank=8, window=10)
-    fixed = Controller(config, 100, [[MatrixSpec("w", 64, 64)], []], [None, None])
-    assert fixed.plan.ranks == (8, None)
-    fixed.observe([StageObservation(), StageObservation()])
-    assert fixed.decide(10).ranks == (8, None)
+@pytest.mark.parametrize("settings", [{"static_rank": 8}, {"rmin": 4, "rmax": 8}])
+def test_a_stage_that_is_to_stay_dense_does(settings: dict[str, int]) -> None:
+    config = EDGCConfig(**settings, window=10, warmup_fraction=0, entropy_stability=1)  # type: ignore[arg-type]
+    stages = [[MatrixSpec("w", 64, 64)]] * 2
+    both, first = (Controller(config, 100, stages, [None, None], dense) for dense in ((), (1,)))
+    for window in range(1, 4):
+        for one in (both, first):
+            one.observe([StageObservation(-1.0), StageObservation(-1.0)])
+            one.decide(10 * window)
+    assert (both.plan.ranks, first.plan.ranks) == ((8, 8), (8, None))
+    first.load_state_dict(both.state_dict())
+    assert first.plan.ranks == (8, None)
+    first.observe([StageObservation(-1.0), StageObservation(-1.0)])
+    assert first.decide(40).ranks == (8, None)
