@@ -125,7 +125,8 @@ class EDGCConfig:
     )
     stage_share: float = _knob(
         1.0,
-        "share of the pipeline stages whose gradients are compressed: the first, which end their backward pass last",
+        "share of the pipeline stages, rounded up, whose gradients are compressed: the first, whose backward pass "
+        "ends last",
         "fraction",
         "Optimus-CC, ASPLOS 2023",
     )

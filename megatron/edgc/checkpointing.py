@@ -26,7 +26,7 @@ from edgc.controller import Controller
 from edgc.reducer import Measurements
 from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, Wire
-from megatron.edgc.pipeline_parallel import PipelineMessages
+from megatron.edgc.messages import PipelineMessages
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage
 from megatron.edgc.windows import Part, StageKey

@@ -83,9 +83,9 @@ def check_messages(config: EDGCConfig, args: Namespace) -> None:
         return
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
-        "--variable-seq-lengths: shapes are negotiated at run time": getattr(args, "variable_seq_lengths", False),
-        "--mtp-num-layers: shapes are negotiated at run time": bool(args.mtp_num_layers),
-        "--use-ring-exchange-p2p: it sends whole tensors": getattr(args, "use_ring_exchange_p2p", False),
+        "variable sequence lengths: shapes are negotiated at run time": args.variable_seq_lengths,
+        "--mtp-standalone: shapes are negotiated at run time": args.mtp_standalone,
+        "--use-ring-exchange-p2p: it sends whole tensors": args.use_ring_exchange_p2p,
     }
     found = [flag for flag, in_use in refused.items() if in_use]
     if config.pp_epilogue_only and args.virtual_pipeline_model_parallel_size:

@@ -16,11 +16,10 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.nn import Module
 
 from edgc.config import ConfigError
-from megatron.edgc import cpu, gpt
+from megatron.edgc import cpu, gpt, pipeline_parallel
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
 from megatron.edgc.embedding import TiedEmbedding
-from megatron.edgc.pipeline_parallel import PipelineMessages
 from megatron.edgc.training import Session
 
 Hook = Callable[[list[Module]], list[Module]]
@@ -65,7 +64,7 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
             gpt.forward_step,
         )
     finally:
-        PipelineMessages.uninstall()
+        pipeline_parallel.uninstall()
         TiedEmbedding.uninstall()
     return session
 

@@ -32,11 +32,12 @@ from edgc.controller import (
 )
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
+from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints
 from megatron.edgc.compatibility import check_embedding, check_messages, check_param_wire
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
-from megatron.edgc.pipeline_parallel import OFF, PipelineMessages, message_config
+from megatron.edgc.messages import OFF, PipelineMessages, message_config
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage, stages_of
 from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
@@ -121,7 +122,7 @@ class Session:
             self.messages = PipelineMessages(
                 self.config, self.args, wrapped, self.begin_step, lambda: self._message_ranks, self._repeatable()
             )
-            self.messages.install()
+            pipeline_parallel.install(self.messages)
             if self.messages.boundaries:
                 self._plan_messages(self.messages)
         self._adopt_plans()

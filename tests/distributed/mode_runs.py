@@ -36,7 +36,7 @@ from edgc import lowrank  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
 from edgc.messages import MessageFormat, MessageSender  # noqa: E402
 from edgc.reducer import GradientReducer  # noqa: E402
-from megatron.edgc.pipeline_parallel import PipelineMessages  # noqa: E402
+from megatron.edgc.messages import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
 
 

@@ -25,7 +25,8 @@ def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace
     from megatron.core import parallel_state
 
     from megatron.edgc.data_parallel import Step
-    from megatron.edgc.pipeline_parallel import EDGCP2PCommunicator, PipelineMessages
+    from megatron.edgc.messages import PipelineMessages
+    from megatron.edgc.pipeline_parallel import EDGCP2PCommunicator
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)

@@ -104,6 +104,48 @@ def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespac
         compatibility.check_param_wire(EDGCConfig(), unfit)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
+        ({"variable_seq_lengths": True}, "variable sequence lengths"),
+        ({"mtp_standalone": True}, "--mtp-standalone"),
+        ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
+    ],
+)
+def test_messages_whose_shape_a_receiver_cannot_know_are_refused(
+    arguments: Namespace, change: dict[str, object], said: str
+) -> None:
+    # Megatron sets the latter when it validates
+    fitting = {**vars(arguments), "pipeline_model_parallel_size": 2, "variable_seq_lengths": False}
+    config = EDGCConfig(pp="backward")
+    compatibility.check_messages(config, Namespace(**fitting))
+    unfit = Namespace(**{**fitting, **change})
+    with pytest.raises(ConfigError, match=f"--edgc-pp = backward does not work with {said}"):
+        compatibility.check_messages(config, unfit)
+    compatibility.check_messages(EDGCConfig(), unfit)
+
+
+def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
+    virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    virtual["variable_seq_lengths"] = False
+    config = EDGCConfig(pp="backward", pp_epilogue_only=True)
+    with pytest.raises(ConfigError, match="--edgc-pp-epilogue-only with a virtual pipeline"):
+        compatibility.check_messages(config, Namespace(**{**vars(arguments), **virtual}))
+
+
+def test_a_tied_embedding_is_summed_at_once_only_where_it_has_two_copies(arguments: Namespace) -> None:
+    config = EDGCConfig(fuse_embedding_sync=True)
+    tied = {**vars(arguments), "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
+    compatibility.check_embedding(config, Namespace(**tied))
+    for change, said in (
+        ({"pipeline_model_parallel_size": 1}, "needs a pipeline"),
+        ({"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
+    ):
+        with pytest.raises(ConfigError, match=f"--edgc-fuse-embedding-sync .*{said}"):
+            compatibility.check_embedding(config, Namespace(**{**tied, **change}))
+
+
 def test_the_requirement_of_the_package_is_the_checked_version() -> None:
     requires = importlib.metadata.requires("edgc")
     assert requires is not None and any("megatron-core" in r and "0.19" in r and "0.20" in r for r in requires)
