@@ -10,7 +10,7 @@ folder without it is an incomplete one. Megatron neither reads nor minds the fol
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from megatron.edgc.windows import Part, StageKey
 
 FOLDER = "edgc"
 VERSION = 1
-RESOLVED = "engine", "rmin", "rmax", "static_rank"  # settings that a probe of the link may have decided
+RANKS = "rmin", "rmax", "static_rank"
+RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 GO_ON = "give --edgc-reset-state to go on without it"
@@ -176,12 +177,23 @@ class Checkpoints:
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{checkpoint.name} has other stages than this run: the controller starts anew")
             return
+        self._load_controller(self.controller, index["controller"], index, RESOLVED, folder)
+
+    def _load_controller(
+        self,
+        controller: Controller,
+        state: dict[str, Any],
+        index: dict[str, Any],
+        resolved: Sequence[str],
+        folder: Path,
+    ) -> None:
+        """With it go those settings that were not given, and that a probe of the link had decided then."""
         try:
-            self.controller.load_state_dict(index["controller"])
+            controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        found = {name: index["resolved"][name] for name in RESOLVED if getattr(self.requested, name) is None}
-        self.controller.config = replace(self.controller.config, **found)
+        found = {name: index["resolved"][name] for name in resolved if getattr(self.requested, name) is None}
+        controller.config = replace(controller.config, **found)
 
     def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
@@ -203,17 +215,8 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        try:
-            controller.load_state_dict(kept["controller"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder}: the plan of messages does not fit ({error}); {GO_ON}") from error
-        if self.requested.pp_rank is None:
-            found = {
-                name: index["resolved"][name]
-                for name in ("rmin", "rmax", "static_rank")
-                if getattr(self.requested, name) is None
-            }
-            controller.config = replace(controller.config, **found)
+        own_rank = self.requested.pp_rank is not None
+        self._load_controller(controller, kept["controller"], index, () if own_rank else RANKS, folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""
