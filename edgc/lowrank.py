@@ -22,14 +22,14 @@ def orthonormalise(p: Tensor) -> Tensor:
     return basis
 
 
-def principal_columns(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis of the columns of ``factor`` (n x rank, rank <= n), strongest first, and their strengths.
+def sorted_basis(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis of the columns of ``factor`` (n x rank, rank <= n), strongest first, and their norms.
 
-    The left singular vectors (n x rank) and singular values (rank,) in fp32, by QR and the SVD of the small factor.
+    (n x rank) and (rank,) in fp32: QR of the columns sorted by norm. Warm-started factors have nearly orthogonal columns,
+    so this comes close to their singular vectors and values, and no kernel of it makes the host wait for the device.
     """
-    basis, small = torch.linalg.qr(factor.float(), mode="reduced")
-    vectors, strengths, _ = torch.linalg.svd(small)
-    return basis @ vectors, strengths
+    strengths, order = torch.linalg.vector_norm(factor.float(), dim=0).sort(descending=True, stable=True)
+    return orthonormalise(factor[:, order]), strengths
 
 
 def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:

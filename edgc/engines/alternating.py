@@ -74,7 +74,7 @@ class Alternating(Engine):
             transposed = self.transposed.get(name, False)
             errors[name] = error.T if transposed else error
             gradient.copy_((basis @ coefficients).T if transposed else basis @ coefficients)
-            learned[name] = lowrank.principal_columns(coefficients.T)
+            learned[name] = lowrank.sorted_basis(coefficients.T)
 
         def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in learned.items():

@@ -47,7 +47,7 @@ class Engine(ABC):
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.config = config
         self.device = device
-        # of a low-rank engine: (rank,) singular values of each matrix's last sum, the largest first
+        # of a low-rank engine: (rank,) norms of the columns of each matrix's last Q, the largest first: about singular values
         self.strengths: dict[str, Tensor] = {}
 
     @abstractmethod

@@ -29,7 +29,7 @@ class PowerSGD(Engine):
     6. error_i = M_i - P Q_i^T    with Q_i as the sum holds it, so that rounding on the wire is fed back; with
                                   ``local_error`` off, the workers' mean in the place of their own Q_i
     7. gradient = P Q^T
-    8. V   = left singular vectors of Q, the strongest first
+    8. V   = orthonormal(Q), its columns sorted by norm, the strongest first
 
     With ``power_iterations`` above 1, steps 2 to 5 are repeated from V = Q. With ``residual_wire`` what low rank leaves
     travels, too, in few bits; the error is then what rounding leaves of it.
@@ -108,7 +108,7 @@ class PowerSGD(Engine):
             sums, shares = yield from communicator.sum(local, self.q_wire)
             finite = finite & all_finite(sums)
             with record_function("edgc/next basis"):
-                principal = [lowrank.principal_columns(q.T) for q in or_zeros(finite, sums)]
+                principal = [lowrank.sorted_basis(q.T) for q in or_zeros(finite, sums)]
             starts = [vectors for vectors, _ in principal]
 
         left = []

@@ -64,14 +64,19 @@ def test_power_iteration_over_warm_started_factors_finds_the_best_subspace() -> 
     assert warm > 0.99 * best
 
 
-def test_principal_columns_are_those_of_the_svd() -> None:
+def test_a_sorted_basis_spans_the_factor_the_strongest_column_first() -> None:
     torch.manual_seed(0)
-    factor = torch.randn(40, 6) * torch.tensor([1.0, 5.0, 0.1, 3.0, 0.2, 4.0])
-    basis, strengths = lowrank.principal_columns(factor)
-    assert torch.allclose(strengths, torch.linalg.svdvals(factor), rtol=1e-4)
-    assert torch.allclose(basis.T @ basis, torch.eye(6), atol=1e-5)
+    sizes = torch.tensor([1.0, 5.0, 0.1, 3.0, 0.2, 4.0])
+    factor = lowrank.orthonormalise(torch.randn(40, 6)) * sizes
+    basis, strengths = lowrank.sorted_basis(factor)
+    assert torch.allclose(strengths, torch.linalg.svdvals(factor), rtol=1e-4)  # where columns are orthogonal
     assert torch.allclose((basis.T @ factor).norm(dim=1), strengths, rtol=1e-4)
-    zero_basis, zero = lowrank.principal_columns(torch.zeros(40, 6))
+    skewed = factor @ torch.randn(6, 6)
+    basis, strengths = lowrank.sorted_basis(skewed)
+    assert torch.equal(strengths, skewed.norm(dim=0).sort(descending=True).values)
+    assert torch.allclose(basis.T @ basis, torch.eye(6), atol=1e-5)
+    assert torch.allclose(basis @ (basis.T @ skewed), skewed, atol=1e-5)
+    zero_basis, zero = lowrank.sorted_basis(torch.zeros(40, 6))
     assert torch.allclose(zero_basis.T @ zero_basis, torch.eye(6), atol=1e-5) and not zero.any()
 
 
