@@ -25,8 +25,8 @@ def orthonormalise(p: Tensor) -> Tensor:
 def sorted_basis(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal basis of the columns of ``factor`` (n x rank, rank <= n), strongest first, and their norms.
 
-    (n x rank) and (rank,) in fp32: QR of the columns sorted by norm. Warm-started factors have nearly orthogonal columns,
-    so this comes close to their singular vectors and values, and no kernel of it makes the host wait for the device.
+    (n x rank) and (rank,), fp32: QR of the columns sorted by norm. Those of warm-started factors are nearly orthogonal,
+    so this comes close to singular vectors and values, and no kernel of it makes the host wait for the device.
     """
     strengths, order = torch.linalg.vector_norm(factor.float(), dim=0).sort(descending=True, stable=True)
     return orthonormalise(factor[:, order]), strengths

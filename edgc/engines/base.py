@@ -47,7 +47,7 @@ class Engine(ABC):
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.config = config
         self.device = device
-        # of a low-rank engine: (rank,) norms of the columns of each matrix's last Q, the largest first: about singular values
+        # of a low-rank engine: (rank,) norms of the columns of each last Q, sorted: about its singular values
         self.strengths: dict[str, Tensor] = {}
 
     @abstractmethod
