@@ -153,14 +153,36 @@ class Communicator:
                 share[self.rank] += wire.decode(rounded)[0] - own_sum
             gathered = yield from self.all_gather(rounded[0])
             with record_function("edgc/round"):
-                total = wire.decode(gathered).view(-1)[: len(flat)]
-            shares = _cut(share.view(-1)[: len(flat)], parts, tensors)
+                total = wire.decode(gathered).view(-1)
+            shares = _cut(share.view(-1), parts, tensors)
         return _cut(total, parts, tensors), list(shares)
+
+    def sum_shards(
+        self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
+    ) -> Steps[tuple[list[Tensor], list[list[Tensor]]]]:
+        """As ``sum``, but rank i gets only the sums of ``shards[i]``: the all-to-all alone, half the bytes.
+
+        Returns (this rank's sums, shares of all that was put in). Shards are padded to the size of the largest one.
+        """
+        none = shards[0][0].new_empty(0)
+        parts = [[in_groups(tensor.reshape(-1)) for tensor in shard] for shard in shards]
+        flat = [torch.cat([none, *pieces]) for pieces in parts]
+        length = max(map(len, flat))
+        with record_function("edgc/round"):
+            values = torch.stack([torch.nn.functional.pad(shard, (0, length - len(shard))) for shard in flat])
+            message = wire.encode(values, generator)
+            share = wire.decode(message)
+        received = yield from self.all_to_all(message)
+        with record_function("edgc/round"):
+            total = wire.decode(received).sum(dim=0)
+        shares = [_cut(row, *pieces) for row, *pieces in zip(share, parts, shards, strict=True)]
+        return _cut(total, parts[self.rank], shards[self.rank]), shares
 
 
 def _cut(flat: Tensor, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """The flat tensor of all ``parts`` as tensors shaped as ``like``, without what was padded."""
-    pieces = torch.split(flat, [len(part) for part in parts])
+    lengths = [len(part) for part in parts]
+    pieces = torch.split(flat[: sum(lengths)], lengths)
     return [piece[: tensor.numel()].view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
 

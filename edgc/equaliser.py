@@ -31,11 +31,9 @@ class Equaliser:
         rows, cols = (_relative(moment) for moment in self._moments[name])
         return rows.unsqueeze(1), cols.unsqueeze(0)
 
-    def update(self, name: str, total: Tensor) -> None:
-        """Take in the sum (rows x cols) that a reduction gave; one that is not finite is left out."""
-        squares = total.square()
-        now = squares.mean(dim=1), squares.mean(dim=0)
-        finite = torch.isfinite(squares.sum())
+    def update(self, name: str, now: tuple[Tensor, Tensor]) -> None:
+        """Take in the mean squares of a sum's rows (rows,) and columns (cols,); one not finite is left out."""
+        finite = torch.isfinite(now[0].sum())
         before = self._moments.get(name)
         if before is None:  # only ratios matter, so the start at the first value needs no bias correction
             self._moments[name] = torch.where(finite, now[0], 0.0), torch.where(finite, now[1], 0.0)
@@ -57,6 +55,20 @@ class Equaliser:
         self._moments = {
             name: (state[f"{name}:{SIDES[0]}"].values(), state[f"{name}:{SIDES[1]}"].values()) for name in names
         }
+
+
+def mean_squares(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Of each row (rows,) and column (cols,), with zeros for what lies outside ``part`` of the flattened matrix."""
+    rows, cols = matrix.shape
+    start, stop = part or (0, rows * cols)
+    first, last = start // cols, -(-stop // cols)
+    squares = matrix[first:last].square()
+    flat = squares.view(-1)
+    flat[: start - first * cols] = 0
+    flat[stop - first * cols :] = 0
+    of_rows = squares.new_zeros(rows)
+    of_rows[first:last] = squares.sum(dim=1)
+    return of_rows / cols, squares.sum(dim=0) / rows
 
 
 def _average(before: Tensor, now: Tensor) -> Tensor:

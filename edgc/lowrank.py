@@ -1,9 +1,37 @@
 """Low-rank factorisation as pure functions of tensors (PowerSGD, arXiv 1905.13727, algorithm 1)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from edgc.seeding import stable_seed
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix as the product of ``left`` (rows x rank) and ``right`` (rank x cols)."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def T(self) -> "Product":  # noqa: N802 - as of a tensor
+        return Product(self.right.T, self.left.T)
+
+    def scaled(self, rows: Tensor, cols: Tensor) -> "Product":
+        """The matrix times (rows x 1) and (1 x cols) scales."""
+        return Product(self.left * rows, self.right * cols)
+
+    def write(self, matrix: Tensor, rows: slice) -> None:
+        """Compute these rows of the matrix, into those of ``matrix``."""
+        torch.mm(self.left[rows], self.right, out=matrix[rows])
+
+    def mean_squares(self) -> tuple[Tensor, Tensor]:
+        """Of each row (rows,) and column (cols,) of the matrix, without computing it."""
+        rows = ((self.left @ (self.right @ self.right.T)) * self.left).sum(dim=1) / self.right.shape[1]
+        cols = ((self.left.T @ self.left @ self.right) * self.right).sum(dim=0) / self.left.shape[0]
+        return rows.clamp_min(0), cols.clamp_min(0)  # rounding may leave a little below 0
 
 
 def limited(rank: int, rows: int, cols: int) -> int:

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from edgc.allocation import Allocation, uniform_ranks
 from edgc.collectives import Communicator, Steps, Traffic, together
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Engine, Reduced, Rounding
-from edgc.engines.base import all_finite
+from edgc.engines.base import Cuts, all_finite
 from edgc.entropy import ESTIMATORS, GradientSampler
-from edgc.equaliser import Equaliser
+from edgc.equaliser import Equaliser, mean_squares
 from edgc.error_feedback import ErrorFeedback
 from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
@@ -147,13 +148,20 @@ class GradientReducer:
         """What takes everything that has no rank."""
         return self.rest if self.compressed else self.dense
 
-    def reduce(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> Steps[None]:
+    def reduce(
+        self,
+        gradients: Mapping[str, Tensor],
+        iteration: int,
+        loss_scale: Tensor | None = None,
+        shards: Mapping[str, Cuts] | None = None,
+    ) -> Steps[None]:
         """Replace every local gradient by the sum over the group, in place.
 
         ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
-        all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost.
+        all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost. With the
+        cuts of ``shards`` a rank needs only its own part of each sum; the rest of ``gradients`` is left as anything.
         """
         if not gradients:
             return
@@ -166,23 +174,40 @@ class GradientReducer:
         measured = self.sampler.measures(iteration) and bool(self.ranks)
         to_send = sum(float(matrix.square().sum()) for matrix in matrices.values()) if measured else math.nan
 
+        if shards is None or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
+            shards = {}  # what other types cut off is fed back, and known only of sums that all ranks have
         taken = {name: matrix for name, matrix in matrices.items() if name in self.ranks}
         left = {name: matrix for name, matrix in matrices.items() if name not in self.ranks}
         reductions = []
         if left:
             equalise = self.config.equalise and not self._rounding.wire.exact
-            reductions.append(self._reduce(self._rounding, left, iteration, equalise))
+            reductions.append(self._reduce(self._rounding, left, iteration, shards, equalise))
         if self.engine is not None and taken:
-            reductions.append(self._reduce(self.engine, taken, iteration, self.config.equalise))
+            reductions.append(self._reduce(self.engine, taken, iteration, shards, self.config.equalise))
         outcomes = yield from together(reductions)
+        products = {name: product for outcome in outcomes for name, product in outcome.products.items()}
+        for name, product in products.items():
+            with record_function("edgc/reconstruct"):
+                product.write(matrices[name], self._own_rows(name, shards))
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
+        finite = torch.stack([outcome.finite for outcome in outcomes]).all()
+        sharded = {name for outcome in outcomes for name in outcome.sharded}
+        squares = {}
+        if self.config.equalise:
+            for name, matrix in matrices.items():
+                if name in products:
+                    squares[name] = products[name].mean_squares()
+                elif matrix.shape[0] > 1:
+                    squares[name] = mean_squares(matrix, self._own_part(name, shards) if name in sharded else None)
+        if sharded:
+            finite, whole = yield from self._agree(finite, {name: squares[name] for name in squares if name in sharded})
+            squares.update(whole)
         scale = 1.0 if loss_scale is None else loss_scale
         sums = {  # as the buffers hold them, where that is not in fp32
             name: (matrices[name] * scale).to(gradient.dtype)
             for name, gradient in gradients.items()
             if gradient.dtype != torch.float32
         }
-        finite = torch.stack([outcome.finite for outcome in outcomes]).all()
         if sums:
             finite = finite & all_finite(list(sums.values()))
         poison = torch.where(finite, 0.0, math.nan)
@@ -190,7 +215,7 @@ class GradientReducer:
         for outcome in outcomes:
             outcome.advance(finite)
             errors.update(outcome.errors)
-        del outcome, outcomes  # so that each error is freed once it is stored
+        del outcome, outcomes, products  # so that each error is freed once it is stored
         self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
             if name in errors:
@@ -201,8 +226,9 @@ class GradientReducer:
             elif name in self.feedback.packed and bool(finite):  # once, when compression ends
                 self.feedback.clear(name)
             matrix.add_(poison)
-            if self.config.equalise and matrix.shape[0] > 1:
-                self.equaliser.update(name, matrix)
+            if name in squares:
+                rows, cols = squares[name]
+                self.equaliser.update(name, (rows + poison, cols))
             if name in sums:
                 gradients[name].view_as(matrix).copy_(sums[name] + poison)
             elif loss_scale is not None:
@@ -213,6 +239,28 @@ class GradientReducer:
                 self.measurements.energies.append(
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
                 )
+
+    def _own_part(self, name: str, shards: Mapping[str, Cuts]) -> tuple[int, int]:
+        """Where the part of a flattened sum that this rank needs begins and ends."""
+        rank = self.communicator.rank
+        return shards[name][rank], shards[name][rank + 1]
+
+    def _own_rows(self, name: str, shards: Mapping[str, Cuts]) -> slice:
+        """The rows of a sum in which this rank needs anything."""
+        if name not in shards:
+            return slice(None)
+        (start, stop), cols = self._own_part(name, shards), self.specs[name].cols
+        return slice(start // cols, -(-stop // cols))
+
+    def _agree(
+        self, finite: Tensor, squares: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> Steps[tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]]:
+        """Where each rank has its own parts of sums: whether all are finite, and the mean squares of the whole."""
+        sides = [side for pair in squares.values() for side in pair]
+        message = torch.cat([(~finite).float().view(1), *sides])
+        yield self.communicator.all_reduce(message)
+        totals = iter(torch.split(message[1:], [len(side) for side in sides]))
+        return message[0] == 0, {name: (next(totals), next(totals)) for name in squares}
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
         """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""
@@ -268,21 +316,30 @@ class GradientReducer:
         if self.feedback.wire.stochastic:
             self._generator.manual_seed(stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs))
 
-    def _reduce(self, engine: Engine, matrices: Mapping[str, Tensor], iteration: int, equalise: bool) -> Steps[Reduced]:
+    def _reduce(
+        self,
+        engine: Engine,
+        matrices: Mapping[str, Tensor],
+        iteration: int,
+        shards: Mapping[str, Cuts],
+        equalise: bool,
+    ) -> Steps[Reduced]:
         """The engine's reduction, of matrices divided by their scales if asked for."""
         if not equalise:
             older = self.feedback.packed
-            return (yield from engine.reduce(matrices, self.ranks, older, iteration, self.communicator))
+            return (yield from engine.reduce(matrices, self.ranks, older, iteration, self.communicator, shards))
         scales = {name: self.equaliser.scales(name, matrix) for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
             rows, cols = scales[name]
             matrix.div_(rows).div_(cols)
-        reduced = yield from engine.reduce(matrices, self.ranks, {}, iteration, self.communicator)
+        reduced = yield from engine.reduce(matrices, self.ranks, {}, iteration, self.communicator, shards)
         for restored in (matrices, reduced.errors):
             for name, matrix in restored.items():
+                if restored is matrices and name in reduced.products:
+                    continue
                 rows, cols = scales[name]
                 matrix.mul_(rows).mul_(cols)
-        return reduced
+        return replace(reduced, products={name: p.scaled(*scales[name]) for name, p in reduced.products.items()})
 
 
 def run[T](reduction: Steps[T]) -> T:

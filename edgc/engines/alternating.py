@@ -8,7 +8,8 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.lowrank import Product
 from edgc.wire import FP32, Packed, wire
 
 
@@ -59,6 +60,7 @@ class Alternating(Engine):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
         oriented = [matrix.T if self.transposed.get(name) else matrix for name, matrix in gradients.items()]
@@ -66,14 +68,12 @@ class Alternating(Engine):
         sums, shares = yield from communicator.sum(local, self.wire)
         finite = all_finite(sums)
         sums = or_zeros(finite, sums)
-        errors, learned = {}, {}
-        for (name, gradient), matrix, basis, coefficients, share in zip(
-            gradients.items(), oriented, bases, sums, shares, strict=True
-        ):
-            error = torch.addmm(matrix, basis, share, alpha=-1)
+        errors, products, learned = {}, {}, {}
+        for name, matrix, basis, coefficients, share in zip(gradients, oriented, bases, sums, shares, strict=True):
+            error, product = torch.addmm(matrix, basis, share, alpha=-1), Product(basis, coefficients)
             transposed = self.transposed.get(name, False)
             errors[name] = error.T if transposed else error
-            gradient.copy_((basis @ coefficients).T if transposed else basis @ coefficients)
+            products[name] = product.T if transposed else product
             learned[name] = lowrank.sorted_basis(coefficients.T)
 
         def advance(finite: Tensor) -> None:
@@ -83,4 +83,4 @@ class Alternating(Engine):
                     self.bases[name] = vectors
                     self.transposed[name] = not self.transposed.get(name, False)
 
-        return Reduced(finite, errors, advance)
+        return Reduced(finite, errors, advance, products)

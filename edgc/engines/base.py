@@ -1,15 +1,19 @@
 """The interface between a gradient reducer and an engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
+from edgc.lowrank import Product
 from edgc.wire import Packed
+
+# Places in a flattened gradient, one more than there are ranks: rank i needs what lies between the i-th and the next.
+type Cuts = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,18 @@ class MatrixSpec:
 class Reduced:
     """What a reduction has left. It takes effect only where all reductions of the step have turned out finite.
 
-    ``finite``: whether this one has, a boolean on the device, the same on every rank; if not, the rest means nothing.
-    ``errors``: by name, what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance``
-    brings the engine's own state to that of the next step, given whether all were finite.
+    ``finite``: whether this one has, a boolean on the device; if not, the rest means nothing. ``errors``: by name,
+    what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance`` brings the engine's
+    own state to that of the next step, given whether all were finite. ``products``: by name, sums that the engine knows
+    as products; it has not written them. ``sharded``: names whose sums each rank got its own part of only; ``finite``
+    then tells of that, and otherwise is the same on every rank.
     """
 
     finite: Tensor
     errors: Mapping[str, Tensor]
     advance: Callable[[Tensor], None]
+    products: Mapping[str, Product] = field(default_factory=dict)
+    sharded: Collection[str] = ()
 
 
 class Engine(ABC):
@@ -58,13 +66,15 @@ class Engine(ABC):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
         Over the group, sums and the errors that are returned are together exactly what was put in. ``ranks`` gives each
-        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. What changes from
-        step to step by plan follows ``iteration``, so that a step can be repeated. The host does not wait for results
-        here: a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be anything.
+        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. Of a gradient with
+        cuts in ``shards`` each rank needs only its own part; the others may be left as anything. What changes from step
+        to step by plan follows ``iteration``, so that a step can be repeated. The host does not wait for results here:
+        a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be anything.
         """
 
     def state_dict(self) -> dict[str, Packed]:

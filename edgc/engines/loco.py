@@ -8,7 +8,7 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import MatrixSpec, Reduced
+from edgc.engines.base import Cuts, MatrixSpec, Reduced
 from edgc.engines.rounding import Rounding
 from edgc.wire import Packed, wire
 
@@ -35,8 +35,9 @@ class LoCo(Rounding):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
-        reduced = yield from super().reduce(gradients, ranks, older, iteration, communicator)
+        reduced = yield from super().reduce(gradients, ranks, older, iteration, communicator, shards)
         errors = {}
         if (iteration + 1) % RESET_EVERY:
             for name, error in reduced.errors.items():

@@ -10,7 +10,8 @@ from torch.profiler import record_function
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.lowrank import Product
 from edgc.wire import Packed, wire
 
 # V is only where a step starts, so a few bits of it are enough: 8 of them in turn take less than one in fp32.
@@ -92,6 +93,7 @@ class PowerSGD(Engine):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         oriented = [matrix.T if self._turned(*matrix.shape) else matrix for matrix in gradients.values()]
         starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in gradients]
@@ -116,18 +118,23 @@ class PowerSGD(Engine):
             own = share if self.config.local_error else q / communicator.ranks
             with record_function("edgc/residual"):
                 left.append(torch.addmm(matrix, basis, own, alpha=-1))
-            with record_function("edgc/reconstruct"):
-                matrix.copy_(basis @ q)
+        turned = [self._turned(*gradient.shape) for gradient in gradients.values()]
+        products = {
+            name: Product(basis, q).T if across else Product(basis, q)
+            for name, basis, q, across in zip(gradients, bases, sums, turned, strict=True)
+        }
+        errors = {
+            name: error.T if across else error for name, error, across in zip(gradients, left, turned, strict=True)
+        }
         if self.residual_wire is not None:
+            for name, product in products.items():
+                product.write(gradients[name], slice(None))
+            products = {}
             sums, shares = yield from communicator.sum(left, self.residual_wire)
             finite = finite & all_finite(sums)
             for matrix, error, total, share in zip(oriented, left, sums, shares, strict=True):
                 matrix += total
                 error -= share
-        errors = {
-            name: error.T if self._turned(*gradient.shape) else error
-            for (name, gradient), error in zip(gradients.items(), left, strict=True)
-        }
 
         def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in zip(gradients, principal, strict=True):
@@ -136,7 +143,7 @@ class PowerSGD(Engine):
                     key = name, iteration % self.config.basis_cycle
                     self.bases[key] = Packed(vectors, STORED).where(finite, self.bases[key])
 
-        return Reduced(finite, errors, advance)
+        return Reduced(finite, errors, advance, products)
 
     def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
         """The sums of (rank x longer side) factors, whose rows are sorted by strength."""

@@ -3,23 +3,29 @@
 Seide et al. 2014 (1 bit); ZeRO++ (arXiv 2306.10209), SDP4Bit (arXiv 2410.15526) for groups of 8 and 4 bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Engine, MatrixSpec, Reduced, all_finite
+from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import GROUP, Packed, Wire
 
 # Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
 PORTION = 2**24
+type Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end
 
 
 class Rounding(Engine):
-    """Sums gradients in a wire format. In fp32 that is the dense all-reduce, and leaves no error."""
+    """Sums gradients in a wire format. In fp32 that is the dense all-reduce, and leaves no error.
+
+    Where each rank needs only a part of the sums and that takes fewer bytes, it gets only that part: not so where one
+    rank needs most of what there is.
+    """
 
     low_rank = False
 
@@ -35,34 +41,67 @@ class Rounding(Engine):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         if self._generator is not None:  # each rank draws its own
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, communicator.rank))
         errors = {} if self.wire.exact else {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
-        finite = []
-        for portion in _portions(gradients):
-            pieces = [gradients[name].view(-1)[part] for name, part in portion]
-            sums, shares = yield from communicator.sum(pieces, self.wire, self._generator)
-            finite.append(all_finite(sums))
-            for (name, part), piece, total, share in zip(portion, pieces, sums, shares, strict=True):
-                if not self.wire.exact:
-                    torch.sub(piece, share, out=errors[name].view(-1)[part])
-                piece.copy_(total)
-        return Reduced(torch.stack(finite).all(), errors, lambda finite: None)
+        whole = [[(name, 0, gradient.numel()) for name, gradient in gradients.items()]]
+        parts = _by_rank(gradients, shards, communicator.ranks)
+        sharded = not self.wire.exact and _size(max(parts, key=_size)) * communicator.ranks < 2 * _size(whole[0])
+        finite = [torch.ones((), dtype=torch.bool, device=self.device)]
+        for portion in _portions(parts if sharded else whole):
+            values = [[gradients[name].view(-1)[start:stop] for name, start, stop in pieces] for pieces in portion]
+            if sharded:
+                own = communicator.rank
+                sums, shares = yield from communicator.sum_shards(values, self.wire, self._generator)
+            else:
+                own = 0
+                sums, of_all = yield from communicator.sum(values[0], self.wire, self._generator)
+                shares = [of_all]
+            finite += [all_finite([total]) for total in sums]
+            if not self.wire.exact:
+                for pieces, local, sent in zip(portion, values, shares, strict=True):
+                    for (name, start, stop), value, share in zip(pieces, local, sent, strict=True):
+                        torch.sub(value, share, out=errors[name].view(-1)[start:stop])
+            for value, total in zip(values[own], sums, strict=True):
+                value.copy_(total)
+        return Reduced(
+            torch.stack(finite).all(), errors, lambda finite: None, sharded=gradients.keys() if sharded else ()
+        )
 
 
-def _portions(gradients: Mapping[str, Tensor]) -> list[list[tuple[str, slice]]]:
-    """Pieces of gradients, of all of them in turn, in portions of at most ``PORTION`` values."""
-    portions: list[list[tuple[str, slice]]] = []
-    room = 0
+def _by_rank(gradients: Mapping[str, Tensor], shards: Mapping[str, Cuts], ranks: int) -> list[list[Piece]]:
+    """What each rank needs of the sums; of a gradient without cuts all of it."""
+    parts: list[list[Piece]] = [[] for _ in range(ranks)]
     for name, gradient in gradients.items():
-        start = 0
-        while start < gradient.numel():
-            if room < GROUP:
-                portions.append([])
-                room = PORTION
-            stop = min(start + room // GROUP * GROUP, gradient.numel())
-            portions[-1].append((name, slice(start, stop)))
+        bounds = pairwise(shards[name]) if name in shards else [(0, gradient.numel())] * ranks
+        for part, (start, stop) in zip(parts, bounds, strict=True):
+            if start < stop:
+                part.append((name, start, stop))
+    return parts
+
+
+def _size(pieces: Sequence[Piece]) -> int:
+    return sum(stop - start for _, start, stop in pieces)
+
+
+def _portions(parts: Sequence[Sequence[Piece]]) -> Iterator[list[list[Piece]]]:
+    """Cut all parts alike into portions that hold at most ``PORTION`` values together."""
+    return map(list, zip_longest(*(_cut(pieces, PORTION // len(parts)) for pieces in parts), fillvalue=[]))
+
+
+def _cut(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
+    """The pieces in lists of at most about ``size`` values, cut at whole groups."""
+    taken: list[Piece] = []
+    room = size
+    for name, start, end in pieces:
+        while start < end:
+            if room < GROUP and taken:
+                yield taken
+                taken, room = [], size
+            stop = min(start + max(room // GROUP, 1) * GROUP, end)
+            taken.append((name, start, stop))
             room -= stop - start
             start = stop
-    return portions
+    yield taken

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
-from edgc.engines.base import Engine, Reduced, all_finite
+from edgc.engines.base import Cuts, Engine, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import FP32, Packed
 
@@ -26,6 +26,7 @@ class TopK(Engine):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         chosen, values = [], []
         for gradient in gradients.values():
@@ -68,6 +69,7 @@ class RandomK(Engine):
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
+        shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         # drawn on the CPU so that every device gets the same
         generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", iteration))

@@ -35,8 +35,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     Megatron's own object changes its class (``attach``) instead of being replaced, so everything that refers to it
     goes on working. As long as nothing is compressed or owed, Megatron's own collective runs and is only counted.
 
-    With the distributed optimizer every rank gets the whole sum, not its shard alone: the factors of a matrix reach all
-    ranks anyway, since the next step starts from them.
+    With the distributed optimizer a rank computes and, where possible, gets only its own shard of the sums. The factors
+    of a matrix reach all ranks anyway, since the next step starts from them.
     """
 
     edgc_reducer: GradientReducer
@@ -45,6 +45,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     edgc_spans: Spans
     edgc_overlap: Overlap
     edgc_step: Callable[[], Step]
+    edgc_shards: dict[str, list[int]] | None  # with the distributed optimizer: cuts of each gradient
 
     @classmethod
     def attach(
@@ -64,6 +65,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         assert isinstance(group, EDGCBucketGroup)
         group.edgc_reducer, group.edgc_weights, group.edgc_names = reducer, weights, names
         group.edgc_spans, group.edgc_overlap, group.edgc_step = spans, overlap, step
+        group.edgc_shards = group._cuts() if group.ddp_config.use_distributed_optimizer else None
         return group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -84,7 +86,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
             super().start_grad_sync(force_all_reduce=force_all_reduce)
         else:
             self._check_and_scale()
-            reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
+            shards = None if force_all_reduce else self.edgc_shards
+            reduction = reducer.reduce(gradients, step.iteration, step.loss_scale, shards)
             if overlapped:
                 self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep=reducer.state_dict())
             else:
@@ -148,6 +151,18 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
                 start, end = bucket.param_to_index[parameter]
                 views[self.edgc_names[parameter]] = bucket.grad_data[start:end].view(parameter.shape)
         return views
+
+    def _cuts(self) -> dict[str, list[int]]:
+        """Where in each flattened gradient the shards of the ranks begin and end."""
+        cuts = {}
+        ranks = self.edgc_reducer.communicator.ranks
+        for bucket in self.buckets:
+            size = bucket.grad_data.numel() // ranks
+            for parameter, (start, end) in bucket.param_to_index.items():
+                if parameter in self.edgc_names:
+                    places = [min(max(rank * size, start), end) - start for rank in range(ranks + 1)]
+                    cuts[self.edgc_names[parameter]] = places
+        return cuts
 
 
 class WeightGather:

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,16 @@ class Watch:
             gradients: Mapping[str, Tensor],
             iteration: int,
             loss_scale: Tensor | None = None,
+            shards: Mapping[str, Sequence[int]] | None = None,
         ) -> Steps[None]:
             scale = 1.0 if loss_scale is None else float(loss_scale)
             put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
             owed = _summed(reducer, put_in)
-            yield from reduce(reducer, gradients, iteration, loss_scale)
+            yield from reduce(reducer, gradients, iteration, loss_scale, shards)
             self.reductions += 1
             left = _summed(reducer, {name: torch.zeros_like(gradient) for name, gradient in put_in.items()})
-            for name, gradient in gradients.items():
+            for name, own in gradients.items():
+                gradient = own if shards is None else _gathered(reducer, own, shards[name])
                 if bool(torch.isfinite(gradient).all()):
                     lost = owed[name] - gradient.double() / scale - left[name]
                     self.lost = _worse(self.lost, lost.abs().max() / owed[name].abs().max())
@@ -130,6 +132,15 @@ class Watch:
 
 def _worse(worst: float, now: Tensor) -> float:
     return max(worst, math.inf if math.isnan(now) else float(now))
+
+
+def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The sum of which each rank is only sure of its own part."""
+    start, stop = cuts[reducer.communicator.rank : reducer.communicator.rank + 2]
+    whole = torch.zeros_like(gradient)
+    whole.view(-1)[start:stop] = gradient.reshape(-1)[start:stop]
+    dist.all_reduce(whole, group=reducer.communicator.group)
+    return whole
 
 
 def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str, Tensor]:

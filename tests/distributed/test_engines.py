@@ -61,7 +61,11 @@ class Bench:
 
     def reduce(self, gradients: dict[str, Tensor], rank: int = 4) -> Reduced:
         ranks = {matrix.name: rank for matrix in MATRICES}
-        return run(self.engine.reduce(gradients, ranks, self.feedback.packed, self.iteration, self.communicator))
+        older = self.feedback.packed
+        reduced = run(self.engine.reduce(gradients, ranks, older, self.iteration, self.communicator, {}))
+        for name, product in reduced.products.items():
+            product.write(gradients[name], slice(None))
+        return reduced
 
     def errors(self) -> dict[str, Tensor]:
         kept = self.feedback.packed

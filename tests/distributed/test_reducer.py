@@ -1,5 +1,6 @@
 """The reducer over two gloo ranks: what is compressed, what travels dense, and how the two change over."""
 
+import itertools
 import math
 
 import torch
@@ -22,6 +23,8 @@ PARAMETERS = [
     Parameter("word", (50, 8), embedding=True),
 ]
 CPU = torch.device("cpu")
+# of one bucket with all of them, half for each of two ranks: the second half of "wide" begins the other one's
+SHARDS = {"wide": [0, 1876, 2304], "conv": [0, 0, 1024], "bias": [0, 0, 24], "word": [0, 0, 400]}
 
 
 def reducer(**settings: object) -> GradientReducer:
@@ -41,6 +44,16 @@ def summed(tensor: Tensor) -> Tensor:
     return total
 
 
+def needed(local: dict[str, Tensor], rank: int, shards: dict[str, list[int]] | None) -> dict[str, Tensor]:
+    """What this rank needs of the sums, the rest zero."""
+    if shards is None:
+        return local
+    parts = {name: torch.zeros_like(tensor) for name, tensor in local.items()}
+    for name, (*_, start, stop) in ((name, cuts[: rank + 2]) for name, cuts in shards.items()):
+        parts[name].view(-1)[start:stop] = local[name].view(-1)[start:stop]
+    return parts
+
+
 SETTINGS: list[dict[str, object]] = [
     {},
     {"engine": "alternating", "wire": "int4", "rest_wire": "int4", "dense_wire": "int8"},
@@ -51,7 +64,7 @@ SETTINGS: list[dict[str, object]] = [
 
 def across_plans(rank: int) -> None:
     """Whatever the plan does, all that was ever put in is either in a result or in an error."""
-    for settings in SETTINGS:
+    for settings, shards in itertools.product(SETTINGS, (None, SHARDS)):
         under_test = reducer(**settings)
         put_in = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
         came_out = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
@@ -63,9 +76,9 @@ def across_plans(rank: int) -> None:
             local = gradients(rank, step)
             for name, gradient in local.items():
                 put_in[name] += summed(gradient)
-            run(under_test.reduce(local, step))
-            for name, result in local.items():
-                came_out[name] += result
+            run(under_test.reduce(local, step, shards=shards))
+            for name, result in needed(local, rank, shards).items():
+                came_out[name] += result if shards is None else summed(result)
                 kept = under_test.feedback.packed.get(name)
                 owed = torch.zeros(result.shape) if kept is None else kept.values().view_as(result).clone()
                 torch.testing.assert_close(came_out[name] + summed(owed), put_in[name], atol=2e-4, rtol=0)
@@ -81,26 +94,29 @@ def test_nothing_is_lost_when_plans_change_between_dense_and_compressed() -> Non
 def one_bad_gradient(rank: int) -> list[str]:
     """Parameters whose infinity on one rank is not seen everywhere or leaves a trace."""
     wrong = []
-    for settings in (
+    several: list[dict[str, object]] = [
         {},
         {**PRESETS["fast"], "static_rank": 4},
         {"engine": "int4", "dense_wire": "int8"},
+        {"engine": "int4", "equalise": True},
         {"engine": "loco"},
-    ):
+    ]
+    for settings, shards in itertools.product(several, (None, SHARDS)):
         for bad in ("bias", "wide"):  # what low rank leaves, and what it takes
             under_test, twin = reducer(**settings), reducer(**settings)
             for each in (under_test, twin):
                 each.set_rank(4)
-                run(each.reduce(gradients(rank, 0), 0))
+                run(each.reduce(gradients(rank, 0), 0, shards=shards))
             local = gradients(rank, 1)
             if rank == 1:
                 local[bad].view(-1)[3] = math.inf
-            run(under_test.reduce(local, 1))
+            run(under_test.reduce(local, 1, shards=shards))
             if not all(torch.isnan(gradient).all() for gradient in local.values()):
                 wrong.append(f"{settings}: {bad} not seen")
             after, expected = gradients(rank, 2), gradients(rank, 2)
-            run(under_test.reduce(after, 2))
-            run(twin.reduce(expected, 2))
+            run(under_test.reduce(after, 2, shards=shards))
+            run(twin.reduce(expected, 2, shards=shards))
+            after, expected = (needed(sums, rank, shards) for sums in (after, expected))
             if any(not torch.equal(after[name], expected[name]) for name in after):
                 wrong.append(f"{settings}: {bad} changed state")
     return wrong
@@ -108,6 +124,28 @@ def one_bad_gradient(rank: int) -> list[str]:
 
 def test_a_gradient_that_is_not_finite_on_one_rank_spoils_all_and_changes_no_state() -> None:
     assert run_on_ranks(one_bad_gradient, 2) == [[], []]
+
+
+def sums_of_shards(rank: int) -> tuple[float, float, float]:
+    """Of a step in which each rank needs its shard: bytes, those of whole sums, and how far apart their scales are."""
+    sent = []
+    scales = []
+    for shards in (SHARDS, None):
+        plain, equalised = reducer(engine="int4"), reducer(engine="int4", equalise=True)
+        for under_test in (plain, equalised):
+            under_test.set_rank(4)
+            run(under_test.reduce(gradients(rank, 0), 0, shards=shards))
+        sent.append(plain.communicator.traffic.bytes)
+        scales.append(equalised.state_dict()["equaliser"]["wide:rows"].values())
+    return *sent, float((scales[0] / scales[1] - 1).abs().max())
+
+
+def test_a_rank_that_needs_a_shard_gets_no_more_and_the_scales_are_of_the_whole() -> None:
+    groups = max(15, 4 + 8 + 1 + 4)  # of 128 values, in each half
+    for shard, whole, apart in run_on_ranks(sums_of_shards, 2):
+        assert shard == groups * (128 // 2 + 2) + all_reduce_bytes(4, 2)
+        assert whole == 2 * (18 + 8 + 1 + 4 + 1) / 2 * (128 // 2 + 2)
+        assert 0 < apart < 0.1  # whole sums are rounded once more
 
 
 def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.equaliser import FLOOR, Equaliser
+from edgc.equaliser import FLOOR, Equaliser, mean_squares
 
 
 def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
     rows, cols = torch.logspace(-2, 2, 40), torch.logspace(-1, 1, 60)
     equaliser = Equaliser()
     for step in range(20):
-        equaliser.update("w", scaled_noise(rows, cols, step))
+        equaliser.update("w", mean_squares(scaled_noise(rows, cols, step)))
     fresh = scaled_noise(rows, cols, 99)
     equal = fresh / scale(equaliser, fresh)
     for dim in (0, 1):
@@ -32,14 +32,14 @@ def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
 def test_scales_are_ones_before_anything_is_known_and_after_zeros() -> None:
     equaliser, like = Equaliser(), torch.randn(3, 5)
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
-    equaliser.update("w", torch.zeros(3, 5))
+    equaliser.update("w", mean_squares(torch.zeros(3, 5)))
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
 
 
 def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
     equaliser, total = Equaliser(), torch.ones(10, 6)
     total[4] = 0
-    equaliser.update("w", total)
+    equaliser.update("w", mean_squares(total))
     found = scale(equaliser, total)
     assert torch.allclose(found[4], torch.full((6,), FLOOR)) and (found[0] > 1).all()
 
@@ -47,19 +47,27 @@ def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sum_that_is_not_finite_is_left_out(bad: float) -> None:
     equaliser, total = Equaliser(), torch.randn(4, 4)
-    equaliser.update("w", total)
+    equaliser.update("w", mean_squares(total))
     before = scale(equaliser, total)
     broken = total.clone()
     broken[1, 1] = bad
-    equaliser.update("w", broken)
+    equaliser.update("w", mean_squares(broken))
     assert torch.equal(scale(equaliser, total), before)
 
 
 def test_averages_forget() -> None:
     equaliser = Equaliser()
     rows = torch.tensor([1.0, 10.0])
-    equaliser.update("w", rows[:, None].expand(2, 3))
+    equaliser.update("w", mean_squares(rows[:, None].expand(2, 3)))
     for _ in range(200):
-        equaliser.update("w", rows.flip(0)[:, None].expand(2, 3))
+        equaliser.update("w", mean_squares(rows.flip(0)[:, None].expand(2, 3)))
     found = scale(equaliser, torch.empty(2, 3))
     assert found[0, 0] / found[1, 0] == pytest.approx(10, rel=0.01)
+
+
+def test_mean_squares_of_parts_add_up_to_those_of_the_whole() -> None:
+    matrix = torch.randn(7, 5)
+    parts = [mean_squares(matrix, part) for part in ((0, 0), (0, 13), (13, 14), (14, 35), (35, 35))]
+    for side, whole in enumerate(mean_squares(matrix)):
+        assert torch.allclose(sum(part[side] for part in parts), whole)
+        assert torch.allclose(whole, matrix.square().mean(dim=1 - side))

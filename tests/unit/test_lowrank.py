@@ -84,3 +84,15 @@ def test_a_rank_is_limited_by_the_matrix_and_must_be_at_least_1() -> None:
     assert lowrank.limited(100, 8, 6) == 6
     with pytest.raises(ValueError, match="rank 0"):
         lowrank.limited(0, 8, 6)
+
+
+def test_a_product_gives_rows_and_mean_squares_of_its_matrix() -> None:
+    torch.manual_seed(0)
+    product = lowrank.Product(torch.randn(7, 3), torch.randn(3, 5)).scaled(torch.rand(7, 1), torch.rand(1, 5))
+    matrix = product.left @ product.right
+    written = torch.zeros(5, 7)
+    product.T.write(written, slice(1, 3))
+    assert torch.allclose(written[1:3], matrix.T[1:3]) and not written[[0, 3, 4]].any()
+    rows, cols = product.mean_squares()
+    assert torch.allclose(rows, matrix.square().mean(dim=1), rtol=1e-4)
+    assert torch.allclose(cols, matrix.square().mean(dim=0), rtol=1e-4)
