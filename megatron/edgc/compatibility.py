@@ -48,7 +48,7 @@ def check_version() -> None:
         )
 
 
-def check_options(args: Namespace) -> None:
+def check_options(config: EDGCConfig, args: Namespace) -> None:
     """Raise ``ConfigError`` naming every Megatron option in use that EDGC does not support yet.
 
     ``args`` are Megatron's, validated: it has worked out the data-parallel size by then.
@@ -56,8 +56,11 @@ def check_options(args: Namespace) -> None:
     refused = [f"{flag} ({why})" for flag, why, in_use in UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
-    if args.data_parallel_size * args.context_parallel_size < 2:
-        raise ConfigError("--edgc needs at least 2 data-parallel ranks: with one there is no reduction to compress")
+    if args.data_parallel_size * args.context_parallel_size < 2 and config.pp == "off":
+        raise ConfigError(
+            "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "
+            "to compress"
+        )
 
 
 def check_param_wire(config: EDGCConfig, args: Namespace) -> None:

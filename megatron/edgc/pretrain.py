@@ -52,7 +52,7 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     session = None
     if config is not None:
         session = Session(config, args)
-        check_options(args)
+        check_options(config, args)
         check_seam()
         model.post_wrap_hooks.append(session.install)
     model.post_wrap_hooks.extend(hooks)

@@ -40,9 +40,9 @@ class Reporter:
         keys: Sequence[StageKey],
         stages: Sequence[Allocation],
         costs: Sequence[StageCost | None],
-        chosen: Sequence[bool],
+        left_dense: Sequence[str],
     ) -> None:
-        """What is compressed, what stays dense and why; ``chosen``: whether a stage is to be compressed at all."""
+        """What is compressed, what stays dense and why; ``left_dense``: of a stage that is never compressed."""
         config = self.config
         gradient_bytes = 2 if self.args.grad_reduce_in_bf16 else 4
         if config.engine == "dense":
@@ -54,11 +54,9 @@ class Reporter:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
-        for key, allocation, taken in zip(keys, stages, chosen, strict=True):
-            if not taken:
-                lines.append(
-                    f"{key} in {config.dense_wire} throughout: beyond --edgc-stage-share {config.stage_share:g}"
-                )
+        for key, allocation, why_dense in zip(keys, stages, left_dense, strict=True):
+            if why_dense:
+                lines.append(f"{key} in {config.dense_wire} throughout: {why_dense}")
                 continue
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
@@ -112,12 +110,12 @@ class Reporter:
         plan = report.plan
         for stage, seen in enumerate(report.stages):
             proposed = plan.proposed[stage] if plan.proposed else None
-            ratio = seen.dp_bytes_dense / seen.dp_bytes if seen.dp_bytes else math.nan
+            fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
                 f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
                 f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reason}"
                 f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
-                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)} ({ratio:.1f}x fewer) | "
+                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
         now = f"edgc | {report.iteration}/{self.iterations}"

@@ -143,14 +143,14 @@ def stages_of(
     device: torch.device,
     tied: TiedEmbedding | None = None,
 ) -> list[Stage]:
-    """This rank's stages: that of its pipeline stage first; its experts, if other ranks hold copies of them; the tied
-    embedding, if it is summed apart and this rank has a copy.
+    """This rank's stages: that of its pipeline stage first, also if no other rank holds a copy of it; its experts, if
+    others do; the tied embedding, if it is summed apart and this rank has it.
     """
     stages = []
     apart = tied.weight if tied is not None else None
     for part in (Part.LAYERS, Part.EXPERTS):
         named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
-        if named and dist.get_world_size(process_group(named[0].group)) > 1:
+        if named and (part is Part.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
             stages.append(Stage(StageKey(part, pipeline_stage), named, device))
     if tied is not None and tied.weight is not None:
         stages.append(EmbeddingStage(tied, device))

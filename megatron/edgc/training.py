@@ -96,6 +96,8 @@ class Session:
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
         self.config, setups = self._plan_run(device)
+        if self._alone:  # Megatron's own sum over one rank changes nothing; rounding would
+            self.config = replace(self.config, dense_wire="fp32")
         overlap = Overlap(device)
         for stage in self.stages:
             stage.attach(self.config, overlap, self.begin_step, self._repeatable())
@@ -107,7 +109,7 @@ class Session:
 
         stages = _by_stage(setups)
         self.keys = [stage[0].stage for stage in stages]
-        chosen = [self._compressed(key) for key in self.keys]
+        left_dense = [self._left_dense(key) for key in self.keys]
         allocations = [stage[0].allocation for stage in stages]
         costs = [_slowest([setup.cost for setup in stage]) for stage in stages]
         if dist.get_rank() == 0:
@@ -115,8 +117,8 @@ class Session:
                 self.config,
                 self.iterations,
                 [allocation.matrices for allocation in allocations],
-                [cost if taken else None for cost, taken in zip(costs, chosen, strict=True)],
-                [place for place, taken in enumerate(chosen) if not taken],
+                [None if why else cost for cost, why in zip(costs, left_dense, strict=True)],
+                [place for place, why in enumerate(left_dense) if why],
             )
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.messages = PipelineMessages(
@@ -127,7 +129,7 @@ class Session:
                 self._plan_messages(self.messages)
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(self.keys, allocations, costs, chosen)
+        self.reporter.start(self.keys, allocations, costs, left_dense)
         Checkpoints(
             self.args,
             self.requested,
@@ -140,10 +142,19 @@ class Session:
         ).install(self._resume)
         return chunks
 
-    def _compressed(self, key: StageKey) -> bool:
-        """Whether a stage is among those that ``stage_share`` leaves, as a tied embedding always is."""
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return key.part is Part.EMBEDDING or key.pipeline_stage < math.ceil(self.config.stage_share * stages - 1e-9)
+    def _left_dense(self, key: StageKey) -> str:
+        """Why a stage's gradients are never compressed; empty if they are."""
+        if key.part is Part.LAYERS and self._alone:
+            return "no other rank has these parameters"
+        share, stages = self.config.stage_share, parallel_state.get_pipeline_model_parallel_world_size()
+        if key.part is not Part.EMBEDDING and key.pipeline_stage >= math.ceil(share * stages - 1e-9):
+            return f"beyond {flag('stage_share')} {share:g}"
+        return ""
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank has this one's layers, so that only messages between stages can be compressed."""
+        return dist.get_world_size(self.stages[0].process_group) == 1
 
     def _plan_messages(self, messages: PipelineMessages) -> None:
         """Build the messages' controller on rank 0, once it is known that their rank saves something."""
@@ -184,7 +195,7 @@ class Session:
         communicator = Communicator(main.process_group, Traffic())  # probing is no training traffic
         candidates = allocate(main.parameters, config, smallest_rank(config))
         cost, break_even = None, 0
-        if config.dynamic and candidates.matrices:
+        if config.dynamic and candidates.matrices and not self._alone:
             scatters = self.args.use_distributed_optimizer
             cost = (
                 probe.probe(candidates, config, communicator, device, scatters)
@@ -218,8 +229,8 @@ class Session:
                 )
         if not config.dynamic:
             return config, known
-        taking_part = (s for s in known if s.cost is not None and self._compressed(s.stage))
-        lowest = min((s.break_even for s in taking_part), default=0)
+        taking_part = (s for s in known if s.cost is not None and not self._left_dense(s.stage))
+        lowest = usable if self._alone else min((s.break_even for s in taking_part), default=0)
         if config.rmax is None and lowest < max(RANK_MULTIPLE, config.rmin or 0):
             Reporter.warn(
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "

@@ -41,6 +41,7 @@ class Mode:
     format: str = "torch_dist"
     pp: str = "off"  # messages between stages that travel in low rank
     ranks: int = RANKS
+    reduces: bool = True  # whether gradients are: there are several data-parallel ranks
 
 
 MODES = {
@@ -90,6 +91,9 @@ MODES = {
         "--edgc-pp-wire int8",
         pp="both",
         ranks=8,
+    ),
+    "four stages, no copies of them, gradients between stages in low rank": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 4", pp="backward", reduces=False
     ),
     "pipeline, tensor and sequence parallel, gradients between stages in low rank": Mode(
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", pp="backward", ranks=8
@@ -173,9 +177,9 @@ class Seen:
     reductions: int = 0
     apart: tuple[str, ...] = ()  # state or parameters that differ where they must not
     resumed_alike: bool = False
-    ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's
-    param_ratio: float = float("nan")  # the same of gathered weights; 0 where there is no gather
-    message_ratio: float = float("nan")  # the same of messages between stages; 0 where there are none
+    ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's; 0 where none are sent
+    param_ratio: float = float("nan")  # the same of gathered weights
+    message_ratio: float = float("nan")  # the same of messages between stages
     stages: tuple[str, ...] = ()
     # by rank: the chunks that made gradients for the stage before, and those they were taken for
     chunks: tuple[tuple[list[int], list[int]], ...] = ()
@@ -252,7 +256,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])
             for a, b in zip(saved, resumed, strict=True)
         ),
-        ratio=sum(r["bytes"][1] for r in saved) / sum(r["bytes"][0] for r in saved),
+        ratio=sum(r["bytes"][1] for r in saved) / max(1, sum(r["bytes"][0] for r in saved)),
         param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
         message_ratio=sum(r["bytes"][5] for r in saved) / max(1, sum(r["bytes"][4] for r in saved)),
         stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
@@ -309,8 +313,8 @@ def page(seen: dict[str, Seen]) -> str:
         "- *state*: the most that EDGC keeps on a rank from step to step, in bytes a parameter: the error feedback (4 "
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
-        "- *fewer bytes*: of these four steps, the first of them in int8: gradients, and updated weights where they "
-        "are gathered, messages between stages where low rank is asked for.",
+        "- *fewer bytes*: of these four steps, the first of them in int8: gradients, updated weights where they "
+        "are gathered, messages where there are stages.",
         "",
         "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes |",
         "|---|---|---|---|---|---|---|---|",
@@ -322,12 +326,11 @@ def page(seen: dict[str, Seen]) -> str:
         if one.failed:
             lines.append(f"| {name} | `{flags}` | failed | | | | | |")
             continue
-        weights = f", weights {one.param_ratio:.1f}x" if one.param_ratio else ""
-        if mode.pp != "off":
-            weights += f", messages {one.message_ratio:.1f}x"
+        ratios = {"": one.ratio, "weights ": one.param_ratio, "messages ": one.message_ratio}
+        fewer = ", ".join(f"{what}{ratio:.1f}x" for what, ratio in ratios.items() if ratio)
         lines.append(
             f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
-            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {one.ratio:.1f}x{weights} |"
+            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {fewer} |"
         )
     lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
