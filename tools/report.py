@@ -132,7 +132,7 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
             "entropy": [[stage["entropy"] for stage in window["stages"]] for window in edgc.windows],
             "stages": edgc.stages,
         },
-        "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes if dense.dp_bytes else 1.0,  # one data-parallel rank sends none
+        "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes if dense.dp_bytes else 1.0,  # one rank sends none
         "val_loss_gap": edgc.val_loss / dense.val_loss - 1,
         "iterations": edgc.start["iterations"],
         "settings": edgc.start["config"],

@@ -66,26 +66,27 @@ UNSUPPORTED = {
 
 
 def test_megatrons_defaults_are_supported(arguments: Namespace) -> None:
-    compatibility.check_options(arguments)
+    compatibility.check_options(EDGCConfig(), arguments)
 
 
 @pytest.mark.parametrize("flag", UNSUPPORTED)
 def test_an_unsupported_option_is_named(arguments: Namespace, flag: str) -> None:
     changed = Namespace(**{**vars(arguments), **UNSUPPORTED[flag]})
     with pytest.raises(ConfigError, match=f"--edgc does not support yet: {flag}"):
-        compatibility.check_options(changed)
+        compatibility.check_options(EDGCConfig(), changed)
 
 
 def test_all_refused_options_are_tested() -> None:
     assert len(UNSUPPORTED) == len(compatibility.UNSUPPORTED)
 
 
-def test_one_data_parallel_rank_is_refused(arguments: Namespace) -> None:
+def test_one_data_parallel_rank_is_refused_without_messages_to_compress(arguments: Namespace) -> None:
     alone = Namespace(**{**vars(arguments), "data_parallel_size": 1})
     with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
-        compatibility.check_options(alone)
+        compatibility.check_options(EDGCConfig(), alone)
     # gradients are summed over context-parallel ranks, too
-    compatibility.check_options(Namespace(**{**vars(alone), "context_parallel_size": 2}))
+    compatibility.check_options(EDGCConfig(), Namespace(**{**vars(alone), "context_parallel_size": 2}))
+    compatibility.check_options(EDGCConfig(pp="backward"), alone)
 
 
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
