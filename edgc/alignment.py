@@ -1,11 +1,13 @@
 """DAC, the dynamic alignment compressor: communication time against rank, and the ranks that align stages.
 
 Communication time is linear in the rank, T_com(r) = c + eta r. In 1F1B stage 1 ends its backward pass last,
-so stage i may spend i - 1 micro-batch backward times more and still finish together with stage 1:
+so stage i may spend i - 1 micro-batch backward times more, and the times of the messages that carry the last gradient
+back to stage 1, and still finish together with it:
 
-    T_com(r_i) = T_com(r_1) + (i - 1) T_back    =>    r_i = r_1 + (i - 1) T_back / eta
+    T_com(r_i) = T_com(r_1) + S_i    =>    r_i = r_1 + S_i / eta
+    S_i = (i - 1) T_back + sum over j = 2 .. i of T_msg,j
 
-Source: arXiv 2511.10333 section IV-D (there with c = 0).
+Source: arXiv 2511.10333 section IV-D (there with c = 0 and without messages).
 """
 
 import math
@@ -73,32 +75,24 @@ class CommCost:
         return CommCost(self.intercept * factor, self.slope * factor)
 
 
-def aligned_ranks(first_rank: int, cost: CommCost, micro_backward_seconds: float, stages: int, r_max: int) -> list[int]:
-    """The ranks of stages 1 .. ``stages`` that end all stages' communication together with stage 1's.
+def aligned_rank(first_rank: int, cost: CommCost, slack_seconds: float, r_max: int) -> int:
+    """The rank of a stage that ends its communication together with stage 1, ``slack_seconds`` after it could begin.
 
-    Stage 1 keeps ``first_rank``. Stage i gets first_rank + (i - 1) * micro_backward_seconds / eta, at most
-    ``r_max`` and below that rounded down to a multiple of 4, though never under first_rank; so ranks do not
-    fall with i.
+    first_rank + slack_seconds / eta, at most ``r_max`` and below that rounded down to a multiple of 4, though never
+    under first_rank, the rank of stage 1: so ranks do not fall with the slack.
 
-    Raises ValueError unless 1 <= first_rank <= r_max, stages >= 1, cost.slope > 0 and
-    micro_backward_seconds is finite and at least 0.
+    Raises ValueError unless 1 <= first_rank <= r_max, cost.slope > 0 and slack_seconds is finite and at least 0.
     """
     if not 1 <= first_rank <= r_max:
         raise ValueError(f"first_rank = {first_rank}, r_max = {r_max}: needs 1 <= first_rank <= r_max")
-    if not 0 <= micro_backward_seconds < math.inf:
-        raise ValueError(f"micro_backward_seconds = {micro_backward_seconds}: must be finite and at least 0")
+    if not 0 <= slack_seconds < math.inf:
+        raise ValueError(f"slack_seconds = {slack_seconds}: must be finite and at least 0")
     if not cost.slope > 0:
         raise ValueError(f"cost.slope = {cost.slope}: must be above 0 seconds per rank")
-    if stages < 1:
-        raise ValueError(f"stages = {stages}: must be at least 1")
-
-    def aligned(earlier_stages: int) -> int:
-        rank = first_rank + earlier_stages * micro_backward_seconds / cost.slope
-        if rank >= r_max:
-            return r_max
-        return max(first_rank, math.floor(rank * (1 + _RANK_SLACK)) // RANK_MULTIPLE * RANK_MULTIPLE)
-
-    return [aligned(earlier_stages) for earlier_stages in range(stages)]
+    rank = first_rank + slack_seconds / cost.slope
+    if rank >= r_max:
+        return r_max
+    return max(first_rank, math.floor(rank * (1 + _RANK_SLACK)) // RANK_MULTIPLE * RANK_MULTIPLE)
 
 
 def break_even_rank(cost: CommCost, dense_seconds: float) -> int:

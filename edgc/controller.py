@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from edgc.alignment import RANK_MULTIPLE, CommCost, aligned_ranks
+from edgc.alignment import RANK_MULTIPLE, CommCost, aligned_rank
 from edgc.allocation import water_filled_ranks
 from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
@@ -21,7 +21,7 @@ class StageCost:
 
     Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
     what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
-    fp32, which compression has to beat.
+    fp32, which compression has to beat. Of a message between stages both are of its values.
     """
 
     compressed: CommCost
@@ -40,12 +40,14 @@ class StageCost:
 class StageObservation:
     """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
 
-    ``energies``: squared singular values, the largest first, of what was sent of each matrix, by name.
+    ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
+    activation gradients that the stage has sent to the one before; None: they were not compressed.
     """
 
     entropy: float = math.nan
     reduce_seconds: float = math.nan
     micro_backward_seconds: float = math.nan
+    message_rank: int | None = None
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -86,6 +88,8 @@ class Controller:
         stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
         costs: communication cost of each stage; None where it was not measured.
         dense: places of stages that are never compressed.
+        message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
+            None, or no list at all, where there is none.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Controller:
         stages: Sequence[Sequence[MatrixSpec]],
         costs: Sequence[StageCost | None],
         dense: Collection[int] = (),
+        message_costs: Sequence[StageCost | None] = (),
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
@@ -109,6 +114,8 @@ class Controller:
         )
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
         self.costs = list(costs)
+        self.message_costs = list(message_costs) or [None] * len(stages)
+        self.message_ranks: list[int | None] = [None] * len(stages)
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
         self.micro_backward_seconds = math.nan
         self.anchor: tuple[float, ...] | None = None  # entropy at which compression began, with rank rmax
@@ -140,6 +147,7 @@ class Controller:
             raise ValueError(f"{len(observations)} observations for {len(self.stages)} stages")
         self.history.append(tuple(observation.entropy for observation in observations))
         self.energies = [observation.energies for observation in observations]
+        self.message_ranks = [observation.message_rank for observation in observations]
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
@@ -242,15 +250,19 @@ class Controller:
             if cost is None:
                 ranks.append(own[stage])
                 continue
-            budget = first_cost.seconds(first) + stage * self.micro_backward_seconds
+            slack = self._slack(stage)
             aligned: int | None = None
-            if budget < cost.dense_seconds:
+            if first_cost.seconds(first) + slack < cost.dense_seconds:
                 # eta is the stage's own: links and stages differ
-                aligned = aligned_ranks(
-                    first, cost.compressed, self.micro_backward_seconds, stage + 1, self.config.rmax
-                )[stage]
+                aligned = aligned_rank(first, cost.compressed, slack, self.config.rmax)
             ranks.append(self._step(self.plan.ranks[stage], aligned))
         return tuple(ranks), "entropy and alignment"
+
+    def _slack(self, stage: int) -> float:
+        """Seconds from the stage's last backward pass to the first stage's: those between them, and the messages."""
+        on_the_way = zip(self.message_costs[1 : stage + 1], self.message_ranks[1 : stage + 1], strict=True)
+        messages = sum(cost.seconds(rank) for cost, rank in on_the_way if cost is not None)
+        return stage * self.micro_backward_seconds + messages
 
     def _bounded(self, rank: float) -> int:
         assert self.config.rmin is not None and self.config.rmax is not None
@@ -278,6 +290,7 @@ class Controller:
             "tolerated": list(self.tolerated),
             "micro_backward_seconds": self.micro_backward_seconds,
             "costs": [None if cost is None else asdict(cost) for cost in self.costs],
+            "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
             "plan": self.plan.to_dict(),
         }
 
@@ -289,10 +302,13 @@ class Controller:
         self.anchor = None if state["anchor"] is None else tuple(state["anchor"])
         self.tolerated = list(state["tolerated"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
-        self.costs = [
-            None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
-            for cost in state["costs"]
-        ]
+        self.costs, self.message_costs = (
+            [
+                None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
+                for cost in state[costs]
+            ]
+            for costs in ("costs", "message_costs")
+        )
         plan = RankPlan.from_dict(state["plan"])
         ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
         self.plan = plan if ranks == plan.ranks else replace(plan, version=plan.version + 1, ranks=ranks)

@@ -10,7 +10,7 @@ folder without it is an incomplete one. Megatron neither reads nor minds the fol
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from megatron.edgc.stages import Stage
 from megatron.edgc.windows import Part, StageKey
 
 FOLDER = "edgc"
-VERSION = 1
+VERSION = 2
 RANKS = "rmin", "rmax", "static_rank"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
@@ -136,6 +136,7 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
+            "resolved": {name: getattr(self.message_controller.config, name) for name in RANKS},
             "controller": self.message_controller.state_dict(),
         }
 
@@ -177,14 +178,13 @@ class Checkpoints:
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{checkpoint.name} has other stages than this run: the controller starts anew")
             return
-        self._load_controller(self.controller, index["controller"], index, RESOLVED, folder)
+        self._load_controller(self.controller, index["controller"], index["resolved"], folder)
 
     def _load_controller(
         self,
         controller: Controller,
         state: dict[str, Any],
-        index: dict[str, Any],
-        resolved: Sequence[str],
+        resolved: dict[str, Any],
         folder: Path,
     ) -> None:
         """With it go those settings that were not given, and that a probe of the link had decided then."""
@@ -192,7 +192,7 @@ class Checkpoints:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        found = {name: index["resolved"][name] for name in resolved if getattr(self.requested, name) is None}
+        found = {name: value for name, value in resolved.items() if getattr(self.requested, name) is None}
         controller.config = replace(controller.config, **found)
 
     def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class Checkpoints:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
         own_rank = self.requested.pp_rank is not None
-        self._load_controller(controller, kept["controller"], index, () if own_rank else RANKS, folder)
+        self._load_controller(controller, kept["controller"], {} if own_rank else kept["resolved"], folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""

@@ -18,8 +18,8 @@ from edgc.config import EDGCConfig
 from edgc.engines.base import MatrixSpec
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, told
-from edgc.wire import Wire, wire
 from megatron.edgc.data_parallel import Step
+from megatron.edgc.message_costs import message_shape, message_wire
 from megatron.edgc.windows import Boundary, MessageWindow, mean_or_nan
 
 OFF: dict[str, Any] = {"pp": "off", "pp_rank": None, "pp_wire": None, "pp_epilogue_only": False}
@@ -90,28 +90,9 @@ class PipelineMessages:
     def training(self) -> bool:
         return bool(self.chunks[0].training)
 
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns of a message: tokens of a micro-batch on this rank, and the model's width."""
-        args = self.args
-        tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
-        if args.sequence_parallel:
-            tokens //= args.tensor_model_parallel_size
-        return tokens, args.hidden_size
-
-    def largest_rank(self) -> int:
-        """The largest rank whose factors are smaller than the values."""
-        dtype = self.args.params_dtype
-        ranks = range(min(self.matrix()), 0, -1)
-        forms = (MessageFormat(*self.matrix(), rank, self._wire(dtype), dtype) for rank in ranks)
-        return next((form.used_rank for form in forms if form.used_rank is not None), 0)
-
-    def _wire(self, dtype: torch.dtype) -> Wire:
-        name = self.config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
-        return wire(name, hadamard=name not in ("fp32", "bf16"))
-
     def specs(self) -> list[list[MatrixSpec]]:
         """For the controller: the matrix of each boundary."""
-        return [[MatrixSpec(str(boundary), *self.matrix())] for boundary in self.boundaries]
+        return [[MatrixSpec(str(boundary), *message_shape(self.args))] for boundary in self.boundaries]
 
     def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
         """What travels in the place of a (tokens, micro-batch, width) tensor."""
@@ -169,7 +150,7 @@ class PipelineMessages:
         rank = self.ranks()[boundary]
         if self.config.pp_epilogue_only and place < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
-        return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, self._wire(dtype), dtype)
+        return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)
 
     def _count(self, what: str, direction: Direction) -> int:
         place = self._messages[what, direction]
@@ -227,7 +208,7 @@ class PipelineMessages:
         directions = {key.partition(":")[0] for key in state["senders"]}
         errors = [sender["error"] for sender in state["senders"].values()]
         return directions <= set(self.directions) and all(
-            error is None or tuple(error.shape) == self.matrix() for error in errors
+            error is None or tuple(error.shape) == message_shape(self.args) for error in errors
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -33,10 +33,11 @@ from edgc.controller import (
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
-from megatron.edgc.checkpointing import Checkpoints
+from megatron.edgc.checkpointing import RANKS, Checkpoints
 from megatron.edgc.compatibility import check_embedding, check_messages, check_param_wire
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
+from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
 from megatron.edgc.messages import OFF, PipelineMessages, message_config
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage, stages_of
@@ -98,6 +99,10 @@ class Session:
         self.config, setups = self._plan_run(device)
         if self._alone:  # Megatron's own sum over one rank changes nothing; rounding would
             self.config = replace(self.config, dense_wire="fp32")
+        sent_back = self._message_costs(device)
+        message_settings = self._message_settings(sent_back)
+        if message_settings is None:
+            self.config = replace(self.config, **OFF)
         overlap = Overlap(device)
         for stage in self.stages:
             stage.attach(self.config, overlap, self.begin_step, self._repeatable())
@@ -119,14 +124,16 @@ class Session:
                 [allocation.matrices for allocation in allocations],
                 [None if why else cost for cost, why in zip(costs, left_dense, strict=True)],
                 [place for place, why in enumerate(left_dense) if why],
+                [sent_back.get(key.pipeline_stage) if key.part is Part.LAYERS else None for key in self.keys],
             )
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             self.messages = PipelineMessages(
                 self.config, self.args, wrapped, self.begin_step, lambda: self._message_ranks, self._repeatable()
             )
             pipeline_parallel.install(self.messages)
-            if self.messages.boundaries:
-                self._plan_messages(self.messages)
+            if message_settings is not None and dist.get_rank() == 0:
+                specs = self.messages.specs()
+                self.message_controller = Controller(message_settings, self.iterations, specs, [None] * len(specs))
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
         self.reporter.start(self.keys, allocations, costs, left_dense)
@@ -156,19 +163,43 @@ class Session:
         """Whether no other rank has this one's layers, so that only messages between stages can be compressed."""
         return dist.get_world_size(self.stages[0].process_group) == 1
 
-    def _plan_messages(self, messages: PipelineMessages) -> None:
-        """Build the messages' controller on rank 0, once it is known that their rank saves something."""
-        config, limit = message_config(self.config), messages.largest_rank()
-        rows, cols = messages.matrix()
-        rule = f"messages of {rows} x {cols} values are smaller in low rank only up to rank {limit}"
-        if self.config.pp_rank is not None and self.config.pp_rank > limit:
-            raise ConfigError(f"{flag('pp_rank')} = {self.config.pp_rank}: {rule}")
-        largest = config.rmax if config.static_rank is None else config.static_rank
-        if largest is not None and largest > limit:
-            Reporter.warn(f"{rule}: at rank {largest} they travel uncompressed. Give {flag('pp_rank')}")
-        if dist.get_rank() == 0:
-            specs = messages.specs()
-            self.message_controller = Controller(config, self.iterations, specs, [None] * len(specs))
+    def _message_costs(self, device: torch.device) -> dict[int, StageCost]:
+        """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
+        config = self.config
+        pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        ranked = config.pp != "off" and config.pp_rank is None
+        if not pipelined or not (ranked or (config.dynamic and config.align)):
+            return {}
+        found = _all_gather(message_costs(config, self.args, device))
+        senders = sorted({sender for costs in found for sender in costs})
+        slowest = {sender: _slowest([costs.get(sender) for costs in found]) for sender in senders}
+        return {sender: cost for sender, cost in slowest.items() if cost is not None}
+
+    def _message_settings(self, costs: dict[int, StageCost]) -> EDGCConfig | None:
+        """The settings of the messages' controller; None where they stay uncompressed."""
+        config, args = self.config, self.args
+        if config.pp == "off":
+            return None
+        if config.pp_rank is not None:
+            limit = largest_rank(config, args, 1.0)
+            if config.pp_rank > limit:
+                rows, cols = message_shape(args)
+                raise ConfigError(
+                    f"{flag('pp_rank')} = {config.pp_rank}: messages of {rows} x {cols} values are smaller in low rank "
+                    f"only up to rank {limit}"
+                )
+            return message_config(config)
+        saving = largest_rank(config, args, config.min_saving)
+        usable = min([RANK_MULTIPLE * (saving // RANK_MULTIPLE), *map(break_even, costs.values())])
+        if usable < RANK_MULTIPLE:
+            Reporter.warn(
+                f"messages between stages stay uncompressed: no rank makes them {config.min_saving:g}x smaller and "
+                f"takes no longer on this link. Give {flag('pp_rank')} to compress them all the same"
+            )
+            return None
+        config = message_config(config)
+        ranks = {name: getattr(config, name) for name in RANKS}
+        return replace(config, **{name: min(rank, usable) for name, rank in ranks.items() if rank is not None})
 
     def _adopt_plans(self) -> None:
         """Take the plans of rank 0's controllers."""
@@ -340,9 +371,16 @@ class Session:
         if self.controller is not None:
             stages = tuple(merge(stage) for stage in _by_stage(seen))
             if decide:
+                message_ranks = self._gradient_message_ranks()
                 self.controller.observe(
                     [
-                        StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds, s.energies)
+                        StageObservation(
+                            s.entropy,
+                            s.reduce_seconds,
+                            s.micro_backward_seconds,
+                            message_ranks.get(s.stage),
+                            s.energies,
+                        )
                         for s in stages
                     ]
                 )
@@ -365,6 +403,16 @@ class Session:
         report = self._broadcast(report)
         self._step_seconds = []
         return report
+
+    def _gradient_message_ranks(self) -> dict[StageKey, int | None]:
+        """The ranks at which stages have sent activation gradients to the one before, where low rank is asked for."""
+        if self.messages is None:
+            return {}
+        return {
+            StageKey(Part.LAYERS, boundary.sender): rank
+            for boundary, rank in zip(self.messages.boundaries, self._message_ranks, strict=True)
+            if boundary.direction == "backward"
+        }
 
     @staticmethod
     def _broadcast(value: Any) -> Any:

@@ -32,10 +32,12 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 import edgc.allocation  # noqa: E402
 import edgc.probe  # noqa: E402
+import megatron.edgc.training  # noqa: E402
 from edgc import lowrank  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
 from edgc.messages import MessageFormat, MessageSender  # noqa: E402
 from edgc.reducer import GradientReducer  # noqa: E402
+from megatron.edgc.message_costs import message_shape  # noqa: E402
 from megatron.edgc.messages import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
 
@@ -160,12 +162,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
+    largest_rank = megatron.edgc.training.largest_rank
     chunk_of = PipelineMessages._chunk
     PipelineMessages._chunk = watch.around_chunk(chunk_of)  # type: ignore[method-assign]
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
         edgc.allocation.pays = edgc.probe.pays = lambda *args: True
+        megatron.edgc.training.largest_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
             lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
         )
@@ -195,6 +199,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     finally:
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
+        megatron.edgc.training.largest_rank = largest_rank
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load

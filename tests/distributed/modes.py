@@ -70,7 +70,7 @@ MODES = {
     ),
     "pipeline, Optimus-CC": Mode(
         "--pipeline-model-parallel-size 2",
-        "--edgc-preset optimus --edgc-pp-rank 8 --edgc-stage-share 0.5 --edgc-dense-wire int8",
+        "--edgc-preset optimus --edgc-stage-share 0.5 --edgc-dense-wire int8",
         pp="backward",
     ),
     "virtual pipeline": Mode(
@@ -194,14 +194,14 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
     fused = [flag for flag in shlex.split(mode.edgc) if flag == "--edgc-fuse-embedding-sync"]
-    full = [*FULL_RANK, "--edgc-pp", mode.pp, *fused]
+    messages = [] if mode.pp == "off" else ["--edgc-pp", mode.pp, "--edgc-pp-rank"]
+    full = [*FULL_RANK, *(messages and [*messages, "64"]), *fused]
     edgc = [
         *base,
         *COMPRESSED,
         *([] if "--edgc-engine" in mode.edgc else LOW_RANK),
+        *(messages and [*messages, "8"]),
         *shlex.split(mode.edgc),
-        "--edgc-pp",
-        mode.pp,
     ]
     checkpoint = str(folder / name)
     saving = ["--save", checkpoint, "--save-interval", str(SAVED_AT), "--ckpt-format", mode.format]

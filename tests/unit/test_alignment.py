@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgc.alignment import CommCost, aligned_ranks, break_even_rank
+from edgc.alignment import CommCost, aligned_rank, break_even_rank
 
 
 def test_fit_is_exact_on_a_line() -> None:
@@ -44,7 +44,8 @@ def test_slope_hidden_by_noise_becomes_a_tiny_positive_one(seconds: list[float])
     cost = CommCost.fit([8, 16, 32], seconds)
     assert 0 < cost.slope <= 1e-12
     assert cost.intercept == pytest.approx(np.mean(seconds))
-    assert aligned_ranks(8, cost, 0.01, 3, 64) == [8, 64, 64]
+    assert aligned_rank(8, cost, 0.0, 64) == 8
+    assert aligned_rank(8, cost, 0.01, 64) == 64
 
 
 @pytest.mark.parametrize(
@@ -82,22 +83,25 @@ def test_congestion_scales_both_parts() -> None:
             CommCost(0.02, 0.001).scaled(factor)
 
 
-def test_aligned_ranks_by_hand() -> None:
+def ranks_of_stages(first: int, cost: CommCost, backward: float, stages: int, r_max: int) -> list[int]:
+    return [aligned_rank(first, cost, earlier * backward, r_max) for earlier in range(stages)]
+
+
+def test_aligned_rank_by_hand() -> None:
     # Ten more ranks per stage, rounded down to multiples of four, up to r_max = 50, which is none.
-    assert aligned_ranks(16, CommCost(0.5, 0.01), 0.1, 6, 50) == [16, 24, 36, 44, 50, 50]
+    assert ranks_of_stages(16, CommCost(0.5, 0.01), 0.1, 6, 50) == [16, 24, 36, 44, 50, 50]
 
 
-def test_aligned_ranks_does_not_lose_a_multiple_to_rounding() -> None:
+def test_aligned_rank_does_not_lose_a_multiple_to_rounding() -> None:
     assert 0.3 / 0.1 * 4 < 12
-    assert aligned_ranks(4, CommCost(0.0, 0.1 / 4), 0.3, 2, 64) == [4, 16]
+    assert aligned_rank(4, CommCost(0.0, 0.1 / 4), 0.3, 64) == 16
 
 
 def test_first_rank_is_kept_and_is_the_floor() -> None:
     cost = CommCost(0.0, 1.0)
-    assert aligned_ranks(18, cost, 1.0, 4, 64) == [18, 18, 20, 20]
-    assert aligned_ranks(18, cost, 0.0, 3, 64) == [18, 18, 18]
-    assert aligned_ranks(18, cost, 100.0, 3, 18) == [18, 18, 18]
-    assert aligned_ranks(18, cost, 1.0, 1, 64) == [18]
+    assert ranks_of_stages(18, cost, 1.0, 4, 64) == [18, 18, 20, 20]
+    assert ranks_of_stages(18, cost, 0.0, 3, 64) == [18, 18, 18]
+    assert ranks_of_stages(18, cost, 100.0, 3, 18) == [18, 18, 18]
 
 
 def test_stages_stay_within_the_time_of_the_first_and_rise_with_the_stage() -> None:
@@ -107,8 +111,7 @@ def test_stages_stay_within_the_time_of_the_first_and_rise_with_the_stage() -> N
         first, r_max = int(generator.integers(1, 64)), int(generator.integers(64, 256))
         cost = CommCost(generator.random(), 10 ** generator.uniform(-5, -2))
         backward, stages = 10 ** generator.uniform(-4, -1), int(generator.integers(1, 9))
-        ranks = aligned_ranks(first, cost, backward, stages, r_max)
-        assert len(ranks) == stages
+        ranks = ranks_of_stages(first, cost, backward, stages, r_max)
         assert ranks[0] == first
         assert ranks == sorted(ranks)
         for earlier, rank in enumerate(ranks):
@@ -124,20 +127,19 @@ def test_stages_stay_within_the_time_of_the_first_and_rise_with_the_stage() -> N
 
 
 @pytest.mark.parametrize(
-    "first, slope, backward, stages, r_max, message",
+    "first, slope, slack, r_max, message",
     [
-        (0, 1.0, 1.0, 2, 64, "first_rank = 0"),
-        (65, 1.0, 1.0, 2, 64, "r_max = 64"),
-        (8, 1.0, -1.0, 2, 64, "micro_backward_seconds = -1.0"),
-        (8, 1.0, math.nan, 2, 64, "micro_backward_seconds = nan"),
-        (8, math.nan, 1.0, 2, 64, "cost.slope = nan"),
-        (8, 0.0, 1.0, 2, 64, "cost.slope = 0.0"),
-        (8, 1.0, 1.0, 0, 64, "stages = 0"),
+        (0, 1.0, 1.0, 64, "first_rank = 0"),
+        (65, 1.0, 1.0, 64, "r_max = 64"),
+        (8, 1.0, -1.0, 64, "slack_seconds = -1.0"),
+        (8, 1.0, math.nan, 64, "slack_seconds = nan"),
+        (8, math.nan, 1.0, 64, "cost.slope = nan"),
+        (8, 0.0, 1.0, 64, "cost.slope = 0.0"),
     ],
 )
-def test_aligned_ranks_names_bad_input(first, slope, backward, stages, r_max, message: str) -> None:
+def test_aligned_rank_names_bad_input(first, slope, slack, r_max, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        aligned_ranks(first, CommCost(0.0, slope), backward, stages, r_max)
+        aligned_rank(first, CommCost(0.0, slope), slack, r_max)
 
 
 def test_break_even_is_the_largest_rank_not_slower_than_dense() -> None:

@@ -145,6 +145,20 @@ def test_alignment_gives_later_stages_the_rank_that_ends_with_the_first() -> Non
     assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 20, 24, 28)
 
 
+def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> None:
+    # 4 ms of backward at 1 ms a rank as above, and of messages 8 ms uncompressed or 1 ms a rank and 4 ms
+    message = StageCost(CommCost(0.004, 0.001), 0.008, 0.008)
+    config = replace(BASE, align=True, rank_step=64)
+    c = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3, message_costs=[None, message, message])
+    assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 28, 40)
+    seen = StageObservation(entropy=-5.2, micro_backward_seconds=0.004)
+    c.observe([seen, seen, replace(seen, message_rank=1)])
+    assert c.decide(12 * WINDOW).ranks == (16, 28, 36)  # 5 ms instead of 8: 37, a multiple of four
+    again = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3)
+    again.load_state_dict(json.loads(json.dumps(c.state_dict())))
+    assert again.message_costs == c.message_costs
+
+
 def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage() -> None:
     c = controller(stages=3, align=True)
     history = play(c, [*WARM, *[-5.2] * 7], backward=0.004)[9:]

@@ -1,0 +1,95 @@
+"""What a message from a pipeline stage to the one before takes: timed before training, or computed from a bandwidth."""
+
+import time
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
+from edgc.config import EDGCConfig
+from edgc.controller import StageCost
+from edgc.messages import MessageFormat, MessageSender
+from edgc.probe import REPETITIONS
+from edgc.wire import Wire, wire
+
+
+def message_shape(args: Namespace) -> tuple[int, int]:
+    """Rows and columns of a message: tokens of a micro-batch on this rank, and the model's width."""
+    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    return tokens, args.hidden_size
+
+
+def message_wire(config: EDGCConfig, dtype: torch.dtype) -> Wire:
+    """The format of the factors of a message of this type."""
+    name = config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
+    return wire(name, hadamard=name not in ("fp32", "bf16"))
+
+
+def message_form(config: EDGCConfig, args: Namespace, rank: int | None) -> MessageFormat:
+    """A message of this run at a rank; None: uncompressed."""
+    return MessageFormat(*message_shape(args), rank, message_wire(config, args.params_dtype), args.params_dtype)
+
+
+def largest_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:
+    """The largest rank at which a message takes less than 1/``saving`` of its values; 0 if none does."""
+    dense = message_form(config, args, None).dense_bytes
+    ranks = range(min(message_shape(args)), 0, -1)
+    return next((rank for rank in ranks if message_form(config, args, rank).bytes * saving < dense), 0)
+
+
+def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
+    """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this.
+
+    Empty where no two ranks would make a message smaller.
+    """
+    limit = largest_rank(config, args, 1.0)
+    if limit < 2:
+        return {}
+    ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit})
+    costs = {}
+    for sender in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
+        dense, *compressed = (
+            _seconds(message_form(config, args, rank), sender, config, device) for rank in (None, *ranks)
+        )
+        if dense is not None:
+            costs[sender] = StageCost(CommCost.fit(ranks, compressed), dense, dense)
+    return costs
+
+
+def break_even(cost: StageCost) -> int:
+    """The largest rank, a multiple of 4, at which a message takes no longer than uncompressed; 0 if there is none."""
+    return RANK_MULTIPLE * (break_even_rank(cost.compressed, cost.dense_seconds) // RANK_MULTIPLE)
+
+
+def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch.device) -> float | None:
+    """From asking for a message to having its values, the shortest of a few times; None but on its receiver."""
+    if config.link_gbps is not None:
+        return form.bytes / (config.link_gbps * 1e9 / 8)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if stage not in (sender - 1, sender):
+        return None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    peers = dist.get_process_group_ranks(group)
+    ask = torch.zeros(1, device=device)
+    if stage == sender:
+        source = MessageSender(True, config.seed)
+        values = torch.randn(form.rows, form.cols, device=device).to(form.dtype)
+        for step in range(1 + REPETITIONS):
+            dist.recv(ask, peers[sender - 1], group=group)
+            dist.send(source.encode(values, form, form.header(step, sender, False, 0)), peers[sender - 1], group=group)
+        return None
+    fastest = float("inf")
+    message = torch.empty(form.bytes, dtype=torch.uint8, device=device)
+    for _ in range(1 + REPETITIONS):
+        start = time.perf_counter()
+        dist.send(ask, peers[sender], group=group)
+        dist.recv(message, peers[sender], group=group)
+        form.decode(message)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
