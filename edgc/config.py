@@ -231,10 +231,17 @@ class EDGCConfig:
     )
     pp: str = _knob(
         "off",
-        "which messages between pipeline stages travel in low rank: gradients (backward), or activations, too (both)",
+        "which messages between pipeline stages are compressed: gradients (backward), or activations, too (both)",
         "name",
         "Optimus-CC, ASPLOS 2023; docs/algorithm.md, 8",
         ("off", "backward", "both"),
+    )
+    pp_engine: str = _knob(
+        "powersgd",
+        "how: in low rank, or every value rounded",
+        "name",
+        "rounding: arXiv 2306.10209",
+        ("powersgd", "int8", "int4", "int2"),
     )
     pp_rank: int | None = _knob(
         None,
@@ -328,10 +335,14 @@ class EDGCConfig:
         if self.pp == "off":
             for name in ("pp_rank", "pp_wire"):
                 _require(getattr(self, name) is None, name, getattr(self, name), "does nothing with --edgc-pp off")
+            _require(self.pp_engine == "powersgd", "pp_engine", self.pp_engine, "does nothing with --edgc-pp off")
             _require(not self.pp_epilogue_only, "pp_epilogue_only", True, "does nothing with --edgc-pp off")
         else:
-            ranked = self.low_rank or self.pp_rank is not None
+            ranked = self.low_rank or not self.pp_follows
             _require(ranked, "pp", self.pp, f"the engine {self.engine} has no rank; give --edgc-pp-rank")
+            for name in ("pp_rank", "pp_wire"):
+                rule = f"does nothing with --edgc-pp-engine {self.pp_engine}"
+                _require(self.pp_engine == "powersgd" or getattr(self, name) is None, name, getattr(self, name), rule)
             rule = "activations have no such end of a step; only --edgc-pp backward has"
             _require(not self.pp_epilogue_only or self.pp == "backward", "pp_epilogue_only", True, rule)
         if self.static_rank is not None:
@@ -350,7 +361,9 @@ class EDGCConfig:
         settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
         void = ["static_rank"] if settings.get("engine", cls.engine) not in LOW_RANK else []
         if settings.get("pp") == "off":
-            void += ["pp_rank", "pp_wire", "pp_epilogue_only"]
+            void += ["pp_engine", "pp_rank", "pp_wire", "pp_epilogue_only"]
+        if settings.get("pp_engine", cls.pp_engine) != "powersgd":
+            void += ["pp_rank", "pp_wire"]
         settings = {name: value for name, value in settings.items() if name in given or name not in void}
         if "basis_wire" in given and "weak_basis_wire" not in given:
             settings["weak_basis_wire"] = None  # who asks for a format of the first factor means all of it
@@ -368,6 +381,11 @@ class EDGCConfig:
     def dynamic(self) -> bool:
         """Whether ranks are not given, but set by entropy or, once, by what the link and the model allow."""
         return self.low_rank and self.static_rank is None
+
+    @property
+    def pp_follows(self) -> bool:
+        """Whether messages between stages take a rank that is not their own: entropy's, or that of the gradients."""
+        return self.pp != "off" and self.pp_engine == "powersgd" and self.pp_rank is None
 
     @property
     def low_rank(self) -> bool:

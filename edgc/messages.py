@@ -24,10 +24,10 @@ class UnexpectedMessage(RuntimeError):
 class MessageFormat:
     """What sender and receiver both know of a message that holds a (rows x cols) matrix.
 
-    ``rank``: of the factors P (rows x rank) and Q (cols x rank), which travel one behind the other in ``wire``. With
-    None, or where factors would not be smaller, the values travel, in ``dtype``. Before either comes a header of 16
-    bytes with step, sender, direction, place in the step, rank and size, by which a receiver tells whether it is the
-    right message.
+    ``rank``: of the factors P (rows x rank) and Q (cols x rank), which travel one behind the other in ``wire``. At
+    rank 0 the values travel, in ``wire``; with None, or where factors would not be smaller, in ``dtype``. Before
+    either comes a header of 16 bytes with step, sender, direction, place in the step, rank and size, by which a
+    receiver tells whether it is the right message.
     """
 
     rows: int
@@ -44,18 +44,20 @@ class MessageFormat:
     @property
     def used_rank(self) -> int | None:
         """The rank in use: clamped to the matrix's own; None where it would not pay."""
-        if self.rank is None:
-            return None
+        if not self.rank:
+            return self.rank
         rank = lowrank.limited(self.rank, self.rows, self.cols)
-        return rank if self._factor_bytes(rank) < self.dense_bytes else None
+        return rank if self._packed_bytes(rank) < self.dense_bytes else None
 
     @property
     def bytes(self) -> int:
         """Size of the whole message."""
         rank = self.used_rank
-        return HEADER_BYTES + (self.dense_bytes if rank is None else self._factor_bytes(rank))
+        return HEADER_BYTES + (self.dense_bytes if rank is None else self._packed_bytes(rank))
 
-    def _factor_bytes(self, rank: int) -> int:
+    def _packed_bytes(self, rank: int) -> int:
+        if not rank:
+            return self.wire.tensor_bytes(self.rows * self.cols)
         return sum(self.wire.tensor_bytes(side * rank) for side in (self.rows, self.cols))
 
     def header(self, step: int, sender: int, forward: bool, place: int) -> Tensor:
@@ -68,6 +70,9 @@ class MessageFormat:
         body, rank = message[HEADER_BYTES:], self.used_rank
         if rank is None:
             return body.view(self.dtype).view(self.rows, self.cols)
+        if not rank:
+            shape = torch.Size((self.rows, self.cols))
+            return Packed.restored(body.unsqueeze(0), shape, self.wire).values().to(self.dtype)
         split = self.wire.tensor_bytes(self.rows * rank)
         p, q = (
             Packed.restored(part.unsqueeze(0), torch.Size((rank, side)), self.wire).values()
@@ -93,6 +98,8 @@ class MessageSender:
     3. Q = M^T P                 travels; with P as the receiver gets it
     4. error = M - P Q^T         with both as the receiver gets them
     5. V = orthonormal(Q)
+
+    At rank 0 M itself travels, rounded.
 
     So the error of a micro-batch is sent with the next one, and that of a step's last with the next step's first.
     Without ``feedback`` there is no error: activations belong to their own samples alone.
@@ -123,6 +130,8 @@ class MessageSender:
             total = total + (self.error if scale is None else self.error * scale)
         if rank is None:
             body, basis = [total.to(form.dtype).reshape(-1).view(torch.uint8)], self.basis
+        elif not rank:
+            body, basis = [Packed(total, form.wire).message[0]], self.basis
         else:
             start = lowrank.resize(self.basis, form.cols, rank, matrix.device, *self._seed)
             finite = torch.isfinite(total).all()

@@ -215,8 +215,8 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        own_rank = self.requested.pp_rank is not None
-        self._load_controller(controller, kept["controller"], {} if own_rank else kept["resolved"], folder)
+        resolved = kept["resolved"] if self.requested.pp_follows else {}
+        self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:
         """The index, once all that it names is known to be there and whole."""

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
 from edgc.config import EDGCConfig
-from edgc.controller import StageCost
+from edgc.controller import NO_RANK, StageCost
 from edgc.messages import MessageFormat, MessageSender
 from edgc.probe import REPETITIONS
 from edgc.wire import Wire, wire
@@ -24,7 +24,9 @@ def message_shape(args: Namespace) -> tuple[int, int]:
 
 
 def message_wire(config: EDGCConfig, dtype: torch.dtype) -> Wire:
-    """The format of the factors of a message of this type."""
+    """The format of the factors of a message of this type, or of its rounded values."""
+    if config.pp_engine != "powersgd":
+        return wire(config.pp_engine)
     name = config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
     return wire(name, hadamard=name not in ("fp32", "bf16"))
 
@@ -46,17 +48,20 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
 
     Empty where no two ranks would make a message smaller.
     """
-    limit = largest_rank(config, args, 1.0)
-    if limit < 2:
-        return {}
-    ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit})
+    ranks = [NO_RANK]
+    if config.pp_engine == "powersgd":
+        limit = largest_rank(config, args, 1.0)
+        ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit})
+        if limit < 2:
+            return {}
     costs = {}
     for sender in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
         dense, *compressed = (
             _seconds(message_form(config, args, rank), sender, config, device) for rank in (None, *ranks)
         )
         if dense is not None:
-            costs[sender] = StageCost(CommCost.fit(ranks, compressed), dense, dense)
+            cost = CommCost.fit(ranks, compressed) if len(ranks) > 1 else CommCost(compressed[0], 0.0)
+            costs[sender] = StageCost(cost, dense, dense)
     return costs
 
 

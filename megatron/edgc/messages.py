@@ -22,7 +22,13 @@ from megatron.edgc.data_parallel import Step
 from megatron.edgc.message_costs import message_shape, message_wire
 from megatron.edgc.windows import Boundary, MessageWindow, mean_or_nan
 
-OFF: dict[str, Any] = {"pp": "off", "pp_rank": None, "pp_wire": None, "pp_epilogue_only": False}
+OFF: dict[str, Any] = {
+    "pp": "off",
+    "pp_engine": "powersgd",
+    "pp_rank": None,
+    "pp_wire": None,
+    "pp_epilogue_only": False,
+}
 
 Direction = Literal["forward", "backward"]
 
@@ -269,8 +275,8 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
     Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
     """
     own: dict[str, Any] = {"allocation": "uniform", **OFF}
-    if config.pp_rank is not None:
-        own.update(engine="powersgd", static_rank=config.pp_rank, rank_model="constant", rank_tilt=0.0)
+    if not config.pp_follows:
+        own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rank_tilt=0.0)
         own.update(rmin=None, rmax=None)
     elif config.rank_model in ("measured", "residual"):
         own["rank_model"] = "gaussian"

@@ -123,8 +123,8 @@ class Reporter:
         if ahead is not None:
             for message, rank, next_rank in zip(report.messages, report.message_ranks, ahead.ranks, strict=True):
                 self._print(
-                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | {_message_rank(rank)} -> "
-                    f"{_message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
+                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | {self._message_rank(rank)} -> "
+                    f"{self._message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
                     f"{_bytes(message.bytes_dense)}"
                 )
         if report.pp_bytes_dense:
@@ -182,13 +182,14 @@ class Reporter:
             return "dense" if self.config.dense_wire == "fp32" else self.config.dense_wire
         return self.config.engine if rank == NO_RANK else f"rank {rank}"
 
+    def _message_rank(self, rank: int | None) -> str:
+        if rank is None:
+            return "dense"
+        return self.config.pp_engine if rank == NO_RANK else f"rank {rank}"
+
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
-
-
-def _message_rank(rank: int | None) -> str:
-    return "dense" if rank is None else f"rank {rank}"
 
 
 def _bytes(count: float) -> str:

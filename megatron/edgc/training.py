@@ -167,8 +167,7 @@ class Session:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
         pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
-        ranked = config.pp != "off" and config.pp_rank is None
-        if not pipelined or not (ranked or (config.dynamic and config.align)):
+        if not pipelined or not (config.pp_follows or (config.dynamic and config.align)):
             return {}
         found = _all_gather(message_costs(config, self.args, device))
         senders = sorted({sender for costs in found for sender in costs})
@@ -180,9 +179,9 @@ class Session:
         config, args = self.config, self.args
         if config.pp == "off":
             return None
-        if config.pp_rank is not None:
+        if not config.pp_follows:
             limit = largest_rank(config, args, 1.0)
-            if config.pp_rank > limit:
+            if config.pp_rank is not None and config.pp_rank > limit:
                 rows, cols = message_shape(args)
                 raise ConfigError(
                     f"{flag('pp_rank')} = {config.pp_rank}: messages of {rows} x {cols} values are smaller in low rank "
@@ -267,7 +266,7 @@ class Session:
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
                 "Give --edgc-rmax to compress all the same"
             )
-            if config.pp != "off" and config.pp_rank is None:
+            if config.pp_follows:
                 Reporter.warn("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
             return replace(
                 config,
@@ -275,7 +274,7 @@ class Session:
                 rest_wire="fp32",
                 dense_wire="fp32",
                 rank_tilt=0.0,
-                **(OFF if config.pp_rank is None else {}),
+                **(OFF if config.pp_follows else {}),
             ), known
         config = resolve_ranks(config, lowest, width(m for s in known for m in s.allocation.matrices))
         if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:

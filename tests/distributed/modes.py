@@ -63,6 +63,9 @@ MODES = {
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "pipeline, gradients between stages in low rank": Mode("--pipeline-model-parallel-size 2", pp="backward"),
     "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both"),
+    "pipeline, messages both ways in 8 bits": Mode(
+        "--pipeline-model-parallel-size 2", "--edgc-pp-engine int8", pp="both"
+    ),
     "virtual pipeline and context parallel, gradients between stages in low rank": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--context-parallel-size 2",
@@ -200,7 +203,7 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
         *base,
         *COMPRESSED,
         *([] if "--edgc-engine" in mode.edgc else LOW_RANK),
-        *(messages and [*messages, "8"]),
+        *(messages[:-1] if "--edgc-pp-engine" in mode.edgc else messages and [*messages, "8"]),
         *shlex.split(mode.edgc),
     ]
     checkpoint = str(folder / name)

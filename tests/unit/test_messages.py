@@ -41,6 +41,18 @@ def test_few_bits_take_few_bytes() -> None:
     assert how.bytes == (ROWS + COLS) * 8 // 2 + (ROWS + COLS) * 8 // 128 * 2 + HEADER_BYTES
 
 
+@pytest.mark.parametrize(("name", "size"), [("int8", 1), ("int4", 1 / 2), ("int2", 1 / 4)])
+def test_at_rank_0_the_values_travel_rounded(name: str, size: float) -> None:
+    how, matrix = form(0, name), noise(0)
+    arrived = send(MessageSender(False, 1), matrix, how)
+    assert how.bytes == ROWS * COLS * size + ROWS * COLS // 128 * 2 + HEADER_BYTES
+    apart = torch.linalg.matrix_norm(arrived - matrix) / torch.linalg.matrix_norm(matrix)
+    assert 0 < apart < {1: 0.01, 1 / 2: 0.15, 1 / 4: 0.5}[size]
+    broken = matrix.clone()
+    broken[3, 5] = torch.inf
+    assert not torch.isfinite(send(MessageSender(True, 1), broken, how)).all()
+
+
 def test_a_rank_that_does_not_pay_sends_the_values() -> None:
     assert form(20).used_rank is None and form(19).used_rank == 19
     assert form(None).bytes == ROWS * COLS * 4 + HEADER_BYTES
@@ -51,7 +63,7 @@ def test_a_rank_that_does_not_pay_sends_the_values() -> None:
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_over_the_messages_sent_and_left_are_what_was_put_in(name: str) -> None:
     sender, put_in, arrived = MessageSender(True, 1), torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
-    for step, rank in enumerate([None, 4, 4, 8, 8, 4, 2, None, 4, 8]):
+    for step, rank in enumerate([None, 4, 4, 8, 0, 0, 4, 2, None, 4, 8]):
         put_in += noise(step)
         arrived += send(sender, noise(step), form(rank, name))
         assert sender.error is not None or step == 0
