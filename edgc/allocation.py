@@ -101,7 +101,7 @@ def water_filled_ranks(
 ) -> dict[str, int]:
     """The values of one common rank, spent where they carry most energy: reverse water-filling over directions.
 
-    ``energies`` holds the squared singular values of each matrix's gradient, the largest first, as far as they are
+    ``energies`` holds the energy of each direction of each matrix's gradient, the largest first, as far as they are
     known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy
     over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the values of
     ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded down to a multiple of 4: what is

@@ -164,7 +164,7 @@ class Communicator:
 
         Returns (this rank's sums, shares of all that was put in). Shards are padded to the size of the largest one.
         """
-        none = shards[0][0].new_empty(0)
+        none = next(tensor for shard in shards for tensor in shard).new_empty(0)  # a shard may hold nothing
         parts = [[in_groups(tensor.reshape(-1)) for tensor in shard] for shard in shards]
         flat = [torch.cat([none, *pieces]) for pieces in parts]
         length = max(map(len, flat))

@@ -1,7 +1,7 @@
 """What a reduction costs on this link: timed on scratch buffers before training, or computed from a bandwidth."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,7 +57,8 @@ def cost_of_link(
     if config.residual_wire is not None:
         rest += seconds(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
     host = seconds(dense, "fp32") * _host_share(scatters)
-    uncompressed = host if wire(config.dense_wire).exact else seconds(dense, config.dense_wire)
+    # a rounded sum of which each rank needs its shard ends halfway
+    uncompressed = host if wire(config.dense_wire).exact else seconds(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, per_rank), uncompressed, host)
 
 
@@ -81,13 +82,14 @@ def probe(
     generator = torch.Generator().manual_seed(config.seed)
     flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
     gradients = dict(zip(sizes, torch.split(flat, list(sizes.values())), strict=True))
+    shards = _even_cuts(sizes, communicator.ranks) if scatters else None
     top = largest_rank(matrices, config.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
 
     def reduction(rank: int | None) -> Callable[[], None]:
         def reduce() -> None:
             reducer.set_rank(rank)
-            run(reducer.reduce(gradients, iteration=1))
+            run(reducer.reduce(gradients, iteration=1, shards=shards))
 
         return reduce
 
@@ -96,6 +98,15 @@ def probe(
     dense = host if reducer.plain else _fastest(reduction(None), flat, communicator)
     compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]
     return StageCost(CommCost.fit(ranks, compressed), dense, host)
+
+
+def _even_cuts(sizes: Mapping[str, int], ranks: int) -> dict[str, list[int]]:
+    """Of tensors one behind the other in a buffer that the ranks divide among them."""
+    total, start, cuts = sum(sizes.values()), 0, {}
+    for name, size in sizes.items():
+        cuts[name] = [min(max(rank * total // ranks - start, 0), size) for rank in range(ranks + 1)]
+        start += size
+    return cuts
 
 
 def _host_share(scatters: bool) -> float:

@@ -27,7 +27,7 @@ class Measurements:
 
     entropy: list[float] = field(default_factory=list)
     residual: list[float] = field(default_factory=list)
-    energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared singular values by matrix
+    energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
 
     def take(self) -> "Measurements":

@@ -30,7 +30,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from edgc.config import PRESETS  # noqa: E402
 from tools import frontier_studies  # noqa: E402
-from tools.frontier_report import draw, markdown  # noqa: E402
+from tools.frontier_report import draw, fewer_bytes, markdown  # noqa: E402
 from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
 
 RUNS = REPOSITORY / "runs" / "frontier"
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.append(line)
         record_result(DOCS / "results.jsonl", line)
         print(
-            f"{label}: loss {measured.val_loss:.4f}, {line['dp_bytes_dense'] / line['dp_bytes']:.2f}x fewer bytes, "
+            f"{label}: loss {measured.val_loss:.4f}, {fewer_bytes(line):.2f}x fewer bytes, "
             f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )

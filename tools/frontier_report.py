@@ -91,7 +91,7 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
             name,
             group[0]["engine"],
             Interval.of([line["val_loss"] / dense[where, line["seed"]] - 1 for line in group]),
-            fmean(line["dp_bytes_dense"] / line["dp_bytes"] for line in group),
+            fmean(fewer_bytes(line) for line in group),
             fmean(line["step_seconds"] for line in group),
             fmean(references[where, line["seed"]]["param_bytes"] / line["param_bytes"] for line in group)
             if "param_bytes" in group[0]
@@ -117,6 +117,11 @@ def _beats(other: Entry, entry: Entry) -> bool:
     return no_worse and (other.reduction > entry.reduction or other.gap.mean < entry.gap.mean)
 
 
+def fewer_bytes(line: Line) -> float:
+    """How many times fewer data-parallel bytes than Megatron's own way; 1 where one rank has none to send."""
+    return line["dp_bytes_dense"] / line["dp_bytes"] if line["dp_bytes"] else 1.0
+
+
 def difference(lines: Sequence[Line], first: str, second: str) -> dict[str, tuple[Interval, float]]:
     """By setting: how much lower the loss of ``first`` is than that of ``second``, relative, and its bytes over its."""
     runs = {(setting(line), line["name"], line["seed"]): line for line in lines}
@@ -127,7 +132,7 @@ def difference(lines: Sequence[Line], first: str, second: str) -> dict[str, tupl
     return {
         where: (
             Interval.of([1 - a["val_loss"] / b["val_loss"] for a, b in both]),
-            fmean(a["dp_bytes"] / b["dp_bytes"] for a, b in both),
+            fmean(fewer_bytes(b) / fewer_bytes(a) for a, b in both),
         )
         for where, both in pairs.items()
     }

@@ -70,11 +70,12 @@ class Engine(ABC):
     ) -> Steps[Reduced]:
         """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
-        Over the group, sums and the errors that are returned are together exactly what was put in. ``ranks`` gives each
-        matrix's rank and means nothing to other engines; ``older`` holds the errors that were added. Of a gradient with
-        cuts in ``shards`` each rank needs only its own part; the others may be left as anything. What changes from step
-        to step by plan follows ``iteration``, so that a step can be repeated. The host does not wait for results here:
-        a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be anything.
+        Or return the sum as one of ``Reduced.products``. Over the group, sums and the errors that are returned are
+        together exactly what was put in. ``ranks`` gives each matrix's rank and means nothing to other engines;
+        ``older`` holds the errors that were added. Of a gradient with cuts in ``shards`` each rank needs only its own
+        part; the others may be left as anything. What changes from step to step by plan follows ``iteration``, so that
+        a step can be repeated. The host does not wait for results here: a gradient that is not finite on any rank is
+        told in ``Reduced.finite``, and then its sum may be anything.
         """
 
     def state_dict(self) -> dict[str, Packed]:
@@ -86,7 +87,7 @@ class Engine(ABC):
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether every entry is finite. Called on sums, which are the same on every rank, so the answer is too."""
+    """Whether every entry is finite. Of sums that are the same on every rank the answer is, too."""
     return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
 

@@ -47,8 +47,8 @@ class Rounding(Engine):
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, communicator.rank))
         errors = {} if self.wire.exact else {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
         whole = [[(name, 0, gradient.numel()) for name, gradient in gradients.items()]]
-        parts = _by_rank(gradients, shards, communicator.ranks)
-        sharded = not self.wire.exact and _size(max(parts, key=_size)) * communicator.ranks < 2 * _size(whole[0])
+        parts = _by_rank(gradients, shards, communicator.ranks) if shards and not self.wire.exact else []
+        sharded = parts != [] and _size(max(parts, key=_size)) * communicator.ranks < 2 * _size(whole[0])
         finite = [torch.ones((), dtype=torch.bool, device=self.device)]
         for portion in _portions(parts if sharded else whole):
             values = [[gradients[name].view(-1)[start:stop] for name, start, stop in pieces] for pieces in portion]
@@ -72,11 +72,10 @@ class Rounding(Engine):
 
 
 def _by_rank(gradients: Mapping[str, Tensor], shards: Mapping[str, Cuts], ranks: int) -> list[list[Piece]]:
-    """What each rank needs of the sums; of a gradient without cuts all of it."""
+    """What each rank needs of the sums."""
     parts: list[list[Piece]] = [[] for _ in range(ranks)]
-    for name, gradient in gradients.items():
-        bounds = pairwise(shards[name]) if name in shards else [(0, gradient.numel())] * ranks
-        for part, (start, stop) in zip(parts, bounds, strict=True):
+    for name in gradients:
+        for part, (start, stop) in zip(parts, pairwise(shards[name]), strict=True):
             if start < stop:
                 part.append((name, start, stop))
     return parts

@@ -136,7 +136,8 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "resolved": {name: getattr(self.message_controller.config, name) for name in RANKS},
+            "requested": {name: getattr(self.requested, name) for name in RANKS},
+            "resolved": {name: getattr(self.message_controller.config, name) for name in RESOLVED},
             "controller": self.message_controller.state_dict(),
         }
 
@@ -178,22 +179,22 @@ class Checkpoints:
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{checkpoint.name} has other stages than this run: the controller starts anew")
             return
-        self._load_controller(self.controller, index["controller"], index["resolved"], folder)
+        resolved = {name: value for name, value in index["resolved"].items() if getattr(self.requested, name) is None}
+        self._load_controller(self.controller, index["controller"], resolved, folder)
 
     def _load_controller(
         self,
         controller: Controller,
         state: dict[str, Any],
-        resolved: dict[str, Any],
+        settings: dict[str, Any],
         folder: Path,
     ) -> None:
-        """With it go those settings that were not given, and that a probe of the link had decided then."""
+        """With it go ``settings`` that were not given, and that a probe of the link had decided then."""
         try:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        found = {name: value for name, value in resolved.items() if getattr(self.requested, name) is None}
-        controller.config = replace(controller.config, **found)
+        controller.config = replace(controller.config, **settings)
 
     def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
@@ -215,7 +216,9 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        resolved = kept["resolved"] if self.requested.pp_follows else {}
+        # also of a rank that was given: how much of it messages get has been timed
+        alike = kept["requested"] == {name: getattr(self.requested, name) for name in RANKS}
+        resolved = kept["resolved"] if self.requested.pp_follows and alike else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:

@@ -44,23 +44,17 @@ def largest_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:
 
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
-    """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this.
-
-    Empty where no two ranks would make a message smaller.
-    """
-    ranks = [NO_RANK]
-    if config.pp_engine == "powersgd":
-        limit = largest_rank(config, args, 1.0)
-        ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit})
-        if limit < 2:
-            return {}
+    """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
+    limit = largest_rank(config, args, config.min_saving) if config.pp_engine == "powersgd" else 0
+    ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []
+    only = NO_RANK if config.pp_engine != "powersgd" else None
     costs = {}
     for sender in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
         dense, *compressed = (
-            _seconds(message_form(config, args, rank), sender, config, device) for rank in (None, *ranks)
+            _seconds(message_form(config, args, rank), sender, config, device) for rank in (None, *(ranks or [only]))
         )
         if dense is not None:
-            cost = CommCost.fit(ranks, compressed) if len(ranks) > 1 else CommCost(compressed[0], 0.0)
+            cost = CommCost.fit(ranks, compressed) if ranks else CommCost(compressed[0], 0.0)
             costs[sender] = StageCost(cost, dense, dense)
     return costs
 
@@ -82,7 +76,8 @@ def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch
     ask = torch.zeros(1, device=device)
     if stage == sender:
         source = MessageSender(True, config.seed)
-        values = torch.randn(form.rows, form.cols, device=device).to(form.dtype)
+        generator = torch.Generator().manual_seed(config.seed)
+        values = torch.randn(form.rows, form.cols, generator=generator).to(device, form.dtype)
         for step in range(1 + REPETITIONS):
             dist.recv(ask, peers[sender - 1], group=group)
             dist.send(source.encode(values, form, form.header(step, sender, False, 0)), peers[sender - 1], group=group)

@@ -274,13 +274,18 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
 
     Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
     """
-    own: dict[str, Any] = {"allocation": "uniform", **OFF}
+    own: dict[str, Any] = {"allocation": "uniform", "rank_tilt": 0.0, "dense_wire": "fp32", **OFF}
     if not config.pp_follows:
-        own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rank_tilt=0.0)
-        own.update(rmin=None, rmax=None)
+        own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rmin=None, rmax=None)
     elif config.rank_model in ("measured", "residual"):
         own["rank_model"] = "gaussian"
     return replace(config, **own)
+
+
+def uncompressed(config: EDGCConfig) -> EDGCConfig:
+    """The same, of messages that are not compressed after all."""
+    ranks = {"static_rank": None, "rmin": None, "rmax": None}
+    return replace(message_config(config), engine="dense", **ranks)
 
 
 def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:

@@ -5,7 +5,7 @@ import platform
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
@@ -41,8 +41,13 @@ class Reporter:
         stages: Sequence[Allocation],
         costs: Sequence[StageCost | None],
         left_dense: Sequence[str],
+        messages: EDGCConfig | None,
+        message_costs: Mapping[int, StageCost],
     ) -> None:
-        """What is compressed, what stays dense and why; ``left_dense``: of a stage that is never compressed."""
+        """What is compressed, what stays dense and why; ``left_dense``: of a stage that is never compressed.
+
+        ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them.
+        """
         config = self.config
         gradient_bytes = 2 if self.args.grad_reduce_in_bf16 else 4
         if config.engine == "dense":
@@ -70,6 +75,12 @@ class Reporter:
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
+        if messages is not None:
+            how = f"rank {messages.rmin} to {messages.rmax}" if messages.dynamic else f"rank {messages.static_rank}"
+            if not messages.low_rank:
+                how = "uncompressed" if messages.engine == "dense" else messages.engine
+            what = {"backward": "gradients", "both": "gradients and activations"}[config.pp]
+            lines.append(f"{what} between stages: {how}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.parameters = [
             stage.rest_elements + sum(matrix.rows * matrix.cols for matrix in stage.matrices) for stage in stages
@@ -88,6 +99,10 @@ class Reporter:
                 }
                 for key, allocation, cost in zip(keys, stages, costs, strict=True)
             ],
+            messages=None
+            if messages is None
+            else {name: getattr(messages, name) for name in ("engine", "rmin", "rmax", "static_rank")},
+            message_costs={str(sender): asdict(cost) for sender, cost in message_costs.items()},
             versions={
                 "edgc": __version__,
                 "python": platform.python_version(),

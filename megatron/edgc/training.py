@@ -38,7 +38,7 @@ from megatron.edgc.compatibility import check_embedding, check_messages, check_p
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
-from megatron.edgc.messages import OFF, PipelineMessages, message_config
+from megatron.edgc.messages import OFF, PipelineMessages, message_config, uncompressed
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.stages import Stage, stages_of
 from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
@@ -97,12 +97,10 @@ class Session:
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
         self.config, setups = self._plan_run(device)
-        if self._alone:  # Megatron's own sum over one rank changes nothing; rounding would
-            self.config = replace(self.config, dense_wire="fp32")
+        if self._alone:  # Megatron's own sum and gather over one rank change nothing; rounding would
+            self.config = replace(self.config, dense_wire="fp32", param_wire=None)
         sent_back = self._message_costs(device)
         message_settings = self._message_settings(sent_back)
-        if message_settings is None:
-            self.config = replace(self.config, **OFF)
         overlap = Overlap(device)
         for stage in self.stages:
             stage.attach(self.config, overlap, self.begin_step, self._repeatable())
@@ -136,7 +134,7 @@ class Session:
                 self.message_controller = Controller(message_settings, self.iterations, specs, [None] * len(specs))
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(self.keys, allocations, costs, left_dense)
+        self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back)
         Checkpoints(
             self.args,
             self.requested,
@@ -175,7 +173,7 @@ class Session:
         return {sender: cost for sender, cost in slowest.items() if cost is not None}
 
     def _message_settings(self, costs: dict[int, StageCost]) -> EDGCConfig | None:
-        """The settings of the messages' controller; None where they stay uncompressed."""
+        """The settings of the messages' controller; None where there is none."""
         config, args = self.config, self.args
         if config.pp == "off":
             return None
@@ -188,14 +186,15 @@ class Session:
                     f"only up to rank {limit}"
                 )
             return message_config(config)
-        saving = largest_rank(config, args, config.min_saving)
-        usable = min([RANK_MULTIPLE * (saving // RANK_MULTIPLE), *map(break_even, costs.values())])
-        if usable < RANK_MULTIPLE:
+        usable = RANK_MULTIPLE * (largest_rank(config, args, config.min_saving) // RANK_MULTIPLE)
+        if usable:
+            usable = min([usable, *map(break_even, costs.values())])
+        if not usable:
             Reporter.warn(
                 f"messages between stages stay uncompressed: no rank makes them {config.min_saving:g}x smaller and "
                 f"takes no longer on this link. Give {flag('pp_rank')} to compress them all the same"
             )
-            return None
+            return uncompressed(config)
         config = message_config(config)
         ranks = {name: getattr(config, name) for name in RANKS}
         return replace(config, **{name: min(rank, usable) for name, rank in ranks.items() if rank is not None})

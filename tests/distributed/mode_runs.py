@@ -3,9 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 tests/distributed/mode_runs.py RUNS.json FOLDER
 
 RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, with "latest": [folder,
-iteration] to go on from an earlier checkpoint than the last, or with "slow_stage": the pipeline stage whose messages
-are late. Rank r leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A run that fails leaves
-its traceback instead.
+iteration] to go on from an earlier checkpoint than the last, with "slow_stage": the pipeline stage whose messages are
+late, or with "break_even": the largest rank at which messages take no longer. Rank r leaves FOLDER/NAME-r.pt with its
+parameters, losses and what ``Watch`` found. A run that fails leaves its traceback instead.
 """
 
 import gc
@@ -162,7 +162,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
-    largest_rank = megatron.edgc.training.largest_rank
+    largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
+    if "break_even" in case:
+        megatron.edgc.training.break_even = lambda cost: case["break_even"]
     chunk_of = PipelineMessages._chunk
     PipelineMessages._chunk = watch.around_chunk(chunk_of)  # type: ignore[method-assign]
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
@@ -199,7 +201,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     finally:
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
-        megatron.edgc.training.largest_rank = largest_rank
+        megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load

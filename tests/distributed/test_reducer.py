@@ -148,6 +148,34 @@ def test_a_rank_that_needs_a_shard_gets_no_more_and_the_scales_are_of_the_whole(
         assert 0 < apart < 0.1  # whole sums are rounded once more
 
 
+def shards_of_three(rank: int) -> list[float]:
+    """What is lost where low rank takes all of rank 0's shard, and other shards are rounded in several portions."""
+    rounding.PORTION = 3 * 256
+    parameters = [Parameter("m", (32, 32)), Parameter("a", (900,)), Parameter("b", (1148,))]
+    shards = {"m": [0, 1024, 1024, 1024], "a": [0, 0, 900, 900], "b": [0, 0, 124, 1148]}
+    config = EDGCConfig(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, Traffic())
+    under_test = GradientReducer(allocate(parameters, config, 4), config, communicator, CPU)
+    lost = []
+    for step, stage_rank in enumerate([None, 4, 4]):
+        under_test.set_rank(stage_rank)
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        local = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
+        kept = {name: packed.values().view_as(local[name]) for name, packed in under_test.feedback.packed.items()}
+        owed = {name: summed(local[name] + kept.get(name, 0)) for name in local}
+        run(under_test.reduce(local, step, shards=shards))
+        for name, result in needed(local, rank, shards).items():
+            left = summed(under_test.feedback.packed[name].values().view_as(result))
+            lost.append(float((owed[name] - summed(result) - left).abs().max()))
+    return lost
+
+
+def test_a_rank_may_need_nothing_of_what_is_rounded() -> None:
+    for lost in run_on_ranks(shards_of_three, 3):
+        assert len(lost) == 9 and max(lost) < 1e-4
+
+
 def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
     under_test = reducer()
     under_test.set_rank(4)
