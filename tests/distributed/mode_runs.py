@@ -49,7 +49,8 @@ class Watch:
         self.reductions = 0
         self.lost = 0.0  # of what was put in, relative to its largest entry
         self.lost_messages = 0.0  # the same of messages between stages
-        self.message_ranks: list[int | None] = []  # of those that this rank has sent
+        self.training = False  # before, messages are timed
+        self.message_ranks: list[int | None] = []  # of those that this rank has sent in training
         # of gradients for the stage before: the chunks whose backward passes made them, and those they were taken for
         self.chunks: tuple[list[int], list[int]] = ([], [])
         self.apart: list[str] = []  # state that differs within a data-parallel group
@@ -83,7 +84,8 @@ class Watch:
         def watched(
             sender: MessageSender, matrix: Tensor, form: MessageFormat, header: Tensor, scale: Tensor | None = None
         ) -> Tensor:
-            self.message_ranks.append(form.used_rank)
+            if self.training:
+                self.message_ranks.append(form.used_rank)
             if parallel_state.get_pipeline_model_parallel_rank() == slow_stage:
                 time.sleep(0.05)
             own = 1.0 if scale is None else float(scale)
@@ -101,6 +103,7 @@ class Watch:
         """Of the messages' ``_chunk``: what it says of gradients."""
 
         def watched(messages: PipelineMessages, direction: str, place: int) -> int:
+            self.training = True
             found: int = chunk(messages, direction, place)
             if direction == "backward":
                 self.chunks[1].append(found)

@@ -224,10 +224,7 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
         assert even["message_ranks"] == skewed["message_ranks"]
         assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
     # what a link was found to allow is not found anew by a run that goes on
-    in_training = {
-        rank for one in left["timed"] for rank in one["message_ranks"][-24:]
-    }  # of four messages in six steps
-    assert in_training == {None, 8}
+    assert {rank for one in left["timed"] for rank in one["message_ranks"]} == {None, 8}
     pairs = [(left["saved"], left["resumed"]), (left["timed"], left["timed-resumed"])]
     for saved, resumed in (both for run, rest in pairs for both in zip(run, rest, strict=True)):
         assert saved["message_ranks"][-len(resumed["message_ranks"]) :] == resumed["message_ranks"]
