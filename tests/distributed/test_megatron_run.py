@@ -226,3 +226,24 @@ def test_a_rank_that_no_matrix_can_have_is_refused() -> None:
     assert finished.returncode != 0
     assert "--edgc-static-rank = 100: no matrix of this model saves 2x at rank 100; " in finished.stdout
     assert "the largest rank that does is 24" in finished.stdout
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
+def test_norm_and_zeros_in_the_log_are_of_the_gradient_that_the_optimizer_gets(optimizer: list[str]) -> None:
+    sparse = (
+        "--edgc --edgc-preset paper --edgc-engine topk --edgc-density 0.01 --edgc-window 2 --edgc-warmup-fraction 0.5"
+    )
+    logged = ["--train-iters", "4", "--log-num-zeros-in-grad", "--clip-grad", "0.1", *optimizer]
+    dense, sent = train(logged, 2), train([*logged, *sparse.split()], 2)
+    elements = int(re.findall(r"number of parameters on .*: (\d+)", dense)[0])
+    (norms, zeros), (sparse_norms, sparse_zeros) = (
+        (
+            [float(n) for n in re.findall(r"grad norm: ([0-9.]+)", out)],
+            [int(n) for n in re.findall(r"num zeros: (\d+)", out)],
+        )
+        for out in (dense, sent)
+    )
+    assert sparse_norms[:2] == norms[:2] and sparse_zeros[:2] == zeros[:2]  # not compressed yet
+    # two ranks send a hundredth each, and keep the rest
+    assert all(count > 0.97 * elements > 2 * before for count, before in zip(sparse_zeros[2:], zeros[2:], strict=True))
+    assert all(0 < norm < 0.9 * before for norm, before in zip(sparse_norms[2:], norms[2:], strict=True))
