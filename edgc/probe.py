@@ -1,8 +1,9 @@
 """What a reduction costs on this link: timed on scratch buffers before training, or computed from a bandwidth."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from edgc.collectives import Communicator, all_reduce_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import StageCost
 from edgc.engines import MatrixSpec
+from edgc.engines.base import cuts
 from edgc.engines.powersgd import STRONG_SHARE
 from edgc.reducer import GradientReducer, run
 from edgc.wire import wire
@@ -82,7 +84,9 @@ def probe(
     generator = torch.Generator().manual_seed(config.seed)
     flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
     gradients = dict(zip(sizes, torch.split(flat, list(sizes.values())), strict=True))
-    shards = _even_cuts(sizes, communicator.ranks) if scatters else None
+    shard = -(-len(flat) // communicator.ranks)
+    ends = zip(sizes, accumulate(sizes.values()), strict=True)
+    shards = {name: cuts(end - sizes[name], end, shard, communicator.ranks) for name, end in ends} if scatters else None
     top = largest_rank(matrices, config.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
 
@@ -98,15 +102,6 @@ def probe(
     dense = host if reducer.plain else _fastest(reduction(None), flat, communicator)
     compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]
     return StageCost(CommCost.fit(ranks, compressed), dense, host)
-
-
-def _even_cuts(sizes: Mapping[str, int], ranks: int) -> dict[str, list[int]]:
-    """Of tensors one behind the other in a buffer that the ranks divide among them."""
-    total, start, cuts = sum(sizes.values()), 0, {}
-    for name, size in sizes.items():
-        cuts[name] = [min(max(rank * total // ranks - start, 0), size) for rank in range(ranks + 1)]
-        start += size
-    return cuts
 
 
 def _host_share(scatters: bool) -> float:

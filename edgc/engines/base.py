@@ -16,6 +16,11 @@ from edgc.wire import Packed
 type Cuts = Sequence[int]
 
 
+def cuts(start: int, end: int, shard: int, ranks: int) -> Cuts:
+    """Of a gradient that lies between ``start`` and ``end`` of a buffer, of which each rank has a shard so long."""
+    return [min(max(rank * shard, start), end) - start for rank in range(ranks + 1)]
+
+
 @dataclass(frozen=True)
 class MatrixSpec:
     """A gradient seen as a matrix: the parameter's name and rows x cols (1 x elements for a vector)."""

@@ -189,7 +189,7 @@ class Checkpoints:
         settings: dict[str, Any],
         folder: Path,
     ) -> None:
-        """With it go ``settings`` that were not given, and that a probe of the link had decided then."""
+        """With it go the ``settings`` that a probe of the link had decided then."""
         try:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:

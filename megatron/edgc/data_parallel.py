@@ -14,6 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps, Traffic, together
+from edgc.engines.base import Cuts, cuts
 from edgc.overlap import Overlap
 from edgc.reducer import GradientReducer, run
 from edgc.timing import Spans
@@ -45,7 +46,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     edgc_spans: Spans
     edgc_overlap: Overlap
     edgc_step: Callable[[], Step]
-    edgc_shards: dict[str, list[int]] | None  # with the distributed optimizer: cuts of each gradient
+    edgc_shards: dict[str, Cuts] | None  # with the distributed optimizer: cuts of each gradient
 
     @classmethod
     def attach(
@@ -152,17 +153,15 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
                 views[self.edgc_names[parameter]] = bucket.grad_data[start:end].view(parameter.shape)
         return views
 
-    def _cuts(self) -> dict[str, list[int]]:
+    def _cuts(self) -> dict[str, Cuts]:
         """Where in each flattened gradient the shards of the ranks begin and end."""
-        cuts = {}
         ranks = self.edgc_reducer.communicator.ranks
-        for bucket in self.buckets:
-            size = bucket.grad_data.numel() // ranks
-            for parameter, (start, end) in bucket.param_to_index.items():
-                if parameter in self.edgc_names:
-                    places = [min(max(rank * size, start), end) - start for rank in range(ranks + 1)]
-                    cuts[self.edgc_names[parameter]] = places
-        return cuts
+        return {
+            self.edgc_names[parameter]: cuts(start, end, bucket.grad_data.numel() // ranks, ranks)
+            for bucket in self.buckets
+            for parameter, (start, end) in bucket.param_to_index.items()
+            if parameter in self.edgc_names
+        }
 
 
 class WeightGather:
