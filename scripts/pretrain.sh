@@ -1,0 +1,104 @@
+# shellcheck shell=bash
+# The body of scripts/pretrain_*.sh, which set MODEL (a file of configs/models/) and METHOD (a line of
+# configs/methods.yaml) and source it. Their arguments go to pretrain_gpt.py. Three ways to start one of them:
+#
+#     sbatch scripts/pretrain_....sh        in Slurm; goes back into the queue when preempted or out of time
+#     bash scripts/pretrain_....sh          inside a Slurm allocation (salloc)
+#     bash scripts/pretrain_....sh          on one machine without Slurm, through torchrun
+#
+# In Slurm there is one task for each GPU, or one for each node, which then starts torchrun.
+#
+#     DATA=PREFIX      data set, the --output-prefix of tools/preprocess_data.py
+#     MODEL, CLUSTER   other files of configs/models/ and configs/clusters/; MODEL=tiny tries everything on a laptop
+#     RUN=FOLDER       (runs/MODEL) where the run gets a folder with the method's name
+#     SEED=1234
+#     PYTHON           (.venv/bin/python)
+#     CONTAINER_IMAGE  run inside this image (Pyxis); CONTAINER_MOUNTS (this repository) and PYTHON (python) with it
+#     DRY_RUN=1        print the command and start nothing
+#
+# The same command goes on from the newest checkpoint that is whole.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd -- "$root"
+container=()
+python=${PYTHON:-.venv/bin/python}
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
+        --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
+    python=${PYTHON:-python}
+elif [[ -z ${PYTHON:-} ]]; then
+    bash scripts/setup_env.sh
+fi
+die() {
+    printf '%s: %s\n' "$METHOD" "$*" >&2
+    exit 1
+}
+
+plan=("$python" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
+    --seed "${SEED:-1234}")
+[[ -n ${CLUSTER:-} ]] && plan+=(--cluster "$CLUSTER")
+[[ -n ${DATA:-} ]] && plan+=(--data "$DATA")
+[[ -n ${DRY_RUN:-} ]] || plan+=(--record)
+per_gpu=
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    plan+=(--nodes "$SLURM_NNODES")
+    if ((${SLURM_NTASKS:-0} > SLURM_NNODES)); then
+        per_gpu=1
+        plan+=(--processes-per-node $((SLURM_NTASKS / SLURM_NNODES)))
+    fi
+    [[ -n ${CONTAINER_IMAGE:-} ]] && plan=(srun --nodes 1 --ntasks 1 "${container[@]}" "${plan[@]}")
+fi
+settings=$("${plan[@]}" "$@") || exit
+eval "$settings"
+# shellcheck disable=SC2154  # folder, arguments, nodes, processes_per_node and iterations come from there
+
+if [[ -z ${SLURM_JOB_ID:-} ]] && ((nodes == 1)); then
+    command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$processes_per_node"
+        pretrain_gpt.py "${arguments[@]}")
+else
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+        export MASTER_ADDR MASTER_PORT
+    elif [[ -n ${DRY_RUN:-} ]]; then
+        per_gpu=1
+    else
+        die "$nodes nodes and no Slurm: submit with sbatch, or set CLUSTER to a file of one node"
+    fi
+    command=(srun --kill-on-bad-exit=1 "${container[@]}")
+    if [[ -n $per_gpu ]]; then
+        # shellcheck disable=SC2016  # each task puts in its own
+        command+=(bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"' task
+            "$python" pretrain_gpt.py "${arguments[@]}")
+    else
+        command+=(--ntasks-per-node 1 "$python" -m torch.distributed.run --nnodes "$SLURM_NNODES"
+            --nproc-per-node "$processes_per_node" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
+            --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" pretrain_gpt.py "${arguments[@]}")
+    fi
+fi
+if [[ -n ${DRY_RUN:-} ]]; then
+    printf '%q ' "${command[@]}"
+    printf '\n'
+    exit
+fi
+
+saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
+before=$(saved)
+((before == 0)) || printf '%s: going on from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
+# Slurm signals the tasks, which save and end; this shell has to outlive them.
+trap : TERM USR1 USR2
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+status=0
+"${command[@]}" 2>&1 | tee -a -- "$folder/log.txt" || status=$?
+((status == 0)) || die "training ended with status $status at iteration $(saved) or later, log in $folder/log.txt"
+after=$(saved)
+if ((after < iterations)); then
+    ((after > before)) || die "training ended before iteration $iterations and saved nothing, log in $folder/log.txt"
+    printf '%s: stopped at iteration %s of %s\n' "$METHOD" "$after" "$iterations"
+    if [[ $0 == */slurm_script ]]; then # a batch job, not a shell inside an allocation
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+else
+    printf '%s: finished %s iterations, results in %s\n' "$METHOD" "$iterations" "$folder"
+fi

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=gpt2-12.1b-edgc
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+# GPT2-12.1B on 64 H100: gradients compressed by EDGC as published. scripts/pretrain.sh says how to start it.
+MODEL=${MODEL:-gpt2_12.1b}
+METHOD=edgc
+here=${BASH_SOURCE[0]}
+[[ $here == */slurm_script ]] && # sbatch runs a copy
+    here=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+source "$(dirname -- "$here")/pretrain.sh"

@@ -1,0 +1,295 @@
+"""Check the shapes of a training run and print its command for scripts/pretrain.sh.
+
+    python tools/launch.py --model gpt2_12.1b --method edgc --data runs/data/openwebtext --run runs/gpt2_12.1b
+        [--cluster h100_64] [--nodes N] [--processes-per-node N] [--seed N] [--record] [flags of pretrain_gpt.py]
+
+A model is a file of configs/models/, a cluster one of configs/clusters/, a method a line of configs/methods.yaml.
+Prints assignments for the shell: ``arguments``, what follows ``pretrain_gpt.py``, an array; ``nodes`` and
+``processes_per_node``; ``iterations`` of the whole run; its ``folder``. What cannot work is refused with one line,
+before a GPU is touched.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODELS = REPOSITORY / "configs" / "models"
+CLUSTERS = REPOSITORY / "configs" / "clusters"
+METHODS = REPOSITORY / "configs" / "methods.yaml"
+ATTEMPTS = "attempts.jsonl"  # in a run's folder: a line for every time that it was started
+BF16_CAPABILITY = 8.0  # of bf16 and of Transformer Engine: Ampere and later
+PACKAGES = ("edgc", "torch", "megatron-core", "transformer-engine", "apex", "numpy")
+DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+
+
+class LaunchError(Exception):
+    """A run that cannot work; the message is one line that names the value and the rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained: shape, parallel sizes, optimizer. ``cluster``: the one it is meant for; ``billions``: of
+    parameters, by its name; ``methods``: flags that a method has to have otherwise at this size.
+    """
+
+    name: str
+    title: str
+    cluster: str
+    flags: str
+    billions: float | None = None
+    methods: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What it is trained on. ``link_gbps``: Gbit/s of one process to other nodes; ``gpu``: none for CPUs."""
+
+    name: str
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    flags: str
+    compute_capability: float | None = None
+    memory_gib: float | None = None
+    link_gbps: float | None = None
+
+
+def read[T: (Model, Cluster)](kind: type[T], folder: Path, name: str) -> T:
+    """The file ``name``.yaml of a folder, or any file by its path. Raises ``LaunchError``."""
+    path = Path(name) if name.endswith(".yaml") else folder / f"{name}.yaml"
+    content = _mapping(path)
+    known = {key.name: key for key in fields(kind) if key.name != "name"}
+    if unknown := sorted(content.keys() - known.keys()):
+        raise LaunchError(f"{path}: unknown key {', '.join(unknown)}; keys are {', '.join(known)}")
+    needed = {name for name, key in known.items() if key.default is MISSING and key.default_factory is MISSING}
+    if missing := sorted(needed - content.keys()):
+        raise LaunchError(f"{path}: lacks {', '.join(missing)}")
+    for key, value in content.items():
+        rule, holds = _RULES[known[key].type]
+        if not holds(value):
+            raise LaunchError(f"{path}: {key} = {value!r}: must be {rule}")
+    return kind(**content, name=path.stem)
+
+
+def _positive(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+
+_RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("text", lambda value: isinstance(value, str)),
+    int: ("a positive whole number", lambda value: _positive(value, int)),
+    float | None: ("a positive number", lambda value: _positive(value, (int, float))),
+    dict[str, str]: ("names with text", _texts),
+}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
+        raise LaunchError(f"{path}: there is no such file; those that are there: {others}") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise LaunchError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise LaunchError(f"{path}: must hold keys and values")
+    return content
+
+
+def method_flags(name: str, model: Model) -> list[str]:
+    """The flags of a method, with what this model changes."""
+    methods = _mapping(METHODS)
+    if name not in methods:
+        raise LaunchError(f"{METHODS}: there is no method {name}; methods are {', '.join(methods)}")
+    return shlex.split(f"{methods[name]} {model.methods.get(name, '')}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run that has passed the checks. ``arguments`` follow ``pretrain_gpt.py``."""
+
+    folder: Path
+    arguments: tuple[str, ...]
+    nodes: int
+    processes_per_node: int
+    iterations: int
+
+
+def shape_of(arguments: Sequence[str]) -> Namespace:
+    """The flags that the checks below need; of one that is given twice the last counts, as for Megatron."""
+    parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    sizes = {"tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "context-parallel-size": 1}
+    for name, default in {**sizes, "micro-batch-size": 1, "global-batch-size": None}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in ("train-iters", "train-samples"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fp8-format")
+    parser.add_argument("--edgc-cpu", action="store_true")
+    try:
+        return parser.parse_known_args(arguments)[0]
+    except argparse.ArgumentError as error:
+        raise LaunchError(str(error)) from None
+
+
+def check(model: Model, cluster: Cluster, world_size: int, arguments: Sequence[str]) -> Namespace:
+    """Raise ``LaunchError`` where model, cluster and number of processes do not go together; the flags looked at."""
+    shape = shape_of(arguments)
+    parts = {
+        "tensor": shape.tensor_model_parallel_size,
+        "pipeline": shape.pipeline_model_parallel_size,
+        "context": shape.context_parallel_size,
+    }
+    replica = 1
+    for size in parts.values():
+        replica *= size
+    if replica < 1 or world_size % replica:
+        product = " x ".join(f"{name} {size}" for name, size in parts.items())
+        raise LaunchError(f"{world_size} processes do not divide by {replica} ({product} of {model.name})")
+    copies = world_size // replica
+    batch = shape.global_batch_size or shape.micro_batch_size * copies
+    if batch % (shape.micro_batch_size * copies):
+        raise LaunchError(
+            f"--global-batch-size {batch} does not divide by {shape.micro_batch_size * copies} "
+            f"(--micro-batch-size {shape.micro_batch_size} x {copies} data-parallel ranks)"
+        )
+    if not shape.train_iters and not shape.train_samples:
+        raise LaunchError(f"{model.name}: neither --train-iters nor --train-samples is given")
+    capability = cluster.compute_capability
+    if not shape.edgc_cpu and capability is not None and capability < BF16_CAPABILITY:
+        too_new = {
+            "--bf16": shape.bf16,
+            "--transformer-impl transformer_engine": shape.transformer_impl == "transformer_engine",
+            f"--fp8-format {shape.fp8_format}": shape.fp8_format is not None,
+        }
+        if refused := [flag for flag, given in too_new.items() if given]:
+            raise LaunchError(
+                f"{', '.join(refused)} on {cluster.gpu}: needs compute capability {BF16_CAPABILITY}, it has {capability}"
+            )
+    if shape.train_iters is None:
+        shape.train_iters = shape.train_samples // batch
+    return shape
+
+
+def data_flags(prefix: str | None, given: Sequence[str]) -> list[str]:
+    """Where data and tokenizer are, by tools/preprocess_data.py; nothing if ``given`` has flags that say so."""
+    if any(flag in given for flag in DATA_FLAGS):
+        return []
+    if prefix is None:
+        raise LaunchError(f"no data: set DATA to a data set's prefix, or give one of {', '.join(DATA_FLAGS)}")
+    meta = Path(f"{prefix}_meta.json")
+    try:
+        known = json.loads(meta.read_text(encoding="utf-8"))
+        kind, tokenizer = known["tokenizer_type"], meta.with_name(known["tokenizer_model"])
+        splits = list(known["splits"])
+    except (OSError, ValueError, KeyError) as error:
+        raise LaunchError(
+            f"data {prefix}: {meta} is missing or damaged ({type(error).__name__}): "
+            "make the data with tools/preprocess_data.py, or name it by Megatron's own flags"
+        ) from error
+    if not tokenizer.exists():
+        raise LaunchError(f"data {prefix}: its tokenizer {tokenizer} is not there")
+    flags = ["--tokenizer-type", kind, "--tokenizer-model", str(tokenizer)]
+    for split in splits:
+        infix, flag = ("", "--data-path") if split == "all" else (f"_{split}", f"--{split}-data-path")
+        path = f"{prefix}{infix}_text_document"
+        if absent := [path + ending for ending in (".idx", ".bin") if not Path(path + ending).is_file()]:
+            raise LaunchError(f"data {prefix}: there is no {absent[0]}")
+        flags += [flag, path]
+    return [*flags, "--data-cache-path", str(meta.parent / "cache")]
+
+
+def plan(options: Namespace, extra: Sequence[str]) -> Launch:
+    """The whole command of a run. Raises ``LaunchError``."""
+    model = read(Model, MODELS, options.model)
+    cluster = read(Cluster, CLUSTERS, options.cluster or model.cluster)
+    nodes = options.nodes or cluster.nodes
+    processes = options.processes_per_node or cluster.gpus_per_node
+    folder = options.run / options.method
+    seed = str(options.seed)
+    arguments = [
+        *shlex.split(cluster.flags),
+        *shlex.split(model.flags),
+        *method_flags(options.method, model),
+        *data_flags(options.data, extra),
+        *("--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")),
+        *("--tensorboard-dir", str(folder / "tensorboard"), "--edgc", "--edgc-log-dir", str(folder)),
+        *("--seed", seed, "--edgc-seed", seed, "--exit-signal-handler"),
+        *extra,
+    ]
+    shape = check(model, cluster, nodes * processes, arguments)
+    return Launch(folder, tuple(arguments), nodes, processes, shape.train_iters)
+
+
+def record(launch: Launch) -> None:
+    """Add a line with the exact arguments and the versions that a run starts under to its folder."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True)
+    line: Mapping[str, Any] = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "processes": launch.nodes * launch.processes_per_node,
+        "arguments": launch.arguments,
+        "commit": commit.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "versions": {package: installed(package) for package in PACKAGES},
+    }
+    launch.folder.mkdir(parents=True, exist_ok=True)
+    with (launch.folder / ATTEMPTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check and print; returns the exit status."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="name in configs/models/, or a file")
+    parser.add_argument("--method", required=True, help="name in configs/methods.yaml")
+    parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
+    parser.add_argument("--data", help="prefix that tools/preprocess_data.py was given")
+    parser.add_argument("--run", required=True, type=Path, help="folder in which the run gets one of the method's name")
+    parser.add_argument("--nodes", type=int, help="nodes at hand (default: those of the cluster)")
+    parser.add_argument("--processes-per-node", type=int, help="processes on each (default: the cluster's GPUs)")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--record", action="store_true", help=f"add the command to {ATTEMPTS} in the run's folder")
+    options, extra = parser.parse_known_args(argv)
+    try:
+        launch = plan(options, extra)
+        if options.record:
+            record(launch)
+    except (LaunchError, OSError) as error:
+        print(f"launch: error: {error}", file=sys.stderr)
+        return 2
+    print(f"folder={shlex.quote(str(launch.folder))}")
+    print(f"arguments=({shlex.join(launch.arguments)})")
+    print(f"nodes={launch.nodes}")
+    print(f"processes_per_node={launch.processes_per_node}")
+    print(f"iterations={launch.iterations}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
