@@ -16,7 +16,8 @@
 #     CONTAINER_IMAGE  run inside this image (Pyxis); CONTAINER_MOUNTS (this repository) and PYTHON (python) with it
 #     DRY_RUN=1        print the command and start nothing
 #
-# The same command goes on from the newest checkpoint that is whole.
+# The same command goes on from the newest checkpoint that is whole. A batch job that ends early, by a signal or an error,
+# goes back into the queue by itself if it has saved anything since it started.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -91,14 +92,14 @@ trap : TERM USR1 USR2
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 status=0
 "${command[@]}" 2>&1 | tee -a -- "$folder/log.txt" || status=$?
-((status == 0)) || die "training ended with status $status at iteration $(saved) or later, log in $folder/log.txt"
 after=$(saved)
-if ((after < iterations)); then
-    ((after > before)) || die "training ended before iteration $iterations and saved nothing, log in $folder/log.txt"
-    printf '%s: stopped at iteration %s of %s\n' "$METHOD" "$after" "$iterations"
-    if [[ $0 == */slurm_script ]]; then # a batch job, not a shell inside an allocation
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
-else
+if ((status == 0 && after >= iterations)); then
     printf '%s: finished %s iterations, results in %s\n' "$METHOD" "$iterations" "$folder"
+    exit
 fi
+printf '%s: ended with status %s, saved up to iteration %s of %s, log in %s\n' "$METHOD" "$status" "$after" "$iterations" \
+    "$folder/log.txt" >&2
+if [[ $0 == */slurm_script ]] && ((after > before)); then # a batch job that got on; one that did not would fail for ever
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $((status > 0 ? status : 1))

@@ -181,7 +181,7 @@ def check(model: Model, cluster: Cluster, world_size: int, arguments: Sequence[s
         }
         if refused := [flag for flag, given in too_new.items() if given]:
             raise LaunchError(
-                f"{', '.join(refused)} on {cluster.gpu}: needs compute capability {BF16_CAPABILITY}, it has {capability}"
+                f"{', '.join(refused)} on {cluster.gpu}: needs compute capability {BF16_CAPABILITY}, not {capability}"
             )
     if shape.train_iters is None:
         shape.train_iters = shape.train_samples // batch
