@@ -38,29 +38,34 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
 def cost_of_link(
     allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False
 ) -> StageCost:
-    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency.
+    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
+    return cost_in_bytes(allocation, config, ranks, scatters).scaled(8 / (gbps * 1e9))
+
+
+def cost_in_bytes(allocation: Allocation, config: EDGCConfig, ranks: int, scatters: bool = False) -> StageCost:
+    """The same with the bytes that each rank sends in a step in the place of seconds.
 
     ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does.
     """
 
-    def seconds(elements: float, name: str) -> float:
-        return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks) / (gbps * 1e9 / 8)
+    def sent(elements: float, name: str) -> float:
+        return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks)
 
-    rest = seconds(allocation.rest_elements, config.rest_wire)
+    rest = sent(allocation.rest_elements, config.rest_wire)
     if config.engine == "alternating":
-        per_rank = seconds(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
+        per_rank = sent(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
     else:
         longer = sum(max(shape) for shape in allocation.shapes)
-        per_rank = seconds(STRONG_SHARE * longer, config.basis_wire)
-        per_rank += seconds((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
-        per_rank += seconds(sum(min(shape) for shape in allocation.shapes), config.wire)
+        per_rank = sent(STRONG_SHARE * longer, config.basis_wire)
+        per_rank += sent((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
+        per_rank += sent(sum(min(shape) for shape in allocation.shapes), config.wire)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
     per_rank *= config.power_iterations
     if config.residual_wire is not None:
-        rest += seconds(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
-    host = seconds(dense, "fp32") * _host_share(scatters)
+        rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
+    host = sent(dense, "fp32") * _host_share(scatters)
     # a rounded sum of which each rank needs its shard ends halfway
-    uncompressed = host if wire(config.dense_wire).exact else seconds(dense, config.dense_wire) * _host_share(scatters)
+    uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, per_rank), uncompressed, host)
 
 

@@ -15,7 +15,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch.nn import Module
 
-from edgc.config import ConfigError
+from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc import cpu, gpt, pipeline_parallel
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
@@ -41,18 +41,12 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
 
     ``hooks`` are called with the list of wrapped model chunks, after EDGC's own, and return it.
     """
-    check_version()
-    args = parse_and_validate_args(
-        partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-    )
-    config = config_from_args(args)
-    gpt.check_options(args)
+    args, config = parse(on_cpu)
     check_datasets(args)
     model = gpt_config_from_args(args)
     session = None
     if config is not None:
         session = Session(config, args)
-        check_options(config, args)
         check_seam()
         model.post_wrap_hooks.append(session.install)
     model.post_wrap_hooks.extend(hooks)
@@ -67,6 +61,19 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
         pipeline_parallel.uninstall()
         TiedEmbedding.uninstall()
     return session
+
+
+def parse(on_cpu: bool) -> tuple[Namespace, EDGCConfig | None]:
+    """The command line as Megatron and EDGC accept it. Raises ``ConfigError`` where EDGC does not."""
+    check_version()
+    args = parse_and_validate_args(
+        partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    config = config_from_args(args)
+    gpt.check_options(args)
+    if config is not None:
+        check_options(config, args)
+    return args, config
 
 
 class _Help(HelpFormatter):

@@ -172,12 +172,12 @@ def _named(
             for parameter in bucket.params_list
             if parameter is not apart
         }
-        described = tuple(_describe(prefix, name, parameter) for parameter, name in names.items())
+        described = tuple(describe(prefix, name, parameter) for parameter, name in names.items())
         named.append(Named(group, {parameter: prefix + name for parameter, name in names.items()}, described))
     return named
 
 
-def _describe(prefix: str, name: str, parameter: torch.nn.Parameter) -> Parameter:
+def describe(prefix: str, name: str, parameter: torch.nn.Parameter) -> Parameter:
     """What the allocation needs to know of a Megatron parameter."""
     # Megatron marks word embeddings and output layers, but not position embeddings
     embedding = name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False)

@@ -1,0 +1,304 @@
+"""What a model of configs/models/ needs on its cluster: parameters, memory of a GPU, and bytes of a step.
+
+    python tools/describe.py configs/models/gpt2_12.1b.yaml [MORE ...] [--cluster h100_64] [--ranks 32 128]
+        [--write docs/paper-runs.md] [flags of pretrain_gpt.py]
+
+No GPU is needed. Megatron checks the arguments as on that cluster; then each pipeline stage is built by Megatron on the
+meta device, of which only shapes exist. With ``--write`` the tables take the place of those between two comments in
+that file, and the figures go to a JSON file of its name.
+
+- weights, gradients, optimizer: exact, by the types that the flags choose; Adam. Activations: Megatron's own estimate
+  for the first stage, which has most. EDGC: errors and kept factors at the largest of the ranks. What NCCL, CUDA and
+  the allocator take comes on top.
+- bytes of a step: those that one rank sends for its stage's gradients: Megatron's reduction, and low rank in the
+  formats of the method at each rank; and the messages from stage to stage, uncompressed.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from tools.launch import CLUSTERS, MODELS, Cluster, LaunchError, Model, check, method_flags, read  # noqa: E402
+
+VOCABULARY = 50257  # GPT-2's byte-pair encoding
+TOLERANCE = 0.01  # between a model's size and its name
+GIB = 2**30
+START, END = "<!-- tools/describe.py -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """A GPU of one pipeline stage. Memory in bytes; ``sent``: bytes of a step by rank, None for Megatron's own."""
+
+    layers: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    edgc: int
+    sent: dict[str, float]
+
+    @property
+    def memory(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.edgc
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A model on a cluster. ``parameters`` as stored: a pipeline holds a tied embedding twice."""
+
+    model: str
+    title: str
+    cluster: str
+    gpu: str
+    memory_gib: float | None
+    billions: float | None
+    parameters: int
+    processes: int
+    parallel: dict[str, int]
+    micro_batches: int
+    message_bytes: float
+    link_gbps: float | None
+    stages: tuple[StageNeeds, ...]
+
+
+def needs(model: Model, cluster: Cluster, method: str, ranks: Sequence[int], extra: Sequence[str]) -> Needs:
+    """Build a model's stages. Megatron keeps its arguments for the whole process: call this once in each."""
+    flags = [*shlex.split(cluster.flags), *shlex.split(model.flags), *method_flags(method, model), *extra]
+    processes = cluster.nodes * cluster.gpus_per_node
+    check(model, cluster, processes, flags)
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            return _needs(model, cluster, flags, ranks)
+    except SystemExit as error:  # the argument parser's way to say what is wrong
+        raise LaunchError(f"{model.name} on {cluster.name}: {output.getvalue().strip().splitlines()[-1]}") from error
+    except Exception as error:  # Megatron's validation raises whatever an assert gives
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise LaunchError(f"{model.name} on {cluster.name}: {reason}") from error
+
+
+def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence[int]) -> Needs:
+    processes = cluster.nodes * cluster.gpus_per_node
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(processes), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    from megatron.edgc import cpu
+
+    cpu.redirect()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.theoretical_memory_usage import (
+        compute_activation_memory,
+        compute_activation_memory_without_sp,
+    )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron.edgc.message_costs import message_shape
+    from megatron.edgc.pretrain import parse
+
+    if cluster.compute_capability is not None:
+        major, minor = divmod(round(cluster.compute_capability * 10), 10)
+        torch.cuda.get_device_capability = lambda *args, **kwargs: (major, minor)
+        torch.cuda.get_device_properties = lambda *args, **kwargs: SimpleNamespace(
+            name=cluster.gpu, major=major, minor=minor
+        )
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--mock-data"]
+    sys.argv = ["pretrain_gpt.py", *flags, *tokenizer, "--edgc"]
+    args, config = parse(on_cpu=cluster.gpu == "none")
+    assert config is not None
+    description = gpt_config_from_args(args)
+    # Only shapes are wanted: local layers have those of Transformer Engine's, and nothing is drawn at random.
+    description.transformer_impl = "local"
+    description.use_cpu_initialization = True
+    description.perform_initialization = description.persist_layer_norm = False
+    description.gradient_accumulation_fusion = False
+    builder = description.get_builder_cls()(description)
+
+    pipeline = args.pipeline_model_parallel_size
+    estimate = compute_activation_memory if args.sequence_parallel else compute_activation_memory_without_sp
+    activations = round(estimate(args, get_num_microbatches()))
+    stages = []
+    for stage in range(pipeline):
+        dist.init_process_group("fake", rank=stage * processes // pipeline, world_size=processes, store=FakeStore())
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            pipeline,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        with torch.device("meta"):
+            part = builder.build_model(
+                ProcessGroupCollection.use_mpu_process_groups(),
+                pre_process=stage == 0,
+                post_process=stage == pipeline - 1,
+            )
+        stages.append(_stage_needs(part, args, config, ranks, activations))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    rows, cols = message_shape(args)
+    bytes_per_value = 4 if args.params_dtype == torch.float32 else 2
+    return Needs(
+        model=model.name,
+        title=model.title,
+        cluster=cluster.name,
+        gpu=cluster.gpu,
+        memory_gib=cluster.memory_gib,
+        billions=model.billions,
+        parameters=args.tensor_model_parallel_size * sum(stage.parameters for stage in stages),
+        processes=processes,
+        parallel={
+            "tensor": args.tensor_model_parallel_size,
+            "pipeline": pipeline,
+            "context": args.context_parallel_size,
+            "data": args.data_parallel_size,
+        },
+        micro_batches=get_num_microbatches(),
+        message_bytes=float(get_num_microbatches() * rows * cols * bytes_per_value),
+        link_gbps=cluster.link_gbps,
+        stages=tuple(stages),
+    )
+
+
+def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], activations: int) -> StageNeeds:
+    import torch
+
+    from edgc.allocation import allocate
+    from edgc.engines.powersgd import STORED
+    from edgc.probe import cost_in_bytes
+    from edgc.wire import wire
+    from megatron.edgc.stages import describe
+
+    parameters = [describe("", name, parameter) for name, parameter in part.named_parameters()]
+    elements = sum(parameter.elements for parameter in parameters)
+    half = args.params_dtype != torch.float32
+    gradient = 2 if args.grad_reduce_in_bf16 else 4
+    owners = args.data_parallel_size if args.use_distributed_optimizer else 1
+    allocation = allocate(parameters, config, min(ranks))
+    kept = wire(config.error_dtype).tensor_bytes(sum(matrix.rows * matrix.cols for matrix in allocation.matrices))
+    kept += config.basis_cycle * sum(
+        STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices
+    )
+    cost = cost_in_bytes(allocation, config, args.data_parallel_size, args.use_distributed_optimizer)
+    return StageNeeds(
+        layers=len(part.decoder.layers),
+        parameters=elements,
+        weights=elements * (2 if half else 4),
+        gradients=elements * gradient,
+        optimizer=elements * (12 if half else 8) // owners,
+        activations=activations,
+        edgc=kept,
+        sent={"dense": cost.host_seconds, **{str(rank): cost.seconds(rank) for rank in ranks}},
+    )
+
+
+def table(found: Needs) -> str:
+    """The needs of one model as Markdown."""
+    ranks = [rank for rank in found.stages[0].sent if rank != "dense"]
+    parallel = " x ".join(f"{name} {size}" for name, size in found.parallel.items())
+    size = f"{found.parameters / 1e9:.3f} billion parameters as stored"
+    if found.billions is not None:
+        size += f" ({found.parameters / 1e9 / found.billions - 1:+.1%} of {found.billions:g})"
+    lines = [
+        f"### {found.title} on {found.processes} x {found.gpu}",
+        "",
+        f"{size}; {parallel}; {found.micro_batches} micro-batches a step. Memory of a GPU in GiB, bytes that it sends "
+        "in a step for gradients in MB.",
+        "",
+        "| stage | layers | parameters | weights | gradients | optimizer | activations | EDGC | sum | dense |"
+        + "".join(f" rank {rank} |" for rank in ranks),
+        "|" + "---|" * (10 + len(ranks)),
+    ]
+    for number, stage in enumerate(found.stages, start=1):
+        memory = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.edgc, stage.memory)
+        sent = "".join(
+            f" {stage.sent[rank] / 1e6:,.0f} ({stage.sent['dense'] / stage.sent[rank]:.1f}x) |" for rank in ranks
+        )
+        lines.append(
+            f"| {number} | {stage.layers} | {stage.parameters / 1e6:,.0f} M | "
+            + " | ".join(f"{part / GIB:.1f}" for part in memory)
+            + f" | {stage.sent['dense'] / 1e6:,.0f} |{sent}"
+        )
+    most = max(stage.memory for stage in found.stages) / GIB
+    room = f" of {found.memory_gib:g} GiB ({most / found.memory_gib:.0%})" if found.memory_gib else ""
+    lines += ["", f"Most of a GPU's memory: {most:.1f} GiB{room}."]
+    if found.parallel["pipeline"] > 1:
+        lines[-1] += f" Messages to each neighbouring stage: {found.message_bytes / 1e6:,.0f} MB a step and direction."
+    if found.link_gbps:
+        dense, low = (max(stage.sent[key] for stage in found.stages) for key in ("dense", ranks[0]))
+        seconds = [8 * sent / (found.link_gbps * 1e9) for sent in (dense, low)]
+        lines[-1] += (
+            f" At {found.link_gbps:g} Gbit/s, without latency and overlap, gradients take {seconds[0]:.3f} s dense and "
+            f"{seconds[1]:.3f} s at rank {ranks[0]}."
+        )
+    return "\n".join(lines)
+
+
+def misnamed(found: Needs) -> str | None:
+    """What is wrong with a model's name, if it is further from its size than 1 %."""
+    if found.billions is None or abs(found.parameters / 1e9 / found.billions - 1) <= TOLERANCE:
+        return None
+    return f"{found.model}: {found.parameters / 1e9:.3f} billion parameters are more than 1 % from {found.billions:g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables; returns the exit status."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="file in configs/models/, or a name there")
+    parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
+    parser.add_argument("--method", default="edgc", help="name in configs/methods.yaml (default: edgc)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 128], help="ranks to show (default: 32 128)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between this file's two comments")
+    options, extra = parser.parse_known_args(argv)
+    found = []
+    try:
+        with ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        ) as processes:
+            for name in options.models:
+                model = read(Model, MODELS, name)
+                cluster = read(Cluster, CLUSTERS, options.cluster or model.cluster)
+                work = partial(needs, model, cluster, options.method, options.ranks, extra)
+                found.append(processes.submit(work).result())
+    except LaunchError as error:
+        print(f"describe: error: {error}", file=sys.stderr)
+        return 2
+    tables = "\n\n".join(table(one) for one in found)
+    print(tables)
+    if options.write is not None:
+        text = options.write.read_text(encoding="utf-8")
+        before, rest = text.split(START, 1)
+        after = rest.split(END, 1)[1]
+        options.write.write_text(f"{before}{START}\n{tables}\n\n{END}{after}", encoding="utf-8")
+        raw = json.dumps([asdict(one) for one in found], indent=1)
+        options.write.with_suffix(".json").write_text(raw + "\n", encoding="utf-8")
+    wrong = [message for message in map(misnamed, found) if message]
+    for message in wrong:
+        print(f"describe: error: {message}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
