@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import shlex
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -91,7 +92,8 @@ def needs(model: Model, cluster: Cluster, method: str, ranks: Sequence[int], ext
     except SystemExit as error:  # the argument parser's way to say what is wrong
         raise LaunchError(f"{model.name} on {cluster.name}: {output.getvalue().strip().splitlines()[-1]}") from error
     except Exception as error:  # Megatron's validation raises whatever an assert gives
-        reason = " ".join(str(error).split()) or type(error).__name__
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(str(error).split()) or f"{type(error).__name__} at {frame.line}"
         raise LaunchError(f"{model.name} on {cluster.name}: {reason}") from error
 
 

@@ -11,7 +11,7 @@ from edgc.allocation import Parameter, allocate
 from edgc.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.config import PRESETS, EDGCConfig
 from edgc.engines import rounding
-from edgc.probe import break_even, probe
+from edgc.probe import break_even, cost_in_bytes, probe
 from edgc.reducer import GradientReducer, run
 from tests.distributed.gloo import run_on_ranks
 from tests.memory import TensorMemory
@@ -256,3 +256,26 @@ def test_a_step_takes_little_more_memory_than_its_bucket() -> None:
     for peaks in run_on_ranks(memory_of_reductions, 2):
         assert set(peaks) == {"paper, warm-up", "paper, low rank", "balanced, warm-up", "balanced, low rank"}
         assert max(peaks.values()) < 1.9, peaks
+
+
+def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
+    """Counted and computed, compressed at rank 8 and not, for settings that differ in formats."""
+    found = []
+    large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
+    for settings in ({}, {"basis_wire": "int8", "weak_basis_wire": "int4", "wire": "int4", "rest_wire": "int8"}):
+        config = EDGCConfig(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
+        allocation = allocate(large, config, 4)
+        traffic = Traffic()
+        own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)
+        cost = cost_in_bytes(allocation, config, dist.get_world_size())
+        for place, level in enumerate((8, None)):
+            own.set_rank(level)
+            before = traffic.bytes
+            run(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
+            found.append((traffic.bytes - before, cost.seconds(level)))
+    return found
+
+
+def test_bytes_that_are_computed_are_those_that_are_counted() -> None:
+    for counted, computed in run_on_ranks(bytes_of_a_step, 2)[0]:
+        assert abs(counted / computed - 1) < 0.01

@@ -1,0 +1,73 @@
+"""The paper's models on their clusters, without a GPU: Megatron accepts them, and they are as large as their names."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCABULARY = 50257
+
+
+def described(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/describe.py", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    page = tmp_path_factory.mktemp("describe") / "page.md"
+    page.write_text("before\n<!-- tools/describe.py -->\nold\n<!-- end -->\nafter\n")
+    done = described("gpt2_12.1b", "gpt2_2.5b", "--write", str(page))
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert done.stdout.strip() in text
+    needs: list[dict[str, Any]] = json.loads(page.with_suffix(".json").read_text())
+    return needs
+
+
+def test_models_are_as_large_as_their_names_and_fit(found: list[dict[str, Any]]) -> None:
+    for model, (hidden, layers) in zip(found, [(4480, 48), (1920, 52)], strict=True):
+        tensor = model["parallel"]["tensor"]
+        padded = -(-VOCABULARY // (128 * tensor)) * 128 * tensor
+        # weights and biases of a layer; what tensor-parallel ranks hold copies of: norms and two of the biases
+        split, copied = 12 * hidden**2 + 7 * hidden, 6 * hidden
+        whole = layers * (split + tensor * copied) + tensor * 2 * hidden
+        whole += 2 * padded * hidden + tensor * 1024 * hidden
+        assert model["parameters"] == whole
+        assert abs(whole / 1e9 / model["billions"] - 1) < 0.01
+        assert [stage["layers"] for stage in model["stages"]] == [layers // 4] * 4
+        for stage in model["stages"]:
+            parts = sum(stage[part] for part in ("weights", "gradients", "optimizer", "activations", "edgc"))
+            assert stage["weights"] * 9 == stage["weights"] + stage["gradients"] + stage["optimizer"]
+            assert parts < model["memory_gib"] * 2**30
+            assert 0 < stage["sent"]["32"] < stage["sent"]["128"] < stage["sent"]["dense"]
+
+
+def test_the_committed_page_holds_what_the_tool_says_today(found: list[dict[str, Any]]) -> None:
+    assert json.loads((REPOSITORY / "docs" / "paper-runs.json").read_text()) == found
+
+
+def test_what_megatron_refuses_and_a_misnamed_model_are_told_in_one_line(tmp_path: Path) -> None:
+    done = described("gpt2_2.5b", "--num-layers", "51")
+    assert done.returncode == 2
+    assert done.stderr.startswith("describe: error: gpt2_2.5b on v100_32: ")
+    assert done.stderr.count("\n") == 1
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
+    own = tmp_path / "own.yaml"
+    content = {
+        "title": "own",
+        "cluster": "laptop",
+        "billions": 1.0,
+        "flags": f"{flags} --train-iters 4 --micro-batch-size 1 --lr 1e-3",
+    }
+    own.write_text(yaml.safe_dump(content))
+    done = described(str(own), "--ranks", "4", "8")
+    assert done.returncode == 1
+    assert "own: 0.003 billion parameters are more than 1 % from 1" in done.stderr
