@@ -14,16 +14,24 @@ RANK_MODELS = ("gaussian", "measured", "residual", "constant")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
 # What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, one rank for the
-# whole run that energy shares out among the matrices, and a short warm-up in int8. Evidence: docs/frontier.
+# whole run that energy shares out among the matrices, a short warm-up in int8, and gradients rounded on their way from
+# stage to stage. Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {
     "rank_model": "constant",
     "equalise": True,
     "basis_cycle": 8,
     "allocation": "waterfill",
     "dense_wire": "int8",
+    "pp": "auto",
 }
-_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8"}
-_FEW_BITS = {"basis_wire": "int6", "weak_basis_wire": "int4", "wire": "int4", "compress_embeddings": True}
+_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "pp_engine": "int8"}
+_FEW_BITS = {
+    "basis_wire": "int6",
+    "weak_basis_wire": "int4",
+    "wire": "int4",
+    "compress_embeddings": True,
+    "pp_engine": "int4",
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
@@ -231,10 +239,11 @@ class EDGCConfig:
     )
     pp: str = _knob(
         "off",
-        "which messages between pipeline stages are compressed: gradients (backward), or activations, too (both)",
+        "which messages between pipeline stages are compressed: gradients (backward), activations, too (both), or "
+        "gradients where that takes no longer (auto)",
         "name",
         "Optimus-CC, ASPLOS 2023; docs/algorithm.md, 8",
-        ("off", "backward", "both"),
+        ("off", "auto", "backward", "both"),
     )
     pp_engine: str = _knob(
         "powersgd",
@@ -344,7 +353,7 @@ class EDGCConfig:
                 rule = f"does nothing with --edgc-pp-engine {self.pp_engine}"
                 _require(self.pp_engine == "powersgd" or getattr(self, name) is None, name, getattr(self, name), rule)
             rule = "activations have no such end of a step; only --edgc-pp backward has"
-            _require(not self.pp_epilogue_only or self.pp == "backward", "pp_epilogue_only", True, rule)
+            _require(not self.pp_epilogue_only or self.pp != "both", "pp_epilogue_only", True, rule)
         if self.static_rank is not None:
             _require(self.rmin is None, "rmin", self.rmin, "does nothing beside static_rank")
             _require(self.rmax is None, "rmax", self.rmax, "does nothing beside static_rank")
@@ -360,9 +369,11 @@ class EDGCConfig:
         preset = given.get("preset", usual)
         settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
         void = ["static_rank"] if settings.get("engine", cls.engine) not in LOW_RANK else []
+        if "pp_engine" not in given and {"pp_rank", "pp_wire"} & given.keys():
+            void.append("pp_engine")  # who gives a rank or a format of factors means low rank
         if settings.get("pp") == "off":
             void += ["pp_engine", "pp_rank", "pp_wire", "pp_epilogue_only"]
-        if settings.get("pp_engine", cls.pp_engine) != "powersgd":
+        if given.get("pp_engine", cls.pp_engine) != "powersgd":
             void += ["pp_rank", "pp_wire"]
         settings = {name: value for name, value in settings.items() if name in given or name not in void}
         if "basis_wire" in given and "weak_basis_wire" not in given:

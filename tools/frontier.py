@@ -182,9 +182,14 @@ def finished(trial: Trial, device: Sequence[str]) -> bool:
 
 
 def preset(arguments: Sequence[str]) -> dict[str, Any]:
-    """What the preset in these arguments, the last one if there are several, stands for today."""
+    """What the preset in these arguments, the last one if there are several, stands for today.
+
+    Without what it says of messages between stages, if there are none or a flag says it.
+    """
     names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
-    return PRESETS[names[-1]] if names else {}
+    meaning = PRESETS[names[-1]] if names else {}
+    messages = "--pipeline-model-parallel-size" in arguments and "--edgc-pp" not in arguments
+    return {name: value for name, value in meaning.items() if messages or not name.startswith("pp")}
 
 
 def machine(on_cpu: bool) -> str:

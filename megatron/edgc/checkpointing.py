@@ -136,10 +136,13 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "requested": {name: getattr(self.requested, name) for name in RANKS},
+            "requested": self._requested(),
             "resolved": {name: getattr(self.message_controller.config, name) for name in RESOLVED},
             "controller": self.message_controller.state_dict(),
         }
+
+    def _requested(self) -> dict[str, Any]:
+        return {name: getattr(self.requested, name) for name in ("pp", "pp_engine", "pp_rank", *RANKS)}
 
     def load(self, checkpoint: Path, iteration: int) -> None:
         """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
@@ -217,8 +220,9 @@ class Checkpoints:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
         # also of a rank that was given: how much of it messages get has been timed
-        alike = kept["requested"] == {name: getattr(self.requested, name) for name in RANKS}
-        resolved = kept["resolved"] if self.requested.pp_follows and alike else {}
+        alike = kept["requested"] == self._requested()
+        timed = self.requested.pp_follows or self.requested.pp == "auto"
+        resolved = kept["resolved"] if timed and alike else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:

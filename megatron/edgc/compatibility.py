@@ -56,7 +56,8 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
     refused = [f"{flag} ({why})" for flag, why, in_use in UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
-    if args.data_parallel_size * args.context_parallel_size < 2 and config.pp == "off":
+    alone = args.data_parallel_size * args.context_parallel_size < 2
+    if alone and (config.pp == "off" or args.pipeline_model_parallel_size == 1):
         raise ConfigError(
             "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "
             "to compress"
@@ -80,10 +81,12 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
         raise ConfigError(f"--edgc-param-wire = {config.param_wire}: needs {'; '.join(missing)}")
 
 
-def check_messages(config: EDGCConfig, args: Namespace) -> None:
-    """Raise ``ConfigError`` if messages between stages are to be compressed whose shapes a receiver cannot know."""
+def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
+    """Whether messages between stages are to be compressed. Raises ``ConfigError`` where they are asked for but a
+    receiver cannot know their shapes.
+    """
     if config.pp == "off":
-        return
+        return False
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
         "variable sequence lengths: shapes are negotiated at run time": args.variable_seq_lengths,
@@ -93,8 +96,9 @@ def check_messages(config: EDGCConfig, args: Namespace) -> None:
     found = [flag for flag, in_use in refused.items() if in_use]
     if config.pp_epilogue_only and args.virtual_pipeline_model_parallel_size:
         found.append("--edgc-pp-epilogue-only with a virtual pipeline: its stages wait at other times")
-    if found:
+    if found and config.pp != "auto":
         raise ConfigError(f"--edgc-pp = {config.pp} does not work with {'; '.join(found)}")
+    return not found
 
 
 def check_embedding(config: EDGCConfig, args: Namespace) -> None:

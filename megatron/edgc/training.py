@@ -22,6 +22,7 @@ from edgc.allocation import Allocation, allocate, width
 from edgc.collectives import Communicator, Traffic
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import (
+    NO_RANK,
     Controller,
     RankPlan,
     StageCost,
@@ -34,7 +35,7 @@ from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import RANKS, Checkpoints
-from megatron.edgc.compatibility import check_embedding, check_messages, check_param_wire
+from megatron.edgc.compatibility import check_embedding, check_param_wire, compresses_messages
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
@@ -62,9 +63,11 @@ class Session:
         self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
         config.check_run(self.iterations)
         check_param_wire(config, args)
-        check_messages(config, args)
         check_embedding(config, args)
-        self.config = self.requested = config
+        if not compresses_messages(config, args):
+            config = replace(config, **OFF)
+        self.requested = config
+        self.config = replace(config, pp="backward") if config.pp == "auto" else config
         # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
         self.scaled = bool(args.fp16 or args.loss_scale)
         self.controller: Controller | None = None  # on global rank 0 alone, as the next one
@@ -165,7 +168,8 @@ class Session:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
         pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
-        if not pipelined or not (config.pp_follows or (config.dynamic and config.align)):
+        timed = config.pp_follows or self.requested.pp == "auto" or (config.dynamic and config.align)
+        if not pipelined or not timed:
             return {}
         found = _all_gather(message_costs(config, self.args, device))
         senders = sorted({sender for costs in found for sender in costs})
@@ -185,6 +189,14 @@ class Session:
                     f"{flag('pp_rank')} = {config.pp_rank}: messages of {rows} x {cols} values are smaller in low rank "
                     f"only up to rank {limit}"
                 )
+            level = config.pp_rank or NO_RANK
+            slower = any(cost.compressed.seconds(level) > cost.dense_seconds for cost in costs.values())
+            if self.requested.pp == "auto" and slower:
+                Reporter.warn(
+                    f"on this link messages between stages take longer in {config.pp_engine} than as they are: they "
+                    f"stay uncompressed. Give {flag('pp')} backward to compress them all the same"
+                )
+                return uncompressed(config)
             return message_config(config)
         usable = RANK_MULTIPLE * (largest_rank(config, args, config.min_saving) // RANK_MULTIPLE)
         if usable:

@@ -4,8 +4,9 @@
 
 RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, with "latest": [folder,
 iteration] to go on from an earlier checkpoint than the last, with "slow_stage": the pipeline stage whose messages are
-late, or with "break_even": the largest rank at which messages take no longer. Rank r leaves FOLDER/NAME-r.pt with its
-parameters, losses and what ``Watch`` found. A run that fails leaves its traceback instead.
+late, with "break_even": the largest rank at which messages take no longer, or with "message_seconds": how long rounded
+ones take where others take 1 s. Rank r leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A
+run that fails leaves its traceback instead.
 """
 
 import gc
@@ -34,7 +35,9 @@ import edgc.allocation  # noqa: E402
 import edgc.probe  # noqa: E402
 import megatron.edgc.training  # noqa: E402
 from edgc import lowrank  # noqa: E402
+from edgc.alignment import CommCost  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
+from edgc.controller import StageCost  # noqa: E402
 from edgc.messages import MessageFormat, MessageSender  # noqa: E402
 from edgc.reducer import GradientReducer  # noqa: E402
 from megatron.edgc.message_costs import message_shape  # noqa: E402
@@ -166,6 +169,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
+    message_costs = megatron.edgc.training.message_costs
+    if "message_seconds" in case:
+        cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
+        megatron.edgc.training.message_costs = lambda *args: {1: cost}
     if "break_even" in case:
         megatron.edgc.training.break_even = lambda cost: case["break_even"]
     chunk_of = PipelineMessages._chunk
@@ -205,6 +212,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
         megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even
+        megatron.edgc.training.message_costs = message_costs
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
         megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load

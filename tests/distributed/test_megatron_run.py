@@ -209,6 +209,10 @@ def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
     assert windows[-1]["ranks"] == [8, 8]
     last = windows[-1]["stages"][0]
     assert last["dp_bytes_dense"] / last["dp_bytes"] > 10
+    # half of the messages are activations, which stay as they are; gradients in bf16 take four times as much as in int4
+    assert start["messages"]["engine"] == "int4"
+    sent, dense = windows[-1]["pp_bytes"] - windows[0]["pp_bytes"], windows[-1]["pp_bytes_dense"]
+    assert 1.5 < (dense - windows[0]["pp_bytes_dense"]) / sent < 1.6
 
 
 def test_where_compression_cannot_win_the_run_is_dense_and_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Messages between stages: what travels, and that no stage ever takes one for another."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,7 +164,9 @@ def test_a_message_is_timed_by_its_receiver_or_follows_from_the_link() -> None:
 
 
 def settings(rank: int) -> list[tuple[str, int | None]]:
-    """The messages' largest rank where gradients have 40: on links ever faster against the work, and as given."""
+    """The messages' engine, and their largest rank where gradients have 40: on links ever faster against the work, as
+    given, and rounded, which takes 2 s instead of 1, or half a second.
+    """
     communicator([])
     from megatron.edgc.training import Session
 
@@ -171,12 +174,20 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     for slope, pp_rank in ((1e-3, None), (8e-2, None), (1.0, None), (1.0, 8)):
         config = EDGCConfig(pp="backward", pp_rank=pp_rank, rmin=8, rmax=40)
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
-        settled = Session._message_settings(SimpleNamespace(config=config, args=ARGS), {1: cost})
+        settled = Session._message_settings(SimpleNamespace(config=config, requested=config, args=ARGS), {1: cost})
         found.append((settled.engine, settled.rmax or settled.static_rank))
+    for pp, seconds in (("backward", 2.0), ("auto", 2.0), ("auto", 0.5)):
+        requested = EDGCConfig(pp=pp, pp_engine="int4")
+        session = SimpleNamespace(config=replace(requested, pp="backward"), requested=requested, args=ARGS)
+        settled = Session._message_settings(session, {1: StageCost(CommCost(seconds, 0.0), 1.0, 1.0)})
+        found.append((settled.engine, settled.static_rank))
     return found
 
 
-SETTLED = [("powersgd", 20), ("powersgd", 12), ("dense", None), ("powersgd", 8)]
+SETTLED = [
+    *[("powersgd", 20), ("powersgd", 12), ("dense", None), ("powersgd", 8)],
+    *[("int4", None), ("dense", None), ("int4", None)],
+]
 
 
 def test_the_rank_of_messages_is_one_that_saves_and_takes_no_longer() -> None:
@@ -189,7 +200,8 @@ DYNAMIC = shlex.split(
     "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-no-align "
     "--edgc-pp both --edgc-link-gbps 1"
 )
-TIMED = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16 --edgc-pp backward")
+TIMED = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16 --edgc-pp backward --edgc-pp-engine powersgd")
+DEFAULTS = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16")
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-pp-rank 8 --edgc-pp backward --edgc-pp-epilogue-only")
 
 
@@ -202,6 +214,9 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
     other = str(tmp_path / "other")
     other_save = ["--save", other, "--save-interval", "4", "--ckpt-format", "torch_dist"]
     other_load = ["--load", other, "--ckpt-format", "torch_dist"]
+    slow = str(tmp_path / "slow")
+    slow_save = ["--save", slow, "--save-interval", "4", "--ckpt-format", "torch_dist"]
+    slow_load = ["--load", slow, "--ckpt-format", "torch_dist"]
     runs = [
         {"name": "even", "arguments": [*base, "--train-iters", "14", *DYNAMIC]},
         {"name": "skewed", "arguments": [*base, "--train-iters", "14", *DYNAMIC], "slow_stage": 1},
@@ -214,6 +229,14 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
             "latest": [other, 4],
             "break_even": 0,
         },
+        {"name": "slow", "arguments": [*base, "--train-iters", "6", *DEFAULTS, *slow_save], "message_seconds": 2.0},
+        {
+            "name": "slow-resumed",
+            "arguments": [*base, "--train-iters", "6", *DEFAULTS, *slow_load],
+            "latest": [slow, 4],
+            "message_seconds": 0.5,
+        },
+        {"name": "fast", "arguments": [*base, "--train-iters", "6", *DEFAULTS], "message_seconds": 0.5},
         {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
     ]
     left = results(runs, tmp_path)
@@ -225,7 +248,10 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
         assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
     # what a link was found to allow is not found anew by a run that goes on
     assert {rank for one in left["timed"] for rank in one["message_ranks"]} == {None, 8}
+    assert {rank for one in left["slow"] for rank in one["message_ranks"]} == {None}
+    assert {rank for one in left["fast"] for rank in one["message_ranks"]} == {None, 0}
     pairs = [(left["saved"], left["resumed"]), (left["timed"], left["timed-resumed"])]
+    pairs.append((left["slow"], left["slow-resumed"]))
     for saved, resumed in (both for run, rest in pairs for both in zip(run, rest, strict=True)):
         assert saved["message_ranks"][-len(resumed["message_ranks"]) :] == resumed["message_ranks"]
         assert all(torch.equal(saved["parameters"][name], resumed["parameters"][name]) for name in saved["parameters"])

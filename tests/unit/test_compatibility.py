@@ -86,7 +86,11 @@ def test_one_data_parallel_rank_is_refused_without_messages_to_compress(argument
         compatibility.check_options(EDGCConfig(), alone)
     # gradients are summed over context-parallel ranks, too
     compatibility.check_options(EDGCConfig(), Namespace(**{**vars(alone), "context_parallel_size": 2}))
-    compatibility.check_options(EDGCConfig(pp="backward"), alone)
+    pipeline = Namespace(**{**vars(alone), "pipeline_model_parallel_size": 2})
+    for pp in ("backward", "auto"):
+        compatibility.check_options(EDGCConfig(pp=pp), pipeline)
+    with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
+        compatibility.check_options(EDGCConfig(pp="auto"), alone)
 
 
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
@@ -120,11 +124,12 @@ def test_messages_whose_shape_a_receiver_cannot_know_are_refused(
     # Megatron sets the latter when it validates
     fitting = {**vars(arguments), "pipeline_model_parallel_size": 2, "variable_seq_lengths": False}
     config = EDGCConfig(pp="backward")
-    compatibility.check_messages(config, Namespace(**fitting))
+    assert compatibility.compresses_messages(config, Namespace(**fitting))
     unfit = Namespace(**{**fitting, **change})
     with pytest.raises(ConfigError, match=f"--edgc-pp = backward does not work with {said}"):
-        compatibility.check_messages(config, unfit)
-    compatibility.check_messages(EDGCConfig(), unfit)
+        compatibility.compresses_messages(config, unfit)
+    assert not compatibility.compresses_messages(EDGCConfig(), unfit)
+    assert not compatibility.compresses_messages(EDGCConfig(pp="auto"), unfit)
 
 
 def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
@@ -132,7 +137,7 @@ def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
     virtual["variable_seq_lengths"] = False
     config = EDGCConfig(pp="backward", pp_epilogue_only=True)
     with pytest.raises(ConfigError, match="--edgc-pp-epilogue-only with a virtual pipeline"):
-        compatibility.check_messages(config, Namespace(**{**vars(arguments), **virtual}))
+        compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
 
 
 def test_a_tied_embedding_is_summed_at_once_only_where_it_has_two_copies(arguments: Namespace) -> None:

@@ -94,6 +94,8 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
     assert EDGCConfig.from_preset({"preset": "optimus", "pp": "off"}).pp_rank is None
     assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).static_rank is None
     assert EDGCConfig.from_preset({"preset": "optimus", "pp_engine": "int8"}).pp_rank is None
+    ranked = EDGCConfig.from_preset({"preset": "balanced", "pp_rank": 8})  # a rank means low rank
+    assert (ranked.pp, ranked.pp_engine, ranked.pp_rank) == ("auto", "powersgd", 8)
     with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp-engine int4"):
         EDGCConfig(pp="backward", pp_engine="int4", pp_rank=8)
     with pytest.raises(ConfigError, match="--edgc-pp-engine = int4: does nothing with --edgc-pp off"):

@@ -229,6 +229,10 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     trial = load_list(written(tmp_path, changed)).trials[-1]
     arguments = trial.arguments()
     assert frontier.preset(arguments) == PRESETS["fast"] and frontier.preset(arguments[:-2]) == {}
+    # what a preset says of messages between stages does not matter where a flag says it, nor without a pipeline
+    gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
+    assert frontier.preset([*arguments, "--edgc-pp", "off"]) == gradients
+    assert frontier.preset(["--edgc-preset", "fast"]) == gradients
     assert not frontier.finished(trial, [])
     trial.folder.mkdir(parents=True)
     try:
