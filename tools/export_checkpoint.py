@@ -136,13 +136,15 @@ def _read_torch_dist(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that no process group is there
-                dcp.load(state, storage_reader=reader, planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+                dcp.load(
+                    state,
+                    storage_reader=reader,
+                    planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                )
         finally:
             logger.setLevel(level)
-        if common:
-            args = _args(state.pop(common[0])[0], folder)
-        else:  # before Megatron-core 0.19
-            args = _args(_load(folder / "common.pt"), folder)
+        # an older Megatron-core's is a file
+        args = _args(state.pop(common[0])[0] if common else _load(folder / "common.pt"), folder)
     # what reader and planner raise on missing, short or unreadable files
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise ExportError(f"{folder}: is damaged or incomplete: {_first_line(error)}") from error

@@ -12,8 +12,8 @@ from tools.export_checkpoint import ExportError
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 SPACE = "\u2581"  # what SentencePiece writes for a space
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # SentencePiece's kinds of pieces
-UNIGRAM, BPE = 1, 2  # and of models
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5  # kinds of pieces that can be found in a text
+BPE = 2  # the kind of model
 # Encoded by both before anything is written: indentations, line ends, spaces at both ends, bytes, control symbols.
 SAMPLES = (
     "The quick brown fox jumps over the lazy dog. It's 3.14, isn't it?",
@@ -123,20 +123,16 @@ def _proto(path: Path) -> Any:
 
 def _tokenizer(proto: Any, path: Path) -> Tokenizer:
     spec = proto.trainer_spec
-    if spec.model_type == BPE:
-        vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-        model: Any = models.BPE(
-            vocab=vocabulary,
-            merges=_merges(proto),
-            unk_token=proto.pieces[spec.unk_id].piece,
-            fuse_unk=True,
-            byte_fallback=spec.byte_fallback,
-        )
-    elif spec.model_type == UNIGRAM:
-        scores = [(piece.piece, piece.score) for piece in proto.pieces]
-        model = models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-    else:
-        raise ExportError(f"{path}: neither a BPE nor a unigram model")
+    if spec.model_type != BPE:
+        # a unigram tokenizer of Hugging Face's takes "</s>" spelled out in a text for the end of it
+        raise ExportError(f"{path}: not a BPE model: no Hugging Face tokenizer gives the same ids")
+    model = models.BPE(
+        vocab={piece.piece: number for number, piece in enumerate(proto.pieces)},
+        merges=_merges(proto),
+        unk_token=proto.pieces[spec.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=spec.byte_fallback,
+    )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
     tokenizer.decoder = decoders.Sequence(
@@ -172,4 +168,3 @@ def _normalizer(spec: Any) -> Any:
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(" "))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-
