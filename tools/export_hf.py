@@ -27,6 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from tools import export_tokenizer  # noqa: E402
 from tools.export_checkpoint import LAYER, Checkpoint, ExportError, iteration_folder, read  # noqa: E402
@@ -198,6 +199,7 @@ def export(args: Namespace) -> None:
         raise ExportError(f"{output}: exists; see --overwrite")
     if output.exists() and not (output / RECORD).is_file():
         raise ExportError(f"{output}: is no export of this tool, so it is not overwritten")
+    disable_progress_bar()
     checkpoint = read(iteration_folder(args.load, args.iteration))
     check_arguments(checkpoint.args)
     tokenizer = export_tokenizer.build(checkpoint.args, args.tokenizer_model)

@@ -5,6 +5,8 @@
 The flags must end training where the checkpoint stands.
 """
 
+import os
+import socket
 import sys
 
 import torch
@@ -20,6 +22,8 @@ from megatron.edgc.pretrain import train  # noqa: E402
 def main() -> None:
     tokens, logits = sys.argv[1:3]
     sys.argv[1:3] = []
+    with socket.create_server(("localhost", 0)) as free:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
     chunks: list[Module] = []
 
     def keep(wrapped: list[Module]) -> list[Module]:

@@ -13,7 +13,7 @@ from tests.distributed.megatron_runs import REPOSITORY, TINY_GPT, failure, launc
 from tests.distributed.modes import COMPRESSED, LOW_RANK, results
 from tools import export_hf, preprocess_data
 
-TOLERANCE = 1e-4  # of logits in fp32, absolute; docs/evaluate.md states it
+TOLERANCE = 1e-4  # of logits in fp32, relative to the largest; docs/evaluate.md states it
 ITERATIONS = 3
 LAYERS = 4
 BATCH = (3, 64)
@@ -34,27 +34,35 @@ def tokenizer(folder: Path) -> list[str]:
 
 
 def flags(tokenizer: list[str], *more: object) -> list[str]:
-    shape = ["--num-layers", LAYERS, "--attention-dropout", 0, "--hidden-dropout", 0, "--train-iters", ITERATIONS]
+    # large weights: a wrong layout, order or activation shows in the logits of an untrained model
+    shape = [
+        "--num-layers",
+        LAYERS,
+        "--init-method-std",
+        0.2,
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--train-iters",
+        ITERATIONS,
+    ]
     return [*TINY_GPT, *tokenizer, *map(str, [*shape, *more])]
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tokenizer: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Twins of two tensor-parallel ranks times two pipeline stages, in both formats, and others."""
+    """Twins in both formats, of two tensor-parallel ranks times two pipeline stages of two virtual ones; and EDGC's."""
 
-    def case(name: str, *more: object, save: str = "torch_dist", pipeline: int = 2) -> dict[str, Any]:
-        parallel = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", pipeline]
-        saving = ["--save", folder / name, "--save-interval", ITERATIONS, "--ckpt-format", save]
-        return {"name": name, "arguments": flags(tokenizer, *parallel, *saving, *more)}
+    def case(name: str, *more: object) -> dict[str, Any]:
+        saving = ["--save", folder / name, "--save-interval", ITERATIONS]
+        return {"name": name, "arguments": flags(tokenizer, "--tensor-model-parallel-size", 2, *saving, *more)}
 
-    virtual = ["--num-layers-per-virtual-pipeline-stage", 1]
-    reading = ["--load", folder / "torch_dist", "--auto-detect-ckpt-format", "--no-load-optim", "--no-load-rng"]
+    stages = ["--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1]
     runs = [
-        case("torch_dist"),
-        case("torch", save="torch"),
-        # Megatron's own reading of the first one spreads it over virtual stages
-        case("virtual", *reading, "--save-interval", 2, *virtual, save="torch"),
-        case("edgc", UNTIED, *COMPRESSED, *LOW_RANK, pipeline=1),
+        case("torch_dist", *stages, "--ckpt-format", "torch_dist"),
+        case("torch", *stages, "--ckpt-format", "torch"),
+        case("edgc", UNTIED, *COMPRESSED, *LOW_RANK),
     ]
     left = results(runs, folder)
     for ranks in left.values():
@@ -95,20 +103,17 @@ def test_logits_are_megatrons(
     with torch.no_grad():
         ours = model(exported[name])(tokens).logits
     assert ours.shape == (*BATCH, 400)
-    distance = float((ours - megatron[..., :400]).abs().max())
-    print(f"{name}: largest difference {distance:.1e}, logits up to {float(megatron.abs().max()):.2f}")
+    largest = float(megatron.abs().max())
+    distance = float((ours - megatron[..., :400]).abs().max()) / largest
+    print(f"{name}: largest difference {distance:.1e} of logits up to {largest:.1f}")
     assert distance < TOLERANCE
-    # the test can tell: positions and tokens matter
-    assert float((ours - megatron.roll(1, dims=1)[..., :400]).abs().max()) > 100 * TOLERANCE
 
 
-def test_both_formats_and_a_virtual_pipeline_give_the_same_bits(exported: dict[str, Path]) -> None:
-    whole = model(exported["torch_dist"]).state_dict()
-    for name in ("torch", "virtual"):
-        other = model(exported[name]).state_dict()
-        assert other.keys() == whole.keys()
-        for key, tensor in whole.items():
-            assert torch.equal(other[key], tensor), (name, key)
+def test_both_formats_give_the_same_bits(exported: dict[str, Path]) -> None:
+    whole, joined = (model(exported[name]).state_dict() for name in ("torch_dist", "torch"))
+    assert joined.keys() == whole.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(joined[key], tensor), key
 
 
 # Evaluation
