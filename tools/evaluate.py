@@ -175,9 +175,13 @@ def markdown(summary: Mapping[str, Any]) -> str:
 
 
 def measured(result: Mapping[str, Any], signed: bool = False) -> str:
-    """``0.4200 ± 0.0110``."""
-    value = f"{result['value']:{'+' if signed else ''}.4f}"
-    return value if result["stderr"] is None else f"{value} ± {result['stderr']:.4f}"
+    """``0.4200 ± 0.0110``; perplexities can be long numbers."""
+    sign = "+" if signed else ""
+    value, error = (
+        None if number is None else f"{number:{sign}.4f}" if abs(number) < 1000 else f"{number:{sign}.4g}"
+        for number, sign in ((result["value"], sign), (result["stderr"], ""))
+    )
+    return f"{value}" if error is None else f"{value} ± {error}"
 
 
 def origin(model: Mapping[str, Any]) -> str:
@@ -200,7 +204,11 @@ def evaluate(args: Namespace) -> bool:
     except ImportError as error:
         raise EvaluationError(f"{error}: install this repository's extra 'evaluate'") from None
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    manager = TaskManager(include_path=args.include_path and str(args.include_path))
+    # lm_eval's own index is of 14,000 files, which takes a while to read: not for tasks of --include-path alone
+    path = args.include_path and str(args.include_path)
+    manager = TaskManager(include_path=path, include_defaults=False)
+    if not set(tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=path)
     tasks, missing = available(manager, tasks)
     if not tasks:
         return False

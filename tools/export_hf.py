@@ -176,8 +176,9 @@ def gpt2(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> GPT2LMHe
     try:
         model.load_state_dict(gpt2_weights(checkpoint, len(tokenizer)), assign=True)
     except RuntimeError as error:
-        problems = "; ".join(line.strip() for line in str(error).splitlines()[1:])
-        raise ExportError(f"{checkpoint.folder}: is not the GPT of its arguments: {problems}") from None
+        first, *more = [line.strip(" \t.") for line in str(error).splitlines()[1:]]
+        others = f" and {len(more)} more" if more else ""
+        raise ExportError(f"{checkpoint.folder}: is not the GPT of its arguments: {first}{others}") from None
     model.tie_weights()
     return model
 
