@@ -83,7 +83,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _allow_megatron_classes() -> None:
-    """Let torch unpickle what Megatron saves, and nothing else: a checkpoint can then run no code."""
+    """Let torch unpickle what Megatron saves and nothing else, so that the arguments and states can run no code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
         from megatron.core.safe_globals import register_safe_globals
