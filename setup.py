@@ -31,6 +31,8 @@ setup(
     ],
     # No extra for apex: the package of that name on PyPI is another project (docs/install.md).
     extras_require={
+        # tools/export_hf.py and tools/evaluate.py. lm_eval runs Hugging Face models through accelerate.
+        "evaluate": ["accelerate", "lm_eval", "protobuf", "transformers"],
         "te": ["transformer-engine[pytorch]"],
         "train": ["datasets", "matplotlib", "pyyaml", "tensorboard"],
         "test": ["mypy", "pytest", "ruff"],
