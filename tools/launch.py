@@ -19,6 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ METHODS = REPOSITORY / "configs" / "methods.yaml"
 ATTEMPTS = "attempts.jsonl"  # in a run's folder: a line for every time that it was started
 BF16_CAPABILITY = 8.0  # of bf16 and of Transformer Engine: Ampere and later
 PACKAGES = ("edgc", "torch", "megatron-core", "transformer-engine", "apex", "numpy")
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in a folder of checkpoints
+SHAPE_FLAGS = (
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--max-position-embeddings"),
+    *("--tokenizer-type", "--tokenizer-model"),
+)
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
 
@@ -238,6 +244,25 @@ def plan(options: Namespace, extra: Sequence[str]) -> Launch:
     return Launch(folder, tuple(arguments), nodes, processes, shape.train_iters)
 
 
+def check_checkpoint(launch: Launch) -> None:
+    """Raise ``LaunchError`` if the run's folder holds checkpoints of a model of another shape."""
+    attempts = launch.folder / ATTEMPTS
+    if not (launch.folder / "checkpoints" / TRACKER).is_file() or not attempts.is_file():
+        return
+    before = json.loads(attempts.read_text(encoding="utf-8").splitlines()[-1])["arguments"]
+    for flag in SHAPE_FLAGS:
+        known, wanted = (_last(flag, arguments) for arguments in (before, launch.arguments))
+        if known != wanted:
+            raise LaunchError(
+                f"{launch.folder} has checkpoints of {flag} {known}, this run has {flag} {wanted}: "
+                "set RUN to another folder"
+            )
+
+
+def _last(flag: str, arguments: Sequence[str]) -> str | None:
+    return next((value for value, name in pairwise(reversed(arguments)) if name == flag), None)
+
+
 def record(launch: Launch) -> None:
     """Add a line with the exact arguments and the versions that a run starts under to its folder."""
 
@@ -278,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     options, extra = parser.parse_known_args(argv)
     try:
         launch = plan(options, extra)
+        check_checkpoint(launch)
         if options.record:
             record(launch)
     except (LaunchError, OSError) as error:

@@ -137,6 +137,19 @@ def test_a_start_is_recorded_with_its_versions(tmp_path: Path, capsys: pytest.Ca
     assert last["versions"]["megatron-core"].startswith("0.19")
 
 
+def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "tiny", "--method", "edgc", "--run", str(tmp_path), "--mock-data", "--record"]
+    assert launch.main(arguments) == 0  # nothing is saved yet, so the shape may still change
+    assert launch.main([*arguments, "--hidden-size", "256"]) == 0
+    tracker = tmp_path / "edgc" / "checkpoints" / launch.TRACKER
+    tracker.parent.mkdir()
+    tracker.write_text("10")
+    assert launch.main([*arguments, "--hidden-size", "256", "--lr", "1e-4"]) == 0
+    capsys.readouterr()
+    assert launch.main(arguments) == 2
+    assert "has checkpoints of --hidden-size 256, this run has --hidden-size 128" in capsys.readouterr().err
+
+
 def dry_run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = REPOSITORY / "scripts" / script
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
