@@ -401,7 +401,7 @@ def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:
     """Whether the meta file tells of this recipe and its files are there, at their full size."""
     try:
         meta = json.loads(meta_path.read_text())
-        sizes = {name: meta_path.with_name(name).stat().st_size for name in meta["files"]}
+        sizes = {name: (meta_path.parent / name).stat().st_size for name in meta["files"]}
         return bool(meta["recipe"] == recipe and meta["files"] == sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return False
