@@ -32,7 +32,7 @@ setup(
     # No extra for apex: the package of that name on PyPI is another project (docs/install.md).
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "train": ["datasets", "matplotlib", "pyyaml", "tensorboard"],
+        "train": ["datasets", "matplotlib", "pyyaml", "tensorboard", "transformers"],
         "test": ["mypy", "pytest", "ruff"],
     },
 )
