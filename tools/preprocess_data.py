@@ -316,10 +316,13 @@ def progress(source: Source, what: str, splits: Splits | None = None, start: int
 def read_tokenizer(args: Namespace) -> TextTokenizer | None:
     """The existing tokenizer, if the arguments name one. Raises ``InputError`` where it is none, or cannot end a
     document."""
-    name = args.hf_tokenizer or args.sentencepiece_model
-    if name is None:
+    tokenizer: TextTokenizer
+    if args.hf_tokenizer is not None:
+        name, tokenizer = args.hf_tokenizer, HuggingFace(args.hf_tokenizer)
+    elif args.sentencepiece_model is not None:
+        name, tokenizer = args.sentencepiece_model, read_sentencepiece(Path(args.sentencepiece_model))
+    else:
         return None
-    tokenizer: TextTokenizer = HuggingFace(name) if args.hf_tokenizer else read_sentencepiece(Path(name))
     if args.append_eod and tokenizer.end is None:
         raise InputError(f"{name}: no end-of-sentence piece or token to end documents; see --no-append-eod")
     return tokenizer

@@ -115,6 +115,8 @@ class HuggingFace:
         return ids
 
     def save(self, path: Path) -> None:
+        for name in ("is_local", "local_files_only"):  # of this process: they would make one tokenizer two folders
+            self._tokenizer.init_kwargs.pop(name, None)
         self._tokenizer.save_pretrained(path)
 
 

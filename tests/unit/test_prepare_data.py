@@ -151,7 +151,7 @@ def test_parts_that_do_not_fit_are_made_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "PART_BYTES", 20_000)
+    monkeypatch.setattr(preprocess_data, "PART_BYTES", 60_000)
     monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 16)
     source = write_jsonl(tmp_path, CORPUS)
     with monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ INTERPRETER = """
 import os, signal, sys
 from itertools import islice
 from tools import dataset_parts, preprocess_data
-preprocess_data.PART_BYTES, preprocess_data.BATCH_DOCUMENTS = 20_000, 16
+preprocess_data.PART_BYTES, preprocess_data.BATCH_DOCUMENTS = 60_000, 16
 write = dataset_parts.Parts.write
 def dies(parts, documents, vocabulary_size):
     def some():
