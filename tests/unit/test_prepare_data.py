@@ -155,11 +155,12 @@ def test_parts_that_do_not_fit_are_made_again(
     monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 16)
     source = write_jsonl(tmp_path, CORPUS)
     with monkeypatch.context() as patch:
-        encode, left = HuggingFace.encode, iter(range(20))
+        encode, left = HuggingFace.encode, iter(range(30))
         patch.setattr(HuggingFace, "encode", lambda *texts: next(left) is not None and encode(*texts))
         with pytest.raises(RuntimeError):  # from the end of ``left``
             run(source, prefix, bpe, *SPLIT)
     parts = prefix.parent / ".corpus-parts"
+    assert {path.name for path in parts.glob("*.json")} == {"recipe.json", "00000.json", "00001.json"}
     more: list[str] = []
     if change == "text":
         source = write_jsonl(tmp_path, CORPUS[1:])
