@@ -96,7 +96,9 @@ class Parts:
             whole = _builder(f"{path}.bin", vocabulary_size)
             for number, files in enumerate(self._finished):
                 if f"{self._path(number, split).name}.bin" in files:
-                    whole.add_index(str(self._path(number, split)))
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # Megatron's reader misses a rank, which nothing here has
+                        whole.add_index(str(self._path(number, split)))
             whole.finalize(f"{path}.idx")
 
     def _path(self, number: int, split: str) -> Path:
