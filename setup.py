@@ -34,7 +34,7 @@ setup(
         # tools/export_hf.py and tools/evaluate.py. lm_eval runs Hugging Face models through accelerate.
         "evaluate": ["accelerate", "lm_eval", "protobuf", "transformers"],
         "te": ["transformer-engine[pytorch]"],
-        "train": ["datasets", "matplotlib", "pyyaml", "tensorboard"],
+        "train": ["datasets", "matplotlib", "pyyaml", "tensorboard", "transformers"],
         "test": ["mypy", "pytest", "ruff"],
     },
 )

@@ -210,9 +210,14 @@ def data_flags(prefix: str | None, given: Sequence[str]) -> list[str]:
             f"data {prefix}: {meta} is missing or damaged ({type(error).__name__}): "
             "make the data with tools/preprocess_data.py, or name it by Megatron's own flags"
         ) from error
-    if not tokenizer.exists():
-        raise LaunchError(f"data {prefix}: its tokenizer {tokenizer} is not there")
-    flags = ["--tokenizer-type", kind, "--tokenizer-model", str(tokenizer)]
+    if "--tokenizer-model" in given:
+        flags = []
+    elif tokenizer.exists():
+        flags = ["--tokenizer-type", kind, "--tokenizer-model", str(tokenizer)]
+    else:
+        raise LaunchError(
+            f"data {prefix}: its tokenizer {tokenizer} is not there: give --tokenizer-type {kind} --tokenizer-model"
+        )
     for split in splits:
         infix, flag = ("", "--data-path") if split == "all" else (f"_{split}", f"--{split}-data-path")
         path = f"{prefix}{infix}_text_document"

@@ -1,4 +1,4 @@
-"""Turn text into Megatron's indexed dataset format with a SentencePiece tokenizer.
+"""Turn text into Megatron's indexed dataset format with a SentencePiece or a Hugging Face tokenizer.
 
     python tools/preprocess_data.py --python-stdlib --train-sentencepiece 1024 --validation-fraction 0.05 \\
         --output-prefix runs/data/stdlib
@@ -7,34 +7,42 @@ writes ``stdlib.model``, ``stdlib_{train,valid}_text_document.{bin,idx}`` and ``
 
 1. Scan: read the whole source once. Bad input stops here, before anything is written.
 2. Split by document: a hash of the document decides, so neither the order nor the rest of the corpus matters.
-3. Tokenizer: train one on the training documents, or read an existing one.
-4. Encode every document in a temporary folder beside the output, each ended by the tokenizer's end-of-sentence
-   piece, which is what Megatron's ``SentencePieceTokenizer`` takes for the end of a document.
-5. Move the files into place, the meta file last: where it exists, the data set is whole. A second run with the same
-   source and arguments finds it and does nothing.
+3. Tokenizer: train one on the training documents, or take an existing one. One of Hugging Face is saved beside the
+   data, as ``..._tokenizer``, so that a run needs no hub.
+4. Encode every document, each ended by the token that Megatron takes for the end of a document. Finished parts stay in
+   a hidden folder beside the output, ``.stdlib-parts``: the same command goes on there after an interruption.
+5. Join the parts and move the files into place, the meta file last: where it exists, the data set is whole. A second
+   run with the same source and arguments finds it and does nothing.
 """
 
 import argparse
-import io
 import json
 import os
 import platform
-import re
+import shutil
 import sys
 import sysconfig
-import tempfile
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.dataset_parts import Parts  # noqa: E402
+from tools.text_tokenizer import (  # noqa: E402
+    HuggingFace,
+    InputError,
+    TextTokenizer,
+    read_sentencepiece,
+    train_sentencepiece,
+)
 
 RECORD_SUFFIXES = (".jsonl", ".json")
 HF_FILE_LOADERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -43,13 +51,9 @@ NOT_STDLIB = {"idle_test", "site-packages", "dist-packages", "test", "tests"}
 # SentencePiece keeps its training text in memory, and skips long lines: they are cut (at so many characters).
 TRAINING_BYTES = 1 << 27
 TRAINING_LINE = 1000
-# SentencePiece writes a space as this character and so reads the character back as a space.
-SPACE_MARK = "\u2581"
-BATCH_DOCUMENTS = 64
-
-
-class InputError(Exception):
-    """The user's input or arguments cannot be used; the message is one line that says why."""
+BATCH_DOCUMENTS = 256
+# A part ends when so much text is in it: about two minutes' work of one thread, which is what a kill can cost.
+PART_BYTES = 1 << 28
 
 
 class Document(NamedTuple):
@@ -95,12 +99,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def preprocess(args: Namespace) -> None:
     """Do what the arguments ask for, or nothing where it has been done. Raises ``InputError`` and ``OSError``."""
-    tokenizer = None if args.sentencepiece_model is None else read_sentencepiece(args)
+    tokenizer = read_tokenizer(args)
     source = make_source(args)
     splits, fingerprint = scan(source, args)
     recipe = {
         "source": fingerprint,
-        "tokenizer": hash_of(tokenizer.serialized_model_proto()).hex() if tokenizer else args.train_sentencepiece,
+        "tokenizer": tokenizer.identity if tokenizer else args.train_sentencepiece,
         "append_eod": args.append_eod,
         "validation_fraction": args.validation_fraction,
         "seed": args.seed,
@@ -110,32 +114,45 @@ def preprocess(args: Namespace) -> None:
     if not args.overwrite and is_whole(meta_path, recipe):
         print(f"{meta_path}: this source has been preprocessed with these arguments, nothing to do")
         return
+    cuts = {"part_bytes": PART_BYTES, "batch_documents": BATCH_DOCUMENTS}
+    parts = Parts(prefix.with_name(f".{prefix.name}-parts"), {**recipe, **cuts})
     stale = existing_outputs(args)
-    if stale and not args.overwrite:
+    # A run that was stopped while it moved its files has left parts and no meta file: what exists is its own.
+    if stale and not args.overwrite and (meta_path in stale or not parts.is_for_recipe()):
         raise InputError(f"{stale[0]} exists and is not from these arguments and this source; see --overwrite")
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as folder:
-        draft = Path(folder, prefix.name)
+    with parts:
         if tokenizer is None:
-            tokenizer = train_sentencepiece(source, splits, args)
-            Path(f"{draft}.model").write_bytes(tokenizer.serialized_model_proto())
-        encode(source, splits, tokenizer, draft, args)
+            tokenizer = trained_tokenizer(parts, source, splits, args)
+        encode(source, splits, tokenizer, parts, args)
+        whole = parts.folder / "whole"
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir()
+        parts.merge({name: data_path(whole / prefix.name, name) for name in splits}, tokenizer.vocabulary_size)
+        if writes_tokenizer(args):
+            tokenizer.save(whole / tokenizer_path(args).name)
+        files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
         meta: dict[str, Any] = {
             "source": source.description,
-            "tokenizer_type": "SentencePieceTokenizer",
+            "tokenizer_type": tokenizer.megatron_type,
             "tokenizer_model": tokenizer_path(args).name,
-            "vocabulary_size": tokenizer.vocab_size(),
-            "eod": tokenizer.eos_id() if args.append_eod else None,
+            "tokenizer_hash": tokenizer.meaning,
+            "vocabulary_size": tokenizer.vocabulary_size,
+            "eod": tokenizer.end if args.append_eod else None,
             "splits": {name: asdict(split) for name, split in splits.items()},
             "recipe": recipe,
-            "files": {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())},
+            "files": {file.as_posix(): (whole / file).stat().st_size for file in files},
         }
-        Path(f"{draft}_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        (whole / meta_path.name).write_text(json.dumps(meta, indent=2) + "\n")
         for path in stale:
-            path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         for name in [*meta["files"], meta_path.name]:
-            os.replace(Path(folder, name), prefix.with_name(name))
+            target = prefix.parent / name
+            target.parent.mkdir(exist_ok=True)
+            os.replace(whole / name, target)
     print_summary(meta, splits, args)
 
 
@@ -285,31 +302,36 @@ def hash_of(data: str | bytes) -> bytes:
     return blake2b(data if isinstance(data, bytes) else data.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
-def progress(source: Source, what: str, splits: Splits | None = None) -> Iterator[Document]:
-    """The documents that have text, with a progress bar on stderr once the step has taken a second."""
-    documents = (document for document in source.documents() if document.text)
+def progress(source: Source, what: str, splits: Splits | None = None, start: int = 0) -> Iterator[Document]:
+    """The documents that have text, without the first ``start``, with a progress bar on stderr after a second."""
+    documents = islice((document for document in source.documents() if document.text), start, None)
     total = sum(split.documents for split in splits.values()) if splits else None
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log file wants fewer lines
-    yield from tqdm(documents, what, total, unit=" documents", delay=1, mininterval=interval)
+    yield from tqdm(documents, what, total, initial=start, unit=" documents", delay=1, mininterval=interval)
 
 
 # Tokenizer
 
 
-def read_sentencepiece(args: Namespace) -> SentencePieceProcessor:
-    """The existing model; raises ``InputError`` where it is none, or cannot end a document."""
-    try:
-        tokenizer = SentencePieceProcessor(model_proto=Path(args.sentencepiece_model).read_bytes() or b"empty")
-    except RuntimeError:
-        raise InputError(f"{args.sentencepiece_model}: not a SentencePiece model") from None
-    if args.append_eod and tokenizer.eos_id() < 0:
-        raise InputError(f"{args.sentencepiece_model}: no end-of-sentence piece to end documents; see --no-append-eod")
+def read_tokenizer(args: Namespace) -> TextTokenizer | None:
+    """The existing tokenizer, if the arguments name one. Raises ``InputError`` where it is none, or cannot end a
+    document."""
+    tokenizer: TextTokenizer
+    if args.hf_tokenizer is not None:
+        name, tokenizer = args.hf_tokenizer, HuggingFace(args.hf_tokenizer)
+    elif args.sentencepiece_model is not None:
+        name, tokenizer = args.sentencepiece_model, read_sentencepiece(Path(args.sentencepiece_model))
+    else:
+        return None
+    if args.append_eod and tokenizer.end is None:
+        raise InputError(f"{name}: no end-of-sentence piece or token to end documents; see --no-append-eod")
     return tokenizer
 
 
-def train_sentencepiece(source: Source, splits: Splits, args: Namespace) -> SentencePieceProcessor:
-    """Learn a byte-pair encoding that loses nothing: no normalisation, bytes for rare characters, a piece each for
-    newline and tab. The same documents give the same model. Raises ``InputError`` for an impossible size."""
+def trained_tokenizer(parts: Parts, source: Source, splits: Splits, args: Namespace) -> TextTokenizer:
+    """A SentencePiece model learnt from the first split, or the one that an interrupted run has learnt from it."""
+    if parts.tokenizer.exists():
+        return read_sentencepiece(parts.tokenizer)
     learn_from = next(iter(splits))
     size = splits[learn_from].bytes
 
@@ -320,77 +342,35 @@ def train_sentencepiece(source: Source, splits: Splits, args: Namespace) -> Sent
                     yield from (line[at : at + TRAINING_LINE] for at in range(0, len(line), TRAINING_LINE))
 
     print(f"Training SentencePiece on {min(size, TRAINING_BYTES) / 1e6:.1f} MB of text", file=sys.stderr)
-    model = io.BytesIO()
-    try:
-        SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=args.train_sentencepiece,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,  # a piece for an indentation
-            user_defined_symbols=["\n", "\t"],
-            num_threads=1,  # the number is stored in the model
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise InputError(f"--train-sentencepiece {args.train_sentencepiece}: {size_advice(str(error))}") from None
-    return SentencePieceProcessor(model_proto=model.getvalue())
-
-
-def size_advice(message: str) -> str:
-    """SentencePiece's complaint about a vocabulary size in this tool's terms."""
-    if most := re.search(r"too high.*<= (\d+)", message):
-        return f"the vocabulary is too large for this corpus, which yields at most {most[1]} pieces"
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"the vocabulary is too small for bytes and characters, which need at least {least[1]} pieces"
-    return message
-
-
-def make_encoder(tokenizer: SentencePieceProcessor, workers: int) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to token ids. It runs in ``workers`` threads of SentencePiece, outside Python's lock."""
-    mark = [tokenizer.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-
-    def encode_with_mark(text: str) -> list[int]:
-        first, *rest = tokenizer.encode(text.split(SPACE_MARK))
-        return [*first, *(token for part in rest for token in mark + part)]
-
-    probe = f"a{SPACE_MARK}b"
-    keeps_mark = tokenizer.decode(encode_with_mark(probe)) == probe  # it has bytes, and puts no space in front
-
-    def encode_texts(texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = tokenizer.encode(texts, num_threads=workers)
-        for index, text in enumerate(texts):
-            if keeps_mark and SPACE_MARK in text:
-                encoded[index] = encode_with_mark(text)
-        return encoded
-
-    return encode_texts
+    tokenizer = train_sentencepiece(lines(), args.train_sentencepiece)
+    unfinished = parts.folder / "unfinished.model"
+    tokenizer.save(unfinished)
+    unfinished.rename(parts.tokenizer)
+    return tokenizer
 
 
 # Output
 
 
-def encode(source: Source, splits: Splits, tokenizer: SentencePieceProcessor, prefix: Path, args: Namespace) -> None:
-    """Write the data files that start with ``prefix``, and count the tokens of each split."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+def encode(source: Source, splits: Splits, tokenizer: TextTokenizer, parts: Parts, args: Namespace) -> None:
+    """Add to the finished parts those that are missing, and count the tokens of each split."""
+    end = [tokenizer.end] if args.append_eod else []
+    batches = batched(progress(source, "Encoding", splits, parts.documents), BATCH_DOCUMENTS)
 
-    dtype = DType.optimal_dtype(tokenizer.vocab_size())
-    builders = {name: IndexedDatasetBuilder(f"{data_path(prefix, name)}.bin", dtype) for name in splits}
-    encode_texts = make_encoder(tokenizer, args.workers)
-    end = [tokenizer.eos_id()] if args.append_eod else []
-    for batch in batched(progress(source, "Encoding", splits), BATCH_DOCUMENTS):
-        for document, ids in zip(batch, encode_texts([document.text for document in batch]), strict=True):
-            name = split_of(document, args)
-            builders[name].add_document(ids + end, [len(ids + end)])
-            splits[name].tokens += len(ids + end)
-    for name, builder in builders.items():
-        builder.finalize(f"{data_path(prefix, name)}.idx")
+    def part() -> Iterator[tuple[str, list[int]]]:
+        size = 0
+        for batch in batches:
+            encoded = tokenizer.encode([document.text for document in batch], args.workers)
+            for document, ids in zip(batch, encoded, strict=True):
+                size += len(document.text.encode())
+                yield split_of(document, args), ids + end
+            if size >= PART_BYTES:
+                return
+
+    while parts.write(part(), tokenizer.vocabulary_size):
+        pass
+    for name, split in splits.items():
+        split.tokens = parts.tokens[name]
 
 
 def data_path(prefix: Path, split: str) -> str:
@@ -399,23 +379,32 @@ def data_path(prefix: Path, split: str) -> str:
 
 
 def tokenizer_path(args: Namespace) -> Path:
-    """Where the tokenizer is, or will be."""
+    """Where the tokenizer is, or will be: one of Hugging Face is always beside the data."""
+    if args.hf_tokenizer is not None:
+        return Path(f"{Path(args.output_prefix)}_tokenizer")
     return Path(args.sentencepiece_model or f"{Path(args.output_prefix)}.model")
 
 
+def writes_tokenizer(args: Namespace) -> bool:
+    """Whether the tokenizer is an output of the tool, and not an input that lies where it has to be."""
+    if args.hf_tokenizer is not None:
+        return Path(args.hf_tokenizer).resolve() != tokenizer_path(args).resolve()
+    return args.sentencepiece_model is None
+
+
 def existing_outputs(args: Namespace) -> list[Path]:
-    """What other runs with this prefix have left, the meta file first. A model is no output where it is an input."""
+    """What other runs with this prefix have left, the meta file first. A tokenizer that is an input is none."""
     prefix = Path(args.output_prefix)
     data = [data_path(prefix, split) + ending for split in ("all", "train", "valid") for ending in (".bin", ".idx")]
-    model = [f"{prefix}.model"] if args.sentencepiece_model is None else []
-    return [path for path in map(Path, [f"{prefix}_meta.json", *data, *model]) if path.exists()]
+    tokenizers = [f"{prefix}.model", f"{prefix}_tokenizer"] if writes_tokenizer(args) else []
+    return [path for path in map(Path, [f"{prefix}_meta.json", *data, *tokenizers]) if path.exists()]
 
 
 def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:
     """Whether the meta file tells of this recipe and its files are there, at their full size."""
     try:
         meta = json.loads(meta_path.read_text())
-        sizes = {name: meta_path.with_name(name).stat().st_size for name in meta["files"]}
+        sizes = {name: (meta_path.parent / name).stat().st_size for name in meta["files"]}
         return bool(meta["recipe"] == recipe and meta["files"] == sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -474,7 +463,9 @@ def parse_arguments(argv: list[str] | None = None) -> Namespace:
     text = f"learn so many pieces from the training documents (from {TRAINING_BYTES >> 20} MiB of them at most)"
     tokenizer.add_argument("--train-sentencepiece", type=_positive, metavar="VOCAB_SIZE", help=text)
     tokenizer.add_argument("--sentencepiece-model", metavar="FILE", help="use this model")
-    text = "end each document with the tokenizer's end-of-sentence piece (default: yes)"
+    text = "use this one of Hugging Face, and save it beside the data (gpt2 from the hub, or a folder)"
+    tokenizer.add_argument("--hf-tokenizer", metavar="NAME_OR_FOLDER", help=text)
+    text = "end each document with the tokenizer's end-of-sentence piece or token (default: yes)"
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--validation-fraction", type=_fraction, metavar="SHARE", help="of the documents, held out (default: none)")
     add("--seed", type=int, default=1234, help="of the split (default: 1234)")

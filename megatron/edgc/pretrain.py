@@ -3,22 +3,20 @@
 from argparse import Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
-from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
-from megatron.training.utils import get_blend_and_blend_per_split
 from torch.nn import Module
 
-from edgc.config import ConfigError, EDGCConfig
+from edgc.config import EDGCConfig
 from megatron.edgc import cpu, gpt, pipeline_parallel
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
+from megatron.edgc.datasets import check_datasets
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.training import Session
 
@@ -92,27 +90,3 @@ def _extra_arguments(parser: ArgumentParser, on_cpu: bool) -> ArgumentParser:
     if on_cpu:
         parser.set_defaults(**cpu.ARGUMENT_DEFAULTS)
     return parser
-
-
-def check_datasets(args: Namespace) -> None:
-    """Raise ``ConfigError`` if an indexed dataset named on the command line is missing or cut short."""
-    if args.mock_data:
-        return
-    blend, per_split = get_blend_and_blend_per_split(args)
-    blends = [blend, *(per_split or [])]
-    prefixes = {prefix for part in blends if part for prefix in part[0]}
-    for prefix in sorted(prefix for prefix in prefixes if "://" not in prefix):  # object storage is Megatron's to read
-        index, data = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
-        for file in (index, data):
-            if not file.is_file():
-                raise ConfigError(f"dataset {prefix}: there is no file {file}")
-        try:
-            dataset = IndexedDataset(prefix)
-            reader = dataset.index
-            needed = int(reader.sequence_pointers[-1]) + int(reader.sequence_lengths[-1]) * reader.dtype_size
-        except Exception as error:  # Megatron's reader raises whatever numpy or an assert gives on a broken file
-            raise ConfigError(
-                f"dataset {prefix}: {index} is no index of Megatron's, or is cut short: {error}"
-            ) from error
-        if data.stat().st_size < needed:
-            raise ConfigError(f"dataset {prefix}: {data} is cut short: {data.stat().st_size} of {needed} bytes")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
+from tools import preprocess_data
 
 TWO_STEPS = [*TINY_GPT, "--train-iters", "10"]
 EDGC = [*TWO_STEPS, "--edgc", "--edgc-preset", "paper", "--edgc-window", "10"]
@@ -91,3 +92,15 @@ def test_a_truncated_dataset_is_refused(tmp_path: Path, file: str, message: str)
     assert finished.returncode == 2
     (line,) = (line for line in finished.stdout.splitlines() if "error: " in line)
     assert message in line
+
+
+def test_another_tokenizer_than_that_of_the_data_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join(f"line {number} of the corpus\n" for number in range(300)))
+    prefix = str(tmp_path / "corpus")
+    assert preprocess_data.main(["--input", str(text), "--train-sentencepiece", "300", "--output-prefix", prefix]) == 0
+    data = [*without(TWO_STEPS, "--mock-data"), "--data-path", f"{prefix}_text_document"]
+    finished = launch(PRETRAIN, data)
+    assert finished.returncode == 2
+    (line,) = (line for line in finished.stdout.splitlines() if "error: " in line)
+    assert "encoded with SentencePieceTokenizer corpus.model, but --tokenizer-type NullTokenizer is another" in line

@@ -114,6 +114,8 @@ def test_data_brings_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
     meta = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "text.model", "splits": {"train": {}}}
     Path(f"{prefix}_meta.json").write_text(json.dumps(meta))
     assert "its tokenizer" in refusal(capsys, *given)
+    elsewhere = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "elsewhere.model"]
+    assert "text_train_text_document.idx" in refusal(capsys, *given, *elsewhere)
     (tmp_path / "text.model").touch()
     assert "text_train_text_document.idx" in refusal(capsys, *given)
     for ending in ("idx", "bin"):

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from tools import preprocess_data
+from tools import preprocess_data, text_tokenizer
 
 SCRIPT = Path(preprocess_data.__file__)
 VOCABULARY = 400
@@ -228,6 +228,19 @@ def foreign_model(path: Path, **options: Any) -> Path:
     return path
 
 
+def hf_tokenizer(folder: Path, size: int = VOCABULARY, **options: Any) -> Path:
+    """A byte-level BPE of GPT-2's kind, in a folder as the Hugging Face hub has it."""
+    import tokenizers
+    from transformers import GPT2Tokenizer
+
+    rules = tokenizers.ByteLevelBPETokenizer()
+    rules.train_from_iterator(DOCUMENTS, size, special_tokens=["<|endoftext|>"], show_progress=False)
+    model = json.loads(rules.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    GPT2Tokenizer(vocab=model["vocab"], merges=merges, **options).save_pretrained(folder)
+    return folder
+
+
 def test_a_foreign_model_encodes_as_in_megatron(tmp_path: Path, prefix: Path) -> None:
     model = foreign_model(tmp_path / "foreign.model")
     assert run(write_jsonl(tmp_path, DOCUMENTS + NASTY), prefix, tokenizer=model) == 0
@@ -259,7 +272,7 @@ def test_a_large_corpus_is_sampled_for_the_tokenizer(
         learned.extend(sentence_iterator)
         train(sentence_iterator=iter(learned), **options)
 
-    monkeypatch.setattr(preprocess_data.SentencePieceTrainer, "train", spy)
+    monkeypatch.setattr(text_tokenizer.SentencePieceTrainer, "train", spy)
     size = sum(len(text.encode()) for text in DOCUMENTS)
     monkeypatch.setattr(preprocess_data, "TRAINING_BYTES", size // 2)
     assert run(write_jsonl(tmp_path, DOCUMENTS), prefix) == 0
@@ -271,7 +284,7 @@ def test_a_large_corpus_is_sampled_for_the_tokenizer(
 def test_tokens_are_stored_as_megatron_stores_them(
     vocabulary: int, dtype: type, tmp_path: Path, prefix: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_data.SentencePieceProcessor, "vocab_size", lambda self: vocabulary)
+    monkeypatch.setattr(text_tokenizer.SentencePieceProcessor, "vocab_size", lambda self: vocabulary)
     assert run(write_jsonl(tmp_path, DOCUMENTS), prefix, tokenizer=model) == 0
     assert IndexedDataset(f"{prefix}_text_document").index.dtype == dtype
     assert texts(prefix, tokenizer=model) == DOCUMENTS
@@ -451,23 +464,21 @@ def test_replacing_a_data_set_keeps_the_model_that_it_is_made_with(tmp_path: Pat
 
 
 @pytest.mark.parametrize("exception", [MemoryError, KeyboardInterrupt])
-def test_an_interrupted_encoding_leaves_nothing(
-    exception: type[BaseException], tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_encoding_interrupted_before_its_first_part_leaves_nothing(
+    exception: type[BaseException], tmp_path: Path, prefix: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_on_the_second_batch(*_: object) -> Callable[[list[str]], list[list[int]]]:
-        batches = iter([[[1]] * preprocess_data.BATCH_DOCUMENTS])
+    batches = iter([[[1]] * preprocess_data.BATCH_DOCUMENTS])
 
-        def encode(texts: list[str]) -> list[list[int]]:
-            ids = next(batches, None)
-            if ids is None:
-                raise exception
-            return ids
+    def fails_on_the_second_batch(*_: object) -> list[list[int]]:
+        ids = next(batches, None)
+        if ids is None:
+            raise exception
+        return ids
 
-        return encode
-
-    monkeypatch.setattr(preprocess_data, "make_encoder", fails_on_the_second_batch)
+    monkeypatch.setattr(text_tokenizer.SentencePiece, "encode", fails_on_the_second_batch)
+    documents = [python_like(number) for number in range(2 * preprocess_data.BATCH_DOCUMENTS)]
     with pytest.raises(exception):
-        run(write_jsonl(tmp_path, [python_like(number) for number in range(200)]), prefix)
+        run(write_jsonl(tmp_path, documents), prefix, tokenizer=model)
     assert contents(prefix.parent) == {}
 
 
@@ -477,7 +488,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "data.bin")
 
-    monkeypatch.setattr(preprocess_data, "make_encoder", full)
+    monkeypatch.setattr(text_tokenizer.SentencePiece, "encode", full)
     assert run(write_jsonl(tmp_path, DOCUMENTS), prefix, tokenizer=model) == 1
     assert capsys.readouterr().err == "preprocess_data: error: data.bin: No space left on device\n"
     assert contents(prefix.parent) == {}
@@ -504,8 +515,11 @@ def test_a_run_stopped_while_it_moves_files_does_not_look_whole(
             assert not Path(f"{prefix}_meta.json").exists()
         else:
             assert run(source, prefix, "--overwrite") == 0
-    assert run(source, prefix, "--overwrite") == 0
+    assert run(source, prefix) == 0  # what lies there is its own: no --overwrite
     assert texts(prefix) == DOCUMENTS
+    assert {path.name for path in prefix.parent.iterdir()} == {
+        f"corpus{ending}" for ending in (".model", "_meta.json", "_text_document.bin", "_text_document.idx")
+    }
 
 
 # Bad input
@@ -515,7 +529,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "two sources": (["--input", "good.jsonl", "--python-stdlib", "{train}"], "not allowed with argument"),
     "no tokenizer": (
         ["--input", "good.jsonl"],
-        "one of the arguments --train-sentencepiece --sentencepiece-model is required",
+        "one of the arguments --train-sentencepiece --sentencepiece-model --hf-tokenizer is required",
     ),
     "two tokenizers": (["--input", "good.jsonl", "{train}", "--sentencepiece-model", "x"], "not allowed with argument"),
     "share too large": (["--input", "good.jsonl", "{train}", "--validation-fraction", "1"], "1 is not between 0 and 1"),
@@ -540,6 +554,9 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "strange model": (["--input", "good.jsonl", "--sentencepiece-model", "latin.txt"], "not a SentencePiece model"),
     "empty model": (["--input", "good.jsonl", "--sentencepiece-model", "empty.txt"], "not a SentencePiece model"),
     "endless model": (["--input", "good.jsonl", "--sentencepiece-model", "endless.model"], "no end-of-sentence piece"),
+    "no Hugging Face tokenizer": (["--input", "good.jsonl", "--hf-tokenizer", "./gone"], "--hf-tokenizer ./gone: "),
+    "endless Hugging Face tokenizer": (["--input", "good.jsonl", "--hf-tokenizer", "endless"], "endless: no end-of"),
+    "sparse Hugging Face tokenizer": (["--input", "good.jsonl", "--hf-tokenizer", "sparse"], "its ids go up to 999"),
     "empty split": (
         ["--input", "good.jsonl", "{train}", "--validation-fraction", "1e-9"],
         "the valid split got none of 40 documents",
@@ -569,6 +586,11 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     foreign_model(folder / "endless.model", eos_id=-1)
+    hf_tokenizer(folder / "endless", eos_token=None)
+    path = hf_tokenizer(folder / "sparse") / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["model"]["vocab"]["unheard"] = 999
+    path.write_text(json.dumps(rules))
     rows = datasets.Dataset.from_dict({"text": ["a", None]})
     rows.save_to_disk(folder / "saved")
     datasets.DatasetDict({"train": rows}).save_to_disk(folder / "saved_splits")
