@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Everything around a paper's run with a tiny model on this machine, in a few minutes: data, both twins through their own
+# scripts, one of them stopped in mid-run and started again, export, zero-shot, report.
+#
+#     bash scripts/rehearse.sh          ends with runs/rehearsal/{report.html,summary.json,zero_shot.md}
+set -euo pipefail
+
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
+bash scripts/setup_env.sh
+python=.venv/bin/python
+run=runs/rehearsal
+export MODEL=tiny DATA=runs/data/stdlib RUN=$run CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+rm -rf -- "$run"
+mkdir -p -- "$run"
+say() { printf 'rehearse: %s\n' "$*"; }
+
+say "data: the interpreter's standard library"
+"$python" tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
+    --output-prefix "$DATA"
+
+# Loopback is no network, so ranks are planned for a link of 0.05 Gbit/s.
+flags=(--edgc-preset balanced --edgc-link-gbps 0.05)
+say "training both twins, logs in $run/{dense,edgc}/log.txt; EDGC's is stopped after iteration 50"
+bash scripts/pretrain_gpt2_12b_baseline.sh >"$run/dense.out" 2>&1
+bash scripts/pretrain_gpt2_12b_edgc.sh "${flags[@]}" >"$run/edgc.out" 2>&1 &
+script=$!
+until (($(cat -- "$run/edgc/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0) >= 50)); do
+    kill -0 "$script" || { tail -n 20 -- "$run/edgc.out" >&2 && exit 1; }
+    sleep 0.2
+done
+pkill -TERM -P "$script" -f torch.distributed.run
+wait "$script" || true
+tail -n 1 -- "$run/edgc.out"
+bash scripts/pretrain_gpt2_12b_edgc.sh "${flags[@]}" >>"$run/edgc.out" 2>&1
+grep '^edgc: ' -- "$run/edgc.out" | tail -n 2
+
+say "zero-shot: which line comes next in modules that were in no corpus"
+"$python" - >"$run/next_line.jsonl" <<'PYTHON'
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+random.seed(1)
+modules = sorted(Path(sysconfig.get_path("stdlib"), "test").glob("test_*.py"))
+lines = [path.read_text(errors="ignore").splitlines(keepends=True) for path in random.sample(modules, 60)]
+for module in [module for module in lines if len(module) > 40]:
+    for _ in range(4):
+        place = random.randrange(8, len(module))
+        choices = [module[place], *(random.choice(module) for _ in range(3))]
+        if len(set(choices)) == 4 and all(choice.strip() for choice in choices):
+            right, order = choices[0], sorted(choices)
+            context = "".join(module[place - 6 : place])
+            print(json.dumps({"context": context, "choices": order, "answer": order.index(right)}))
+PYTHON
+for twin in dense edgc; do
+    "$python" tools/export_hf.py --load "$run/$twin/checkpoints" --output "$run/$twin/hf" >/dev/null
+done
+HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/dense/hf" edgc="$run/edgc/hf" --tasks next_line \
+    --include-path configs/tasks --output "$run"
+"$python" tools/report.py "$run"
+say "done after $SECONDS s"
