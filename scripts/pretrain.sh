@@ -17,24 +17,25 @@
 #     DRY_RUN=1        print the command and start nothing
 #
 # The same command goes on from the newest checkpoint that is whole. A batch job that ends early, by a signal or an error,
-# goes back into the queue by itself if it has saved anything since it started.
+# goes back into the queue by itself if it has saved anything since it started and nobody has cancelled it.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 container=()
 python=${PYTHON:-.venv/bin/python}
+die() {
+    printf '%s: %s\n' "$METHOD" "$*" >&2
+    exit 1
+}
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    [[ -n ${SLURM_JOB_ID:-} ]] || die "CONTAINER_IMAGE needs Slurm, whose srun starts the container"
     container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
         --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
     python=${PYTHON:-python}
 elif [[ -z ${PYTHON:-} ]]; then
     bash scripts/setup_env.sh
 fi
-die() {
-    printf '%s: %s\n' "$METHOD" "$*" >&2
-    exit 1
-}
 
 plan=("$python" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
     --seed "${SEED:-1234}")
@@ -47,6 +48,8 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     if ((${SLURM_NTASKS:-0} > SLURM_NNODES)); then
         per_gpu=1
         plan+=(--processes-per-node $((SLURM_NTASKS / SLURM_NNODES)))
+    elif [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then
+        plan+=(--processes-per-node "$SLURM_GPUS_ON_NODE")
     fi
     [[ -n ${CONTAINER_IMAGE:-} ]] && plan=(srun --nodes 1 --ntasks 1 "${container[@]}" "${plan[@]}")
 fi
@@ -87,11 +90,23 @@ fi
 saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 before=$(saved)
 ((before == 0)) || printf '%s: going on from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
-# Slurm signals the tasks, which save and end; this shell has to outlive them.
-trap : TERM USR1 USR2
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-status=0
-"${command[@]}" 2>&1 | tee -a -- "$folder/log.txt" || status=$?
+exec {log}> >(trap '' INT TERM && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
+tee=$!
+"${command[@]}" >&"$log" 2>&1 &
+training=$!
+exec {log}>&-
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    trap : TERM USR1 USR2 # Slurm signals the tasks, which save and end; this shell has to outlive them
+else
+    trap 'kill -TERM "$training"' TERM
+fi
+until # a signal ends a wait, but not the training
+    status=0
+    wait "$training" || status=$?
+    ! kill -0 "$training" 2>/dev/null
+do :; done
+wait "$tee" || true
 after=$(saved)
 if ((status == 0 && after >= iterations)); then
     printf '%s: finished %s iterations, results in %s\n' "$METHOD" "$iterations" "$folder"
@@ -99,7 +114,8 @@ if ((status == 0 && after >= iterations)); then
 fi
 printf '%s: ended with status %s, saved up to iteration %s of %s, log in %s\n' "$METHOD" "$status" "$after" "$iterations" \
     "$folder/log.txt" >&2
-if [[ $0 == */slurm_script ]] && ((after > before)); then # a batch job that got on; one that did not would fail for ever
-    exec scontrol requeue "$SLURM_JOB_ID"
+# A batch job that got on; one that did not would fail for ever.
+if [[ $0 == */slurm_script ]] && ((after > before)); then
+    [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *JobState=CANCELLED* ]] || exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $((status > 0 ? status : 1))

@@ -9,7 +9,7 @@ cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
 python=.venv/bin/python
 run=runs/rehearsal
-export MODEL=tiny DATA=runs/data/stdlib RUN=$run CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+export MODEL=tiny DATA=$run/data/stdlib RUN=$run CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 rm -rf -- "$run"
 mkdir -p -- "$run"
 say() { printf 'rehearse: %s\n' "$*"; }
@@ -28,7 +28,7 @@ until (($(cat -- "$run/edgc/checkpoints/latest_checkpointed_iteration.txt" 2>/de
     kill -0 "$script" || { tail -n 20 -- "$run/edgc.out" >&2 && exit 1; }
     sleep 0.2
 done
-pkill -TERM -P "$script" -f torch.distributed.run
+kill -TERM "$script"
 wait "$script" || true
 tail -n 1 -- "$run/edgc.out"
 bash scripts/pretrain_gpt2_12b_edgc.sh "${flags[@]}" >>"$run/edgc.out" 2>&1

@@ -30,6 +30,7 @@ work=$(mktemp -d /tmp/edgc-slurm-XXXXXX)
 # munge wants folders that others cannot write, and that it can reach
 chmod 755 "$work"
 finish() {
+    set +e
     [[ -n ${job:-} ]] && scancel --quiet "$job" 2>/dev/null
     for name in slurmd slurmctld munged; do
         [[ -f $work/$name.pid ]] && kill "$(<"$work/$name.pid")" 2>/dev/null
@@ -130,6 +131,12 @@ restarts=$(scontrol --oneliner show job "$job" | sed -n 's/.* Restarts=\([0-9]*\
 say "finished after $restarts restarts; now uninterrupted, torchrun in one task"
 job=$(submit 1 whole)
 until_done
+job=$(submit 4 cancelled)
+until_saved cancelled 2
+scancel "$job"
+until [[ -z $(squeue --noheader --jobs "$job" 2>/dev/null) ]]; do sleep 1; done
+[[ $(state "$job") == CANCELLED ]] || die "a job that was cancelled is $(state "$job")"
+say "a job that was cancelled stays so"
 job=
 .venv/bin/python - "$work"/{interrupted,whole}/edgc/checkpoints <<'PYTHON' || die "the runs differ"
 import sys

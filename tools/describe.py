@@ -194,14 +194,15 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
     parameters = [describe("", name, parameter) for name, parameter in part.named_parameters()]
     elements = sum(parameter.elements for parameter in parameters)
     half = args.params_dtype != torch.float32
-    gradient = 2 if args.grad_reduce_in_bf16 else 4
-    owners = args.data_parallel_size if args.use_distributed_optimizer else 1
+    copies = args.data_parallel_size * args.context_parallel_size
+    gradient = 4 if not half or args.accumulate_allreduce_grads_in_fp32 else 2
+    owners = copies if args.use_distributed_optimizer else 1
     allocation = allocate(parameters, config, min(ranks))
     kept = wire(config.error_dtype).tensor_bytes(sum(matrix.rows * matrix.cols for matrix in allocation.matrices))
     kept += config.basis_cycle * sum(
         STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices
     )
-    cost = cost_in_bytes(allocation, config, args.data_parallel_size, args.use_distributed_optimizer)
+    cost = cost_in_bytes(allocation, config, copies, args.use_distributed_optimizer)
     return StageNeeds(
         layers=len(part.decoder.layers),
         parameters=elements,
@@ -210,7 +211,7 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
         optimizer=elements * (12 if half else 8) // owners,
         activations=activations,
         edgc=kept,
-        sent={"dense": cost.host_seconds, **{str(rank): cost.seconds(rank) for rank in ranks}},
+        sent={"dense": cost.host_seconds * gradient / 4, **{str(rank): cost.seconds(rank) for rank in ranks}},
     )
 
 
@@ -234,7 +235,8 @@ def table(found: Needs) -> str:
     for number, stage in enumerate(found.stages, start=1):
         memory = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.edgc, stage.memory)
         sent = "".join(
-            f" {stage.sent[rank] / 1e6:,.0f} ({stage.sent['dense'] / stage.sent[rank]:.1f}x) |" for rank in ranks
+            f" {stage.sent[rank] / 1e6:,.0f} ({stage.sent['dense'] / max(stage.sent[rank], 1):.1f}x) |"
+            for rank in ranks
         )
         lines.append(
             f"| {number} | {stage.layers} | {stage.parameters / 1e6:,.0f} M | "

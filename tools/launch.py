@@ -34,8 +34,8 @@ BF16_CAPABILITY = 8.0  # of bf16 and of Transformer Engine: Ampere and later
 PACKAGES = ("edgc", "torch", "megatron-core", "transformer-engine", "apex", "numpy")
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in a folder of checkpoints
 SHAPE_FLAGS = (
-    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--max-position-embeddings"),
-    *("--tokenizer-type", "--tokenizer-model"),
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"),
+    *("--max-position-embeddings", "--tokenizer-type"),
 )
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
@@ -170,14 +170,17 @@ def check(model: Model, cluster: Cluster, world_size: int, arguments: Sequence[s
         product = " x ".join(f"{name} {size}" for name, size in parts.items())
         raise LaunchError(f"{world_size} processes do not divide by {replica} ({product} of {model.name})")
     copies = world_size // replica
+    for name in ("micro_batch_size", "global_batch_size"):
+        if (size := getattr(shape, name)) is not None and size < 1:
+            raise LaunchError(f"--{name.replace('_', '-')} {size}: must be at least 1")
     batch = shape.global_batch_size or shape.micro_batch_size * copies
     if batch % (shape.micro_batch_size * copies):
         raise LaunchError(
             f"--global-batch-size {batch} does not divide by {shape.micro_batch_size * copies} "
             f"(--micro-batch-size {shape.micro_batch_size} x {copies} data-parallel ranks)"
         )
-    if not shape.train_iters and not shape.train_samples:
-        raise LaunchError(f"{model.name}: neither --train-iters nor --train-samples is given")
+    if bool(shape.train_iters) == bool(shape.train_samples):
+        raise LaunchError(f"{model.name}: exactly one of --train-iters and --train-samples must be given")
     capability = cluster.compute_capability
     if not shape.edgc_cpu and capability is not None and capability < BF16_CAPABILITY:
         too_new = {
@@ -235,6 +238,9 @@ def plan(options: Namespace, extra: Sequence[str]) -> Launch:
     processes = options.processes_per_node or cluster.gpus_per_node
     folder = options.run / options.method
     seed = str(options.seed)
+    extra = [part for flag in extra for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
+    if own := [flag for flag in ("--save", "--load") if flag in extra]:
+        raise LaunchError(f"{', '.join(own)}: checkpoints are in the run's folder; set RUN to another one")
     arguments = [
         *shlex.split(cluster.flags),
         *shlex.split(model.flags),
@@ -254,7 +260,10 @@ def check_checkpoint(launch: Launch) -> None:
     attempts = launch.folder / ATTEMPTS
     if not (launch.folder / "checkpoints" / TRACKER).is_file() or not attempts.is_file():
         return
-    before = json.loads(attempts.read_text(encoding="utf-8").splitlines()[-1])["arguments"]
+    try:
+        before = json.loads(attempts.read_text(encoding="utf-8").splitlines()[-1])["arguments"]
+    except (ValueError, IndexError, KeyError):
+        return  # cut short by a full disk; Megatron compares the shapes, too
     for flag in SHAPE_FLAGS:
         known, wanted = (_last(flag, arguments) for arguments in (before, launch.arguments))
         if known != wanted:
@@ -277,12 +286,16 @@ def record(launch: Launch) -> None:
         except PackageNotFoundError:
             return None
 
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True)
+        commit = git.stdout.strip()
+    except FileNotFoundError:  # as in a container
+        commit = ""
     line: Mapping[str, Any] = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processes": launch.nodes * launch.processes_per_node,
         "arguments": launch.arguments,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "python": sys.version.split()[0],
         "versions": {package: installed(package) for package in PACKAGES},
     }

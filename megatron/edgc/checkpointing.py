@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import get_checkpoint_name
 
-from edgc.config import ConfigError, EDGCConfig
+from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import Controller
 from edgc.reducer import Measurements
 from edgc.statistics import GradientStatistics
@@ -34,6 +34,7 @@ from megatron.edgc.windows import Part, StageKey
 FOLDER = "edgc"
 VERSION = 2
 RANKS = "rmin", "rmax", "static_rank"
+MESSAGES = "pp", "pp_engine", "pp_rank"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
@@ -136,13 +137,10 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "requested": self._requested(),
+            "requested": {name: getattr(self.requested, name) for name in (*MESSAGES, *RANKS)},
             "resolved": {name: getattr(self.message_controller.config, name) for name in RESOLVED},
             "controller": self.message_controller.state_dict(),
         }
-
-    def _requested(self) -> dict[str, Any]:
-        return {name: getattr(self.requested, name) for name in ("pp", "pp_engine", "pp_rank", *RANKS)}
 
     def load(self, checkpoint: Path, iteration: int) -> None:
         """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
@@ -219,10 +217,14 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
+        then, now = kept["requested"], {name: getattr(self.requested, name) for name in (*MESSAGES, *RANKS)}
+        if any(then.get(name) != now[name] for name in MESSAGES):
+            flags = ", ".join(map(flag, MESSAGES))
+            Reporter.warn(f"{folder} was written with other {flags}: the controller of messages starts anew")
+            return
         # also of a rank that was given: how much of it messages get has been timed
-        alike = kept["requested"] == self._requested()
         timed = self.requested.pp_follows or self.requested.pp == "auto"
-        resolved = kept["resolved"] if timed and alike else {}
+        resolved = kept["resolved"] if timed and then == now else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _index(self, folder: Path) -> dict[str, Any]:

@@ -68,6 +68,9 @@ def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFix
         (["--model", "tiny", "--cluster", "moon"], "moon.yaml: there is no such file"),
         (["--model", "tiny", "--method", "zip"], "there is no method zip; methods are dense, edgc, powersgd, optimus"),
         (["--model", "tiny", "--micro-batch-size", "many"], "invalid int value: 'many'"),
+        (["--model", "tiny", "--global-batch-size=0"], "--global-batch-size 0: must be at least 1"),
+        (["--model", "tiny", "--load", "elsewhere"], "--load: checkpoints are in the run's folder"),
+        (["--model", "tiny", "--train-samples", "64"], "exactly one of --train-iters and --train-samples"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(
@@ -103,7 +106,7 @@ def test_a_file_that_is_incomplete_or_no_yaml_is_refused(tmp_path: Path, capsys:
     Path(own).write_text("- a")
     assert "must hold keys and values" in refusal(capsys, "--model", own, "--mock-data")
     own = written(tmp_path, **{**MODEL, "flags": "--num-layers 4"})
-    assert "neither --train-iters nor --train-samples" in refusal(capsys, "--model", own, "--mock-data")
+    assert "exactly one of --train-iters and --train-samples" in refusal(capsys, "--model", own, "--mock-data")
 
 
 def test_data_brings_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
