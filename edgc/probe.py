@@ -36,16 +36,19 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
 
 
 def cost_of_link(
-    allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False
+    allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False, half: bool = False
 ) -> StageCost:
     """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
-    return cost_in_bytes(allocation, config, ranks, scatters).scaled(8 / (gbps * 1e9))
+    return cost_in_bytes(allocation, config, ranks, scatters, half).scaled(8 / (gbps * 1e9))
 
 
-def cost_in_bytes(allocation: Allocation, config: EDGCConfig, ranks: int, scatters: bool = False) -> StageCost:
+def cost_in_bytes(
+    allocation: Allocation, config: EDGCConfig, ranks: int, scatters: bool = False, half: bool = False
+) -> StageCost:
     """The same with the bytes that each rank sends in a step in the place of seconds.
 
-    ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does.
+    ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does. ``half``:
+    it sums gradients of 16 bits.
     """
 
     def sent(elements: float, name: str) -> float:
@@ -63,7 +66,7 @@ def cost_in_bytes(allocation: Allocation, config: EDGCConfig, ranks: int, scatte
     per_rank *= config.power_iterations
     if config.residual_wire is not None:
         rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
-    host = sent(dense, "fp32") * _host_share(scatters)
+    host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     # a rounded sum of which each rank needs its shard ends halfway
     uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, per_rank), uncompressed, host)
@@ -75,12 +78,13 @@ def probe(
     communicator: Communicator,
     device: torch.device,
     scatters: bool = False,
+    half: bool = False,
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients.
 
     Every rank of the group must call this at the same time. Takes memory for two more fp32 gradients and the error
     while it runs. The smallest of a few repetitions counts: anything above it is noise. ``scatters``: the host's own
-    reduction is a reduce-scatter; it counts as half an all-reduce.
+    reduction is a reduce-scatter; it counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
     matrices = allocation.matrices
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
@@ -102,7 +106,8 @@ def probe(
 
         return reduce
 
-    all_reduce = _fastest(lambda: communicator.all_reduce(flat).wait(), flat, communicator)
+    own = flat.bfloat16() if half else flat
+    all_reduce = _fastest(lambda: communicator.all_reduce(own).wait(), own, communicator)
     host = all_reduce * _host_share(scatters)
     dense = host if reducer.plain else _fastest(reduction(None), flat, communicator)
     compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]

@@ -202,7 +202,7 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
     kept += config.basis_cycle * sum(
         STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices
     )
-    cost = cost_in_bytes(allocation, config, copies, args.use_distributed_optimizer)
+    cost = cost_in_bytes(allocation, config, copies, args.use_distributed_optimizer, half=gradient == 2)
     return StageNeeds(
         layers=len(part.decoder.layers),
         parameters=elements,
@@ -211,7 +211,7 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
         optimizer=elements * (12 if half else 8) // owners,
         activations=activations,
         edgc=kept,
-        sent={"dense": cost.host_seconds * gradient / 4, **{str(rank): cost.seconds(rank) for rank in ranks}},
+        sent={"dense": cost.host_seconds, **{str(rank): cost.seconds(rank) for rank in ranks}},
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer
 
@@ -49,7 +50,8 @@ class Reporter:
         ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them.
         """
         config = self.config
-        gradient_bytes = 2 if self.args.grad_reduce_in_bf16 else 4
+        args = self.args
+        gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif not config.dynamic:

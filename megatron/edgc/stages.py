@@ -58,6 +58,11 @@ class Stage:
         return [parameter for one in self.named for parameter in one.described]
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of one value in Megatron's buffers."""
+        return self.named[0].group.buckets[0].grad_data.element_size()
+
+    @property
     def reducers(self) -> list[GradientReducer]:
         """In the order of the bucket groups."""
         return [group.edgc_reducer for group in self.groups]

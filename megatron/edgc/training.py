@@ -237,11 +237,11 @@ class Session:
         candidates = allocate(main.parameters, config, smallest_rank(config))
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices and not self._alone:
-            scatters = self.args.use_distributed_optimizer
+            host = {"scatters": self.args.use_distributed_optimizer, "half": main.gradient_bytes == 2}
             cost = (
-                probe.probe(candidates, config, communicator, device, scatters)
+                probe.probe(candidates, config, communicator, device, **host)
                 if config.link_gbps is None
-                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, scatters)
+                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, **host)
             )
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
 

@@ -70,6 +70,7 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
+    assert cost_of_link(allocation, one_factor, 4, 0.008, half=True).host_seconds == cost.host_seconds / 2
     assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), allocation.matrices, 1.0) == 20
 
 
