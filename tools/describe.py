@@ -126,8 +126,8 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
         )
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--mock-data"]
     sys.argv = ["pretrain_gpt.py", *flags, *tokenizer, "--edgc"]
-    args, config = parse(on_cpu=cluster.gpu == "none")
-    assert config is not None
+    args, session = parse(on_cpu=cluster.gpu == "none")
+    config = session.config  # as --edgc is among the flags
     description = gpt_config_from_args(args)
     # Only shapes are wanted: local layers have those of Transformer Engine's, and nothing is drawn at random.
     description.transformer_impl = "local"

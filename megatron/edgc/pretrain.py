@@ -12,7 +12,6 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
 from torch.nn import Module
 
-from edgc.config import EDGCConfig
 from megatron.edgc import cpu, gpt, pipeline_parallel
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.compatibility import check_options, check_seam, check_version
@@ -39,12 +38,10 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
 
     ``hooks`` are called with the list of wrapped model chunks, after EDGC's own, and return it.
     """
-    args, config = parse(on_cpu)
+    args, session = parse(on_cpu)
     check_datasets(args)
     model = gpt_config_from_args(args)
-    session = None
-    if config is not None:
-        session = Session(config, args)
+    if session is not None:
         check_seam()
         model.post_wrap_hooks.append(session.install)
     model.post_wrap_hooks.extend(hooks)
@@ -61,17 +58,19 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     return session
 
 
-def parse(on_cpu: bool) -> tuple[Namespace, EDGCConfig | None]:
-    """The command line as Megatron and EDGC accept it. Raises ``ConfigError`` where EDGC does not."""
+def parse(on_cpu: bool) -> tuple[Namespace, Session | None]:
+    """Megatron's arguments and, with EDGC, a session for them. Raises ``ConfigError`` for what EDGC does not accept."""
     check_version()
     args = parse_and_validate_args(
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
     config = config_from_args(args)
     gpt.check_options(args)
-    if config is not None:
-        check_options(config, args)
-    return args, config
+    if config is None:
+        return args, None
+    session = Session(config, args)
+    check_options(config, args)
+    return args, session
 
 
 class _Help(HelpFormatter):

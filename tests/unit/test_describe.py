@@ -65,7 +65,7 @@ def test_what_megatron_refuses_and_a_misnamed_model_are_told_in_one_line(tmp_pat
         "title": "own",
         "cluster": "laptop",
         "billions": 1.0,
-        "flags": f"{flags} --train-iters 4 --micro-batch-size 1 --lr 1e-3",
+        "flags": f"{flags} --train-iters 1000 --micro-batch-size 1 --lr 1e-3",
     }
     own.write_text(yaml.safe_dump(content))
     done = described(str(own), "--ranks", "4", "8")
