@@ -116,6 +116,7 @@ printf '%s: ended with status %s, saved up to iteration %s of %s, log in %s\n' "
     "$folder/log.txt" >&2
 # A batch job that got on; one that did not would fail for ever.
 if [[ $0 == */slurm_script ]] && ((after > before)); then
-    [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *JobState=CANCELLED* ]] || exec scontrol requeue "$SLURM_JOB_ID"
+    # one that was cancelled is no longer running, but completing
+    [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]] && exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $((status > 0 ? status : 1))

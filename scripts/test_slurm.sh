@@ -92,7 +92,7 @@ say "$(sinfo --version) runs"
 iterations=14
 # Saved after every step, so that a signal adds no save that the other run does not have: saving divides errors anew.
 export MODEL=tiny DATA=$work/data/edgc
-flags=(--train-iters "$iterations" --save-interval 1 --edgc-window 5 --eval-iters 1)
+flags=(--train-iters "$iterations" --lr-warmup-iters 2 --save-interval 1 --edgc-window 5 --eval-iters 1)
 submit() { # tasks, folder
     RUN=$work/$2 sbatch --parsable --nodes=1 --ntasks-per-node="$1" --gpus-per-node=4 --time=20 \
         --output="$work/$2.out" scripts/pretrain_gpt2_12b_edgc.sh "${flags[@]}"
@@ -121,7 +121,7 @@ until_done() {
 job=$(submit 4 interrupted)
 until_saved interrupted 3
 say "killing the tasks after iteration $(saved interrupted)"
-scancel --signal=KILL "$job"
+scancel --signal=KILL "$job.0" # the step: a killed job counts as cancelled
 until_saved interrupted 7
 say "signalling the tasks after iteration $(saved interrupted)"
 scancel --signal=TERM "$job"
