@@ -4,8 +4,8 @@
 
 Every run has its own folder under ``runs/frontier/`` and is kept once it has finished with the same command, so an
 interrupted list goes on where it stopped. Each finished run adds a line to ``docs/frontier/results.jsonl``; at the end
-``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot. The format of a list is
-described in docs/frontier/README.md.
+``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot, which ``--report`` makes of
+these lines without training. The format of a list is described in docs/frontier/README.md.
 """
 
 import argparse
@@ -37,6 +37,7 @@ RUNS = REPOSITORY / "runs" / "frontier"
 DOCS = REPOSITORY / "docs" / "frontier"
 COMMAND = "command.json"  # in a run's folder once it has finished
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
+IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
 LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
 
 
@@ -222,6 +223,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "name": trial.name,
         "engine": config["engine"],
         "preset": config.get("preset"),
+        "preset_settings": record["preset"],
         "flags": shlex.join(trial.flags),
         "seed": trial.seed,
         "iterations": trial.iterations,
@@ -270,7 +272,7 @@ def _rounded(value: Any) -> Any:
 
 def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a line of the results that of one trial: a later run of it takes its place."""
-    return tuple(line[key] for key in ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed"))
+    return tuple(line[key] for key in IDENTITY)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -287,12 +289,23 @@ def record_result(path: Path, line: dict[str, Any]) -> None:
     write(path, "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
 
 
+def recorded(trial: Trial, lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The line of this very trial, its preset meaning the same; None if there is none."""
+    wanted = {
+        **{key: getattr(trial, key) for key in IDENTITY},
+        "flags": shlex.join(trial.flags),
+        "settings": shlex.join(trial.settings),
+        "preset_settings": preset(trial.arguments()),
+    }
+    return next((line for line in lines if all(line[key] == value for key, value in wanted.items())), None)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the list in ``argv``; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the list of runs, a YAML file")
     parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")
-    parser.add_argument("--report", action="store_true", help="train nothing: report the runs that have finished")
+    parser.add_argument("--report", action="store_true", help="train nothing: make the page of the results kept")
     arguments = parser.parse_args(argv)
     try:
         runs = load_list(arguments.config)
@@ -300,12 +313,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frontier: error: {error}", file=sys.stderr)
         return 2
     device = [] if arguments.gpu else ["--edgc-cpu"]
+    kept = read_results(DOCS / "results.jsonl")
     lines, failed = [], False
     for number, trial in enumerate(runs.trials, start=1):
         start = time.perf_counter()
         label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
-        if arguments.report and not finished(trial, device):
-            print(f"{label}: has not finished, left out", flush=True)
+        if arguments.report:
+            if line := recorded(trial, kept):
+                lines.append(line)
+            else:
+                print(f"{label}: has no result, left out", flush=True)
             continue
         try:
             folder = run(trial, device)

@@ -272,10 +272,29 @@ def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
     }
 
 
-def test_a_report_trains_nothing(
+def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(frontier, "RUNS", frontier.REPOSITORY / "runs" / "no-such-folder")
-    assert frontier.main(["--config", str(written(tmp_path, LIST)), "--report"]) == 0
-    assert capsys.readouterr().out.count("has not finished, left out") == 3
+    monkeypatch.setattr(frontier, "DOCS", tmp_path)
+    path = written(tmp_path, LIST.replace("--edgc-static-rank 8", "--edgc-preset fast"))
+    first, second, third = load_list(path).trials
+
+    def kept(trial: frontier.Trial, **other: Any) -> dict[str, Any]:
+        same = {key: getattr(trial, key) for key in frontier.IDENTITY}
+        fields = {"settings": " ".join(trial.settings), "flags": " ".join(trial.flags), "preset_settings": {}}
+        return {**line("dense", 1, 3.0, 100.0), **same, **fields, **other}
+
+    lines = [
+        kept(first),
+        kept(second, flags="--edgc-engine int4"),
+        kept(third, preset_settings=PRESETS["safe"]),  # what the preset meant then
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert frontier.main(["--config", str(path), "--report"]) == 0
+    printed = capsys.readouterr().out
+    assert "dense seed 2: has no result, left out" in printed and "ours seed 3: has no result, left out" in printed
+    assert "seed 1" not in printed and "| dense | 1.0x | +0.00 % | 1 |" in (tmp_path / "mine.md").read_text()
+    today = kept(third, preset_settings=PRESETS["fast"])
+    assert frontier.recorded(third, [*lines, today]) is today
     assert not (frontier.REPOSITORY / "runs" / "no-such-folder").exists()
