@@ -164,7 +164,7 @@ class EDGCConfig:
         "storage of the error feedback; all but fp32 rounded at random, without bias",
         "format",
         "arXiv 1905.13727; rounding: arXiv 1502.02551",
-        ("fp32", "bf16", "int8"),
+        ("fp32", "bf16", "fp16", "fp8", "int8"),
     )
     error_decay: float = _knob(
         1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
@@ -235,7 +235,7 @@ class EDGCConfig:
         "Megatron's own all-gather)",
         "format",
         "SDP4Bit: arXiv 2410.15526",
-        tuple(name for name, bits in WIRES.items() if 4 <= bits <= 8),
+        tuple(name for name, wire in WIRES.items() if 4 <= wire.bits <= 8),
     )
     pp: str = _knob(
         "off",

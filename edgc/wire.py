@@ -1,7 +1,8 @@
 """Wire formats: how fp32 values are written into the bytes of a message. Pure functions of tensors.
 
-A format of 1 to 8 bits works on groups of 128 values that share a scale in bf16. 4 bits and more: the largest
-magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv 2306.10209) and SDP4Bit
+All formats but fp32 and bf16 work on groups of 128 values that share a scale in bf16. fp16 and fp8 (e4m3, Micikevicius
+et al., arXiv 2209.05433): the largest magnitude becomes the largest that the format has, so nothing overflows. 4 bits
+and more: the largest magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv 2306.10209) and SDP4Bit
 (arXiv 2410.15526). 3 bits and fewer: levels at odd multiples of half a step, the step that is best for normal values
 (Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values would stretch so few
 levels too far. Codes are packed without padding bits.
@@ -13,7 +14,7 @@ overflow.
 import copy
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch import Tensor
 GROUP = 128
 # Step in units of the root mean square that loses least of normal values, by bits.
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
+_FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
+_EXPONENT = 0x7F800000  # where fp32 has it
 
 
 @dataclass(frozen=True)
@@ -28,24 +31,31 @@ class Wire:
     """A wire format. ``bits`` a value: 32 (fp32), 16 (bf16), or 1 to 8 with one scale for each 128 values.
 
     ``stochastic`` rounding is unbiased: up or down with the probability that makes the mean right (4 to 16 bits).
-    ``hadamard`` rotates every group, which spreads outliers over it.
+    ``hadamard`` rotates every group, which spreads outliers over it. ``floating``: what each group shares a scale for
+    are fp16 or fp8 numbers, which are not rotated.
     """
 
     bits: int
     stochastic: bool = False
     hadamard: bool = False
+    floating: bool = False
 
     @property
     def exact(self) -> bool:
         return self.bits == 32
 
+    @property
+    def scaled(self) -> bool:
+        """Whether values come in groups of 128 with a scale."""
+        return self.bits <= 8 or self.floating
+
     def message_bytes(self, values: int) -> int:
         """Bytes that ``values`` values, a multiple of 128, take."""
-        return values * self.bits // 8 + (values // GROUP * 2 if self.bits <= 8 else 0)
+        return values * self.bits // 8 + (values // GROUP * 2 if self.scaled else 0)
 
     def tensor_bytes(self, values: int) -> int:
         """Bytes that a tensor of so many values takes as a ``Packed``."""
-        return self.message_bytes(values if self.bits > 8 else values + -values % GROUP)
+        return self.message_bytes(values + -values % GROUP if self.scaled else values)
 
     def bytes_per_value(self) -> float:
         return self.message_bytes(GROUP) / GROUP
@@ -58,31 +68,36 @@ class Wire:
         rows = values.shape[0]
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
-        if self.bits == 16:
+        if not self.scaled:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
         groups = values.view(rows, -1, GROUP)
-        if self.hadamard:
+        if self.hadamard and not self.floating:
             groups = groups @ _hadamard(values.device)
         scale = self._scale(groups)
         # a group of zeros has scale 0; its codes do not matter
         scaled = groups / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
-        codes = self._codes(scaled, generator)
-        return torch.cat([_pack(codes.view(rows, -1), self.bits), scale.view(rows, -1).view(torch.uint8)], dim=1)
+        if self.floating:
+            codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
+        else:
+            codes = _pack(self._codes(scaled, generator).view(rows, -1), self.bits)
+        return torch.cat([codes, scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
         rows = message.shape[0]
         if self.bits == 32:
             return message.view(torch.float32)
-        if self.bits == 16:
+        if not self.scaled:
             return message.view(torch.bfloat16).float()
         groups = message.shape[1] // self.message_bytes(GROUP)
         packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
-        codes = _unpack(packed, self.bits).view(rows, groups, GROUP)
         scales = scale.contiguous().view(torch.bfloat16).float().unsqueeze(-1)
-        values = (codes.float() - self._centre) * scales
-        if self.hadamard:
-            values = values @ _hadamard(message.device)
+        if self.floating:
+            values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float() * scales
+        else:
+            values = (_unpack(packed, self.bits).view(rows, groups, GROUP).float() - self._centre) * scales
+            if self.hadamard:
+                values = values @ _hadamard(message.device)
         result: Tensor = values.view(rows, -1)
         return result
 
@@ -92,13 +107,14 @@ class Wire:
         return float(2 ** (self.bits - 1)) - (1 if self.bits >= 4 else 0.5)
 
     def _scale(self, groups: Tensor) -> Tensor:
-        """(rows, groups, 128) -> bf16 (rows, groups, 1): the difference between neighbouring levels."""
+        """(rows, groups, 128) -> bf16 (rows, groups, 1): what the code, or number, 1 stands for."""
         if self.bits in _NORMAL_STEP:
             norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
             return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
         # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
         largest = torch.amax(groups.abs(), dim=-1, keepdim=True)
-        return (largest * (1.004 / self._centre)).to(torch.bfloat16)
+        last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
+        return (largest * (1.004 / last)).to(torch.bfloat16)
 
     def _codes(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
         shifted = scaled + self._centre
@@ -108,6 +124,17 @@ class Wire:
             shifted = torch.round(shifted)
         return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
 
+    def _numbers(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+        """fp32 -> fp16 or fp8 of the same shape."""
+        if self.stochastic:
+            # Numbers of one exponent lie alike far apart, those below the smallest normal one as far as there.
+            numbers = torch.finfo(_FLOATS[self.bits])
+            magnitude = scaled.abs().clamp_min(numbers.smallest_normal)
+            step = (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32) * numbers.eps
+            noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+            scaled = torch.floor(scaled / step + noise) * step
+        return scaled.to(_FLOATS[self.bits])
+
 
 class Packed:
     """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
@@ -116,7 +143,7 @@ class Packed:
         self.shape = values.shape
         self.wire = wire
         row = values.reshape(1, -1)
-        self.message = wire.encode(row if wire.bits > 8 else in_groups(row), generator)
+        self.message = wire.encode(in_groups(row) if wire.scaled else row, generator)
 
     @classmethod
     def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":
@@ -138,13 +165,19 @@ class Packed:
         return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
 
 
-WIRES = {"fp32": 32, "bf16": 16, "int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2, "int1": 1}
 FP32 = Wire(32)
+WIRES = {
+    "fp32": FP32,
+    "bf16": Wire(16),
+    "fp16": Wire(16, floating=True),
+    "fp8": Wire(8, floating=True),
+    **{f"int{bits}": Wire(bits) for bits in (8, 6, 5, 4, 3, 2, 1)},
+}
 
 
 def wire(name: str, *, stochastic: bool = False, hadamard: bool = False) -> Wire:
     """The format of a name in ``WIRES``."""
-    return Wire(WIRES[name], stochastic, hadamard)
+    return replace(WIRES[name], stochastic=stochastic, hadamard=hadamard)
 
 
 def in_groups(values: Tensor) -> Tensor:

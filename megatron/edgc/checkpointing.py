@@ -333,7 +333,7 @@ def _packed(packed: Packed) -> dict[str, Any]:
     return {
         "message": packed.message.cpu(),
         "shape": list(packed.shape),
-        "wire": [wire.bits, wire.stochastic, wire.hadamard],
+        "wire": [wire.bits, wire.stochastic, wire.hadamard, wire.floating],
     }
 
 

@@ -136,6 +136,13 @@ MODES = {
     ),
     "bf16, gradients reduced in bf16": Mode("--bf16 --grad-reduce-in-bf16", tolerance=0.2),
     "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2, lost=8e-3),
+    "bf16, distributed optimizer, error kept in fp8, factors in fp16": Mode(
+        "--bf16 --use-distributed-optimizer",
+        "--edgc-error-dtype fp8 --edgc-wire-dtype fp16 --edgc-basis-wire-dtype fp16",
+        tolerance=0.2,
+        lost=0.13,
+        format="torch",
+    ),
     "fp16, loss scale that overflows at first": Mode(
         "--fp16 --initial-loss-scale 262144 --hysteresis 1", tolerance=0.2
     ),

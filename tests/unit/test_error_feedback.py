@@ -41,7 +41,7 @@ def test_a_moving_average_takes_in_new_errors_by_and_by() -> None:
 
 
 def test_what_was_not_finite_leaves_the_older_error_bit_for_bit() -> None:
-    for name in ("fp32", "bf16", "int8"):
+    for name in ("fp32", "bf16", "fp16", "fp8", "int8"):
         feedback = ErrorFeedback(wire(name, stochastic=name != "fp32"))
         feedback.store("w", torch.randn(5, 7), YES)
         before = feedback.packed["w"].message.clone()

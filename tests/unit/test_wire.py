@@ -5,7 +5,8 @@ import torch
 
 from edgc.wire import GROUP, WIRES, Wire, _pack, _unpack, wire
 
-ROUNDED = [name for name, bits in WIRES.items() if bits <= 8]
+ROUNDED = [name for name, format in WIRES.items() if format.bits <= 8 and not format.floating]
+FLOATING = {"fp16": 10, "fp8": 3}  # bits of the mantissa
 # Mean squared error of a unit normal: Max 1960 for 1 to 3 bits; step^2 / 12 from 4 bits on, where the step is the
 # largest of 128 magnitudes (root mean square: 2.85) over the largest code.
 EXPECTED_ERROR = {1: 0.3634, 2: 0.1175, 3: 0.0374} | {b: (2.85 / (2 ** (b - 1) - 1)) ** 2 / 12 for b in (4, 5, 6, 8)}
@@ -42,7 +43,17 @@ def test_fp32_is_exact_and_bf16_is_torchs() -> None:
     assert wire("bf16").bytes_per_value() == 2 and wire("fp32").bytes_per_value() == 4
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(("name", "mantissa"), FLOATING.items())
+def test_numbers_with_an_exponent_keep_their_mantissas_bits(name: str, mantissa: int) -> None:
+    values, under_test = normal() * 1e-6, wire(name)  # as small as gradients are; fp16 itself ends at 6e-8
+    message = under_test.encode(values)
+    assert message.shape[1] == under_test.message_bytes(values.shape[1]) == values.shape[1] * under_test.bits // 8 + 400
+    large = values.abs() > values.abs().amax() / 100
+    worst = float(((under_test.decode(message) - values) / values)[large].abs().max())
+    assert worst == pytest.approx(1 / (2 ** (mantissa + 1) + 1), rel=0.01)  # halfway between the first two numbers
+
+
+@pytest.mark.parametrize("name", [*ROUNDED, *FLOATING])
 @pytest.mark.parametrize("scale", [0.0, 1e-15, 1e15])
 def test_extreme_scales(name: str, scale: float) -> None:
     values = normal() * scale
@@ -62,7 +73,9 @@ def test_a_value_that_is_not_finite_is_seen_by_the_receiver(name: str, hadamard:
     assert torch.isfinite(decoded[0, :GROUP]).all() and torch.isfinite(decoded[0, 2 * GROUP :]).all()
 
 
-def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
+@pytest.mark.parametrize(("name", "step"), [("int4", 2.85 / 7), ("fp8", 1 / 4), ("fp16", 1 / 512)])
+def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not(name: str, step: float) -> None:
+    """``step``: the distance of two levels, with a mantissa those between 2 and 4."""
     values = normal(rows=1, groups=2)
 
     def mean(under_test: Wire) -> torch.Tensor:
@@ -70,9 +83,8 @@ def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
         decoded = [under_test.decode(under_test.encode(values, generator)) for _ in range(2000)]
         return torch.stack(decoded).mean(dim=0)
 
-    step = 2.85 / 7
-    assert (mean(wire("int4", stochastic=True)) - values).abs().max() < 5 * step / 2 / math.sqrt(2000)
-    assert (mean(wire("int4")) - values).abs().max() > step / 4
+    assert (mean(wire(name, stochastic=True)) - values).abs().max() < 5 * step / 2 / math.sqrt(2000)
+    assert (mean(wire(name)) - values).abs().max() > step / 4
 
 
 def test_the_rotation_spreads_an_outlier_over_its_group() -> None:
