@@ -1,11 +1,11 @@
 """Wire formats: how fp32 values are written into the bytes of a message. Pure functions of tensors.
 
 All formats but fp32 and bf16 work on groups of 128 values that share a scale in bf16. fp16 and fp8 (e4m3, Micikevicius
-et al., arXiv 2209.05433): the largest magnitude becomes the largest that the format has, so nothing overflows. 4 bits
-and more: the largest magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv 2306.10209) and SDP4Bit
-(arXiv 2410.15526). 3 bits and fewer: levels at odd multiples of half a step, the step that is best for normal values
-(Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values would stretch so few
-levels too far. Codes are packed without padding bits.
+et al. 2022, arXiv 2209.05433): the largest magnitude becomes the largest number that the format has. Codes of 4 bits
+and more: the largest magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv
+2306.10209) and SDP4Bit (arXiv 2410.15526). 3 bits and fewer: levels at odd multiples of half a step, the step that is
+best for normal values (Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values
+would stretch so few levels too far. Codes are packed without padding bits.
 
 A group with an entry that is not finite comes out not finite; so may one of magnitudes beyond 1e18, whose squares
 overflow.

@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch import Tensor
 from torch.nn.functional import gelu
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer
 from transformers.activations import ACT2FN
 
 from tools import export_hf, export_tokenizer, preprocess_data
@@ -364,13 +364,30 @@ def test_a_file_that_is_no_sentencepiece_model_is_refused(content: bytes, tmp_pa
         export_tokenizer.from_sentencepiece(tmp_path / "no.model")
 
 
-def test_gpt2s_own_tokenizer_comes_from_its_two_files(tmp_path: Path) -> None:
+@pytest.fixture
+def gpt2_files(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "\u0120": 3, "<|endoftext|>": 4}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    return {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+
+
+def test_gpt2s_own_tokenizer_comes_from_its_two_files(gpt2_files: dict[str, str]) -> None:
+    files = gpt2_files
     tokenizer = export_tokenizer.build(arguments(tokenizer_type="GPT2BPETokenizer", **files), None)
     assert tokenizer("ab b<|endoftext|>")["input_ids"] == [2, 3, 1, 4]
     assert len(tokenizer) == 5 and tokenizer.eos_token_id == 4
+
+
+def test_a_hugging_face_tokenizer_is_saved_as_it_is(gpt2_files: dict[str, str], tmp_path: Path) -> None:
+    source = GPT2Tokenizer(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
+    source.save_pretrained(tmp_path / "moved")
+    used = arguments(tmp_path / "gone", tokenizer_type="HuggingFaceTokenizer")
+    export_tokenizer.build(used, tmp_path / "moved").save_pretrained(tmp_path / "export")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    for text in ("ab b", "a" * 7 + " bb<|endoftext|>", " ab"):
+        assert exported(text)["input_ids"] == source(text)["input_ids"]
+    with pytest.raises(ExportError, match="gone: .*see --tokenizer-model"):
+        export_tokenizer.build(used, None)
 
 
 def test_tokenizers_without_text_are_refused() -> None:
