@@ -189,13 +189,13 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
     from edgc.engines.powersgd import STORED
     from edgc.probe import cost_in_bytes
     from edgc.wire import wire
-    from megatron.edgc.stages import describe
+    from megatron.edgc.stages import describe, gradient_bytes
 
     parameters = [describe("", name, parameter) for name, parameter in part.named_parameters()]
     elements = sum(parameter.elements for parameter in parameters)
     half = args.params_dtype != torch.float32
     copies = args.data_parallel_size * args.context_parallel_size
-    gradient = 4 if not half or args.accumulate_allreduce_grads_in_fp32 else 2
+    gradient = gradient_bytes(args)
     owners = copies if args.use_distributed_optimizer else 1
     allocation = allocate(parameters, config, min(ranks))
     kept = wire(config.error_dtype).tensor_bytes(sum(matrix.rows * matrix.cols for matrix in allocation.matrices))

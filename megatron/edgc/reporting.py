@@ -10,7 +10,6 @@ from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer
 
@@ -19,6 +18,7 @@ from edgc.allocation import Allocation
 from edgc.config import EDGCConfig
 from edgc.controller import NO_RANK, StageCost
 from edgc.events import EventLog
+from megatron.edgc.stages import gradient_bytes
 from megatron.edgc.windows import StageKey, WindowReport
 
 
@@ -51,7 +51,7 @@ class Reporter:
         """
         config = self.config
         args = self.args
-        gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
+        value_bytes = gradient_bytes(args)
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif not config.dynamic:
@@ -68,12 +68,12 @@ class Reporter:
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
             noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
-            lines.append(f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * gradient_bytes)} a step")
+            lines.append(f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * value_bytes)} a step")
             count: Counter[str] = Counter()
             size: Counter[str] = Counter()
             for parameter, why in allocation.rest:
                 count[why] += 1
-                size[why] += parameter.elements * gradient_bytes
+                size[why] += parameter.elements * value_bytes
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")

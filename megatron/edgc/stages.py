@@ -1,5 +1,6 @@
 """What one rank reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ from megatron.edgc.embedding import TIED, TiedEmbedding
 from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_or_nan, median_or_nan, merge_statistics
 
 Names = dict[torch.nn.Parameter, str]
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
+    return 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,6 @@ class Stage:
     @property
     def parameters(self) -> list[Parameter]:
         return [parameter for one in self.named for parameter in one.described]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of one value in Megatron's buffers."""
-        return self.named[0].group.buckets[0].grad_data.element_size()
 
     @property
     def reducers(self) -> list[GradientReducer]:

@@ -41,7 +41,7 @@ from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
 from megatron.edgc.messages import OFF, PipelineMessages, message_config, uncompressed
 from megatron.edgc.reporting import Reporter
-from megatron.edgc.stages import Stage, stages_of
+from megatron.edgc.stages import Stage, gradient_bytes, stages_of
 from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
 
 
@@ -237,7 +237,7 @@ class Session:
         candidates = allocate(main.parameters, config, smallest_rank(config))
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices and not self._alone:
-            host = {"scatters": self.args.use_distributed_optimizer, "half": main.gradient_bytes == 2}
+            host = {"scatters": self.args.use_distributed_optimizer, "half": gradient_bytes(self.args) == 2}
             cost = (
                 probe.probe(candidates, config, communicator, device, **host)
                 if config.link_gbps is None
