@@ -32,10 +32,10 @@ kill -TERM "$script"
 wait "$script" || true
 tail -n 1 -- "$run/edgc.out"
 bash scripts/pretrain_gpt2_12b_edgc.sh "${flags[@]}" >>"$run/edgc.out" 2>&1
-grep '^edgc: ' -- "$run/edgc.out" | tail -n 2
+grep -E '^edgc: (going on|finished)' -- "$run/edgc.out"
 
-say "zero-shot: which line comes next in modules that were in no corpus"
-"$python" - >"$run/next_line.jsonl" <<'PYTHON'
+say "zero-shot: the order of words in modules that were in no corpus"
+"$python" - >"$run/word_order.jsonl" <<'PYTHON'
 import json
 import random
 import sysconfig
@@ -43,20 +43,21 @@ from pathlib import Path
 
 random.seed(1)
 modules = sorted(Path(sysconfig.get_path("stdlib"), "test").glob("test_*.py"))
-lines = [path.read_text(errors="ignore").splitlines(keepends=True) for path in random.sample(modules, 60)]
-for module in [module for module in lines if len(module) > 40]:
-    for _ in range(4):
-        place = random.randrange(8, len(module))
-        choices = [module[place], *(random.choice(module) for _ in range(3))]
-        if len(set(choices)) == 4 and all(choice.strip() for choice in choices):
-            right, order = choices[0], sorted(choices)
-            context = "".join(module[place - 6 : place])
-            print(json.dumps({"context": context, "choices": order, "answer": order.index(right)}))
+for path in random.sample(modules, 120):
+    lines = path.read_text(errors="ignore").splitlines(keepends=True)
+    places = [place for place in range(8, len(lines)) if 4 <= len(lines[place].split()) <= 10]
+    for place in random.sample(places, min(4, len(places))):
+        words = lines[place].split()
+        orders = sorted({" ".join(order) for order in (words, *(random.sample(words, len(words)) for _ in range(3)))})
+        if len(orders) == 4:
+            context = "".join(lines[place - 8 : place])[-100:]  # about what the model can read
+            indent = lines[place][: -len(lines[place].lstrip())]
+            print(json.dumps({"context": context + indent, "choices": orders, "answer": orders.index(" ".join(words))}))
 PYTHON
 for twin in dense edgc; do
     "$python" tools/export_hf.py --load "$run/$twin/checkpoints" --output "$run/$twin/hf" >/dev/null
 done
-HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/dense/hf" edgc="$run/edgc/hf" --tasks next_line \
-    --include-path configs/tasks --output "$run"
+HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/dense/hf" edgc="$run/edgc/hf" --tasks word_order \
+    --include-path configs/tasks --output "$run" 2>"$run/evaluate.out" || { cat -- "$run/evaluate.out" >&2 && exit 1; }
 "$python" tools/report.py "$run"
 say "done after $SECONDS s"
