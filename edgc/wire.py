@@ -206,29 +206,31 @@ def _hadamard(device: torch.device) -> Tensor:
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 (rows, n) with values below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
-    rows = codes.shape[0]
     if bits == 8:
         return codes
-    if 8 % bits == 0:
-        parts = codes.view(rows, -1, 8 // bits)
-        return _or([parts[..., i] << (i * bits) for i in range(8 // bits)])
-    # other widths: eight codes in as many bytes as they have bits, byte k holding bit k of each
-    parts = codes.view(rows, -1, 8)
-    planes = [_or([((parts[..., i] >> k) & 1) << i for i in range(8)]) for k in range(bits)]
-    return torch.stack(planes, dim=-1).view(rows, -1)
+    rows, (count, length, word) = codes.shape[0], _word(bits)
+    parts = codes.view(rows, -1, count).to(word)
+    words = _or([parts[..., i] << (i * bits) for i in range(count)])
+    return words.view(torch.uint8).view(rows, -1, word.itemsize)[..., :length].reshape(rows, -1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of ``_pack``."""
-    rows = packed.shape[0]
     if bits == 8:
         return packed
-    if 8 % bits == 0:
-        mask = 2**bits - 1
-        return torch.stack([(packed >> (i * bits)) & mask for i in range(8 // bits)], dim=-1).view(rows, -1)
-    planes = packed.reshape(rows, -1, bits)
-    codes = [_or([((planes[..., k] >> i) & 1) << k for k in range(bits)]) for i in range(8)]
+    rows, (count, length, word) = packed.shape[0], _word(bits)
+    whole = packed.reshape(rows, -1, length)
+    if length < word.itemsize:
+        whole = torch.nn.functional.pad(whole, (0, word.itemsize - length))
+    words = whole.view(word).squeeze(-1)
+    codes = [((words >> (i * bits)) & (2**bits - 1)).to(torch.uint8) for i in range(count)]
     return torch.stack(codes, dim=-1).view(rows, -1)
+
+
+def _word(bits: int) -> tuple[int, int, torch.dtype]:
+    """So many codes fill so many whole bytes of an integer of this type."""
+    whole = math.lcm(bits, 8)
+    return whole // bits, whole // 8, {8: torch.uint8, 24: torch.int32, 40: torch.int64, 56: torch.int64}[whole]
 
 
 def _or(parts: list[Tensor]) -> Tensor:
