@@ -42,6 +42,6 @@ class ErrorFeedback:
         """The whole of it was sent."""
         self.packed.pop(name, None)
 
-    def squared_norm(self) -> float:
-        """Sum of squares of all errors."""
-        return sum(float(packed.values().square().sum()) for packed in self.packed.values())
+    def squared_norm(self) -> Tensor:
+        """Sum of squares of all errors, 0-dimensional."""
+        return sum((packed.values().square().sum() for packed in self.packed.values()), torch.zeros(()))

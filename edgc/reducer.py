@@ -23,10 +23,13 @@ from edgc.wire import Packed, wire
 
 @dataclass
 class Measurements:
-    """What a reducer saw since the last ``take``: one entry a measured iteration."""
+    """What a reducer saw since the last ``take``: one entry a measured iteration.
 
-    entropy: list[float] = field(default_factory=list)
-    residual: list[float] = field(default_factory=list)
+    0-dimensional tensors stay on the device until somebody asks, so that no step waits for them.
+    """
+
+    entropy: list[float | Tensor] = field(default_factory=list)  # not finite where a loss scale was too large
+    residual: list[float | Tensor] = field(default_factory=list)
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
 
@@ -128,9 +131,7 @@ class GradientReducer:
         if not self.allocation.matrices:
             return
         everything = torch.cat([sample(matrix.name) for matrix in self.allocation.matrices])
-        entropy = self.estimate(everything)
-        if math.isfinite(entropy):  # not so where a loss scale was too large
-            self.measurements.entropy.append(entropy)
+        self.measurements.entropy.append(self.estimate(everything))
 
     def begin(self, iteration: int) -> None:
         """With ``repeatable``, before ``plain`` is asked: an iteration that was already reduced starts anew."""
@@ -172,7 +173,7 @@ class GradientReducer:
                 matrix.div_(loss_scale)
             self.feedback.add_to(name, matrix)
         measured = self.sampler.measures(iteration) and bool(self.ranks)
-        to_send = sum(float(matrix.square().sum()) for matrix in matrices.values()) if measured else math.nan
+        to_send = sum((matrix.square().sum() for matrix in matrices.values()), torch.zeros(())) if measured else None
 
         if shards is None or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
             shards = {}  # what other types cut off is fed back, and known only of sums that all ranks have
@@ -233,8 +234,8 @@ class GradientReducer:
                 gradients[name].view_as(matrix).copy_(sums[name] + poison)
             elif loss_scale is not None:
                 matrix.mul_(loss_scale)
-        if measured and 0 < to_send < math.inf:
-            self.measurements.residual.append(math.sqrt(self.feedback.squared_norm() / to_send))
+        if to_send is not None:
+            self.measurements.residual.append((self.feedback.squared_norm() / to_send).sqrt() + poison)
             if self.engine is not None and self.engine.low_rank:
                 self.measurements.energies.append(
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}

@@ -32,7 +32,7 @@ class GradientStatistics:
             deviation,
             float(standard.pow(3).mean()),
             float(standard.pow(4).mean()) - 3,
-            gaussian_entropy(sample),
+            float(gaussian_entropy(sample)),
             histogram_entropy(sample),
         )
 

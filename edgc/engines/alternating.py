@@ -32,26 +32,26 @@ class Alternating(Engine):
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
         self.wire = wire(config.wire, hadamard=True)
-        self.bases: dict[str, Tensor] = {}  # (rows x rank) or, if transposed, (cols x rank); orthonormal, fp32
-        self.transposed: dict[str, bool] = {}
+        # By name and whether the matrix is transposed: (rows or cols x rank), orthonormal, fp32
+        self.bases: dict[tuple[str, bool], Tensor] = {}
 
     def state_dict(self) -> dict[str, Packed]:
         return {
-            f"{name}:{'transposed' if self.transposed.get(name) else 'straight'}": Packed(basis, FP32)
-            for name, basis in self.bases.items()
+            f"{name}:{'transposed' if transposed else 'straight'}": Packed(basis, FP32)
+            for (name, transposed), basis in self.bases.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Packed]) -> None:
-        self.bases, self.transposed = {}, {}
+        self.bases = {}
         for key, basis in state.items():
             name, _, side = key.rpartition(":")
-            self.bases[name], self.transposed[name] = basis.values(), side == "transposed"
+            self.bases[name, side == "transposed"] = basis.values()
 
-    def basis(self, matrix: MatrixSpec, rank: int) -> Tensor:
+    def basis(self, matrix: MatrixSpec, rank: int, transposed: bool) -> Tensor:
         """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
-        rows = matrix.cols if self.transposed.get(name) else matrix.rows
-        return lowrank.resize(self.bases.get(name), rows, rank, self.device, self.config.seed, name)
+        rows = matrix.cols if transposed else matrix.rows
+        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
 
     def reduce(
         self,
@@ -62,8 +62,9 @@ class Alternating(Engine):
         communicator: Communicator,
         shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
-        bases = [self.basis(self.matrices[name], ranks[name]) for name in gradients]
-        oriented = [matrix.T if self.transposed.get(name) else matrix for name, matrix in gradients.items()]
+        transposed = iteration % 2 == 1
+        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in gradients]
+        oriented = [matrix.T if transposed else matrix for matrix in gradients.values()]
         local = [basis.T @ matrix for basis, matrix in zip(bases, oriented, strict=True)]
         sums, shares = yield from communicator.sum(local, self.wire)
         finite = all_finite(sums)
@@ -71,7 +72,6 @@ class Alternating(Engine):
         errors, products, learned = {}, {}, {}
         for name, matrix, basis, coefficients, share in zip(gradients, oriented, bases, sums, shares, strict=True):
             error, product = torch.addmm(matrix, basis, share, alpha=-1), Product(basis, coefficients)
-            transposed = self.transposed.get(name, False)
             errors[name] = error.T if transposed else error
             products[name] = product.T if transposed else product
             learned[name] = lowrank.sorted_basis(coefficients.T)
@@ -79,8 +79,7 @@ class Alternating(Engine):
         def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in learned.items():
                 self.strengths[name] = strengths
-                if bool(finite):  # the next step goes another way
-                    self.bases[name] = vectors
-                    self.transposed[name] = not self.transposed.get(name, False)
+                older = self.basis(self.matrices[name], ranks[name], not transposed)
+                self.bases[name, not transposed] = torch.where(finite, vectors, older)
 
         return Reduced(finite, errors, advance, products)

@@ -343,8 +343,8 @@ def _unpacked(state: dict[str, Any]) -> Packed:
 
 def _plain(measurements: Measurements) -> dict[str, Any]:
     return {
-        "entropy": list(measurements.entropy),
-        "residual": list(measurements.residual),
+        "entropy": [float(value) for value in measurements.entropy],
+        "residual": [float(value) for value in measurements.residual],
         "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
         "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
     }

@@ -20,7 +20,7 @@ from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, told
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.message_costs import message_shape, message_wire
-from megatron.edgc.windows import Boundary, MessageWindow, mean_or_nan
+from megatron.edgc.windows import Boundary, MessageWindow, mean_of_finite
 
 OFF: dict[str, Any] = {
     "pp": "off",
@@ -76,7 +76,7 @@ class PipelineMessages:
         self.sampler = GradientSampler(
             iteration_rate=config.iteration_sampling_rate, gradient_rate=config.gradient_sampling_rate, seed=config.seed
         )
-        self.entropy: dict[Direction, list[float]] = {"forward": [], "backward": []}
+        self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
         self._window_start = (Counter[Direction](), Counter[Direction]())
         self._iteration: int | None = None
         self._wrong: Tensor | None = None
@@ -180,9 +180,7 @@ class PipelineMessages:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
         if step.loss_scale is not None and direction == "backward":
             sample = sample / step.loss_scale
-        entropy = ESTIMATORS[self.config.entropy_estimator](sample)
-        if math.isfinite(entropy):
-            self.entropy[direction].append(entropy)
+        self.entropy[direction].append(ESTIMATORS[self.config.entropy_estimator](sample))
 
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the senders. Needs ``repeatable``."""
@@ -200,7 +198,7 @@ class PipelineMessages:
                 }
                 for (direction, chunk), sender in self.senders.items()
             },
-            "entropy": dict(self.entropy),
+            "entropy": {direction: [float(value) for value in seen] for direction, seen in self.entropy.items()},
             "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
         }
 
@@ -243,7 +241,7 @@ class PipelineMessages:
                 windows.append(
                     MessageWindow(
                         boundary,
-                        mean_or_nan(self.entropy[direction]),
+                        mean_of_finite(self.entropy[direction]),
                         self.bytes[direction] - sent[direction],
                         self.dense_bytes[direction] - dense[direction],
                         self.state_bytes(direction),

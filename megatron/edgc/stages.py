@@ -20,7 +20,7 @@ from edgc.timing import Spans
 from edgc.wire import wire
 from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import TIED, TiedEmbedding
-from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_or_nan, median_or_nan, merge_statistics
+from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_of_finite, median_or_nan, merge_statistics
 
 Names = dict[torch.nn.Parameter, str]
 
@@ -90,8 +90,8 @@ class Stage:
         sent, dense = self.traffic.bytes, self.dense_bytes
         window = RankWindow(
             stage=self.key,
-            entropy=mean_or_nan([value for m in measurements for value in m.entropy]),
-            residual=mean_or_nan([value for m in measurements for value in m.residual]),
+            entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
+            residual=mean_of_finite([value for m in measurements for value in m.residual]),
             reduce_seconds=median_or_nan(self.spans.take_seconds()),
             micro_backward_seconds=micro_backward_seconds,
             dp_bytes=sent - self._window_start[0],

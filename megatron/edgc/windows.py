@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import fmean, median
 
+from torch import Tensor
+
 from edgc.controller import RankPlan
 from edgc.statistics import GradientStatistics
 
@@ -101,12 +103,10 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
     """One stage from its ranks: means, but the shortest reduction, since the others also waited for a late peer."""
     return RankWindow(
         stage=ranks[0].stage,
-        entropy=mean_or_nan([r.entropy for r in ranks if math.isfinite(r.entropy)]),
-        residual=mean_or_nan([r.residual for r in ranks if math.isfinite(r.residual)]),
+        entropy=mean_of_finite([r.entropy for r in ranks]),
+        residual=mean_of_finite([r.residual for r in ranks]),
         reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
-        micro_backward_seconds=mean_or_nan(
-            [r.micro_backward_seconds for r in ranks if math.isfinite(r.micro_backward_seconds)]
-        ),
+        micro_backward_seconds=mean_of_finite([r.micro_backward_seconds for r in ranks]),
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
         state_bytes=max(r.state_bytes for r in ranks),
@@ -119,7 +119,7 @@ def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
     """One boundary from the ranks that send over it."""
     return MessageWindow(
         ranks[0].boundary,
-        mean_or_nan([r.entropy for r in ranks if math.isfinite(r.entropy)]),
+        mean_of_finite([r.entropy for r in ranks]),
         fmean(r.bytes for r in ranks),
         fmean(r.bytes_dense for r in ranks),
         max(r.state_bytes for r in ranks),
@@ -146,9 +146,10 @@ def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientS
     return merge_statistics([{".".join(name.split(".")[-2:]): one} for name, one in statistics.items()])
 
 
-def mean_or_nan(values: Sequence[float]) -> float:
-    """Mean; NaN of nothing."""
-    return fmean(values) if values else math.nan
+def mean_of_finite(values: Sequence[float | Tensor]) -> float:
+    """Mean of those that are finite; NaN of none."""
+    finite = [value for value in map(float, values) if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
 
 
 def median_or_nan(values: Sequence[float]) -> float:

@@ -185,7 +185,7 @@ def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
         run(under_test.reduce(local, step))
     seen = under_test.measurements.take()
     assert under_test.measurements.entropy == [] and under_test.measurements.residual == []
-    return under_test.communicator.traffic.bytes, seen.entropy, seen.residual
+    return under_test.communicator.traffic.bytes, [float(e) for e in seen.entropy], [float(r) for r in seen.residual]
 
 
 def test_bytes_are_counted_and_every_second_iteration_measured() -> None:
@@ -205,7 +205,7 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
     whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in local.values()))
     run(under_test.reduce(local, 0))
     left = math.sqrt(under_test.feedback.squared_norm())
-    return under_test.measurements.residual[0], left / whole
+    return float(under_test.measurements.residual[0]), left / whole
 
 
 def test_the_residual_is_that_of_what_was_to_be_sent() -> None:

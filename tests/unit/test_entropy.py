@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from edgc.entropy import ESTIMATORS, GradientSampler, gaussian_entropy, histogram_entropy, spacing_entropy
+from edgc import entropy
+from edgc.entropy import GradientSampler, histogram_entropy, spacing_entropy
 
+ESTIMATORS = {name: lambda x, estimate=estimate: float(estimate(x)) for name, estimate in entropy.ESTIMATORS.items()}
+gaussian_entropy = ESTIMATORS["gaussian"]
 DRAWS = 200_000
 NORMAL = 0.5 * math.log(2 * math.pi * math.e)
 
@@ -63,6 +66,13 @@ def test_gaussian_is_the_formula_at_the_known_sigma_and_an_upper_bound(shape: st
     assert estimate > entropy - 0.01
     if shape != "normal":
         assert estimate > entropy + 0.05
+
+
+def test_gaussian_stays_on_the_device_until_somebody_asks() -> None:
+    """A tensor of the device ``meta`` has no values: reading one, as ``float`` does, is an error there."""
+    assert entropy.gaussian_entropy(torch.empty(100, device="meta")).shape == ()
+    with pytest.raises(RuntimeError):
+        histogram_entropy(torch.empty(100, device="meta"))
 
 
 def test_gaussian_uses_the_unbiased_variance() -> None:

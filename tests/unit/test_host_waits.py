@@ -1,0 +1,69 @@
+"""No step makes the host wait for the device: on the device ``meta``, which has no values, reading one is an error."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from edgc.allocation import Parameter, allocate
+from edgc.collectives import Communicator, Traffic
+from edgc.config import ENGINES, PRESETS, EDGCConfig
+from edgc.reducer import GradientReducer, run
+
+META = torch.device("meta")
+SHAPES = {"wide": (64, 128), "tall": (96, 64), "bias": (64,)}
+RANKS = 4
+
+
+@pytest.fixture
+def communicator() -> Iterator[Communicator]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield Communicator(dist.group.WORLD, Traffic())
+    dist.destroy_process_group()
+
+
+def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
+    config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
+    allocation = allocate([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
+    under_test = GradientReducer(allocation, config, communicator, torch.device("cpu"))
+    for engine in (under_test.engine, under_test.rest, under_test.dense):
+        if engine is not None:
+            engine.device = META
+    under_test._seed_rounding = lambda *occasion: None  # there is no generator of random numbers on it
+    under_test._generator = None
+    return under_test
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"preset": preset} for preset in PRESETS),
+        *({"engine": engine} for engine in ENGINES),
+        *({"error_dtype": dtype} for dtype in ("bf16", "fp8", "int8")),
+        {"residual_wire": "int4"},
+        {"power_iterations": 2},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_no_value_is_read(
+    settings: dict[str, object], sharded: bool, dtype: torch.dtype, communicator: Communicator
+) -> None:
+    under_test = reducer(communicator, **settings)
+    sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+    shards = {name: tuple(size * part // RANKS for part in range(RANKS + 1)) for name, size in sizes.items()}
+    for iteration in range(6):
+        under_test.set_rank(None if iteration < 2 else 8)
+        gradients = {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in SHAPES.items()}
+        under_test.measure(gradients, iteration)
+        run(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
+    assert len(under_test.measurements.entropy) == 3
+
+
+def test_a_value_that_is_read_is_noticed(communicator: Communicator) -> None:
+    under_test = reducer(communicator, entropy_estimator="histogram")
+    with pytest.raises(RuntimeError):
+        under_test.measure({name: torch.empty(shape, device=META) for name, shape in SHAPES.items()}, 0)
