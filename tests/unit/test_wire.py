@@ -53,6 +53,15 @@ def test_numbers_with_an_exponent_keep_their_mantissas_bits(name: str, mantissa:
     assert worst == pytest.approx(1 / (2 ** (mantissa + 1) + 1), rel=0.01)  # halfway between the first two numbers
 
 
+def test_of_normal_values_fp16_loses_less_than_bf16_and_int8_less_than_fp8() -> None:
+    values = normal()
+
+    def lost(name: str) -> float:
+        return float((wire(name).decode(wire(name).encode(values)) - values).norm() / values.norm())
+
+    assert 7.5 < lost("bf16") / lost("fp16") < 9 and 3.5 < lost("fp8") / lost("int8") < 4.5
+
+
 @pytest.mark.parametrize("name", [*ROUNDED, *FLOATING])
 @pytest.mark.parametrize("scale", [0.0, 1e-15, 1e15])
 def test_extreme_scales(name: str, scale: float) -> None:
