@@ -9,6 +9,7 @@ folder without it is an incomplete one. Megatron neither reads nor minds the fol
 
 import json
 import shutil
+import signal
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import get_checkpoint_name
 
@@ -39,6 +41,18 @@ RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decide
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 GO_ON = "give --edgc-reset-state to go on without it"
+
+
+def shield_writer(args: Namespace) -> None:
+    """Start the helper of Megatron's ``torch_dist`` writer so that it outlives the signal of ``--exit-signal-handler``.
+
+    Slurm and torchrun send the signal to all processes. The helper would end by it, and with it the save that the
+    signal asks for; started while the signal is ignored, it goes on ignoring it.
+    """
+    if args.exit_signal_handler and args.save is not None and args.ckpt_format == "torch_dist":
+        before = signal.signal(args.exit_signal, signal.SIG_IGN)
+        get_write_results_queue()
+        signal.signal(args.exit_signal, before)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from megatron.edgc import cpu, gpt, pipeline_parallel
 from megatron.edgc.arguments import add_arguments, config_from_args
+from megatron.edgc.checkpointing import shield_writer
 from megatron.edgc.compatibility import check_options, check_seam, check_version
 from megatron.edgc.datasets import check_datasets
 from megatron.edgc.embedding import TiedEmbedding
@@ -41,6 +42,7 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     args, session = parse(on_cpu)
     check_datasets(args)
     model = gpt_config_from_args(args)
+    shield_writer(args)
     if session is not None:
         check_seam()
         model.post_wrap_hooks.append(session.install)
