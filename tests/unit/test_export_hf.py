@@ -372,8 +372,7 @@ def gpt2_files(tmp_path: Path) -> dict[str, str]:
 
 
 def test_gpt2s_own_tokenizer_comes_from_its_two_files(gpt2_files: dict[str, str]) -> None:
-    files = gpt2_files
-    tokenizer = export_tokenizer.build(arguments(tokenizer_type="GPT2BPETokenizer", **files), None)
+    tokenizer = export_tokenizer.build(arguments(tokenizer_type="GPT2BPETokenizer", **gpt2_files), None)
     assert tokenizer("ab b<|endoftext|>")["input_ids"] == [2, 3, 1, 4]
     assert len(tokenizer) == 5 and tokenizer.eos_token_id == 4
 
