@@ -23,6 +23,14 @@ class Product:
         """The matrix times (rows x 1) and (1 x cols) scales."""
         return Product(self.left * rows, self.right * cols)
 
+    def times(self, scale: Tensor) -> "Product":
+        """The matrix times a 0-dimensional scale."""
+        return Product(self.left * scale, self.right)
+
+    def taken_from(self, matrix: Tensor) -> Tensor:
+        """What this product leaves of a matrix, as a new one."""
+        return torch.addmm(matrix, self.left, self.right, alpha=-1)
+
     def write(self, matrix: Tensor, rows: slice) -> None:
         """Compute these rows of the matrix, into those of ``matrix``."""
         torch.mm(self.left[rows], self.right, out=matrix[rows])

@@ -54,6 +54,8 @@ def cost_in_bytes(
     def sent(elements: float, name: str) -> float:
         return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks)
 
+    # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
+    # is with what low rank does not take.
     rest = sent(allocation.rest_elements, config.rest_wire)
     if config.engine == "alternating":
         per_rank = sent(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
@@ -65,9 +67,8 @@ def cost_in_bytes(
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
     per_rank *= config.power_iterations
     if config.residual_wire is not None:
-        rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire)
+        rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire) * _host_share(scatters)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
-    # a rounded sum of which each rank needs its shard ends halfway
     uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, per_rank), uncompressed, host)
 

@@ -11,11 +11,13 @@ from torch.profiler import record_function
 from edgc.allocation import Allocation, uniform_ranks
 from edgc.collectives import Communicator, Steps, Traffic, together
 from edgc.config import EDGCConfig
-from edgc.engines import ENGINES, Engine, Reduced, Rounding
+from edgc.engines import ENGINES, Elementwise, LowRank, Reduced, Rounding
 from edgc.engines.base import Cuts, all_finite
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser, mean_squares
 from edgc.error_feedback import ErrorFeedback
+from edgc.lowrank import Product
+from edgc.matrices import Matrices, Scaled
 from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, wire
@@ -95,6 +97,9 @@ class GradientReducer:
         self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
         self.rest = Rounding(everything, config, device, wire(config.rest_wire))
         self.dense = Rounding(everything, config, device, wire(config.dense_wire))
+        self.remainder: Rounding | None = None  # of what a low-rank engine leaves
+        if config.residual_wire is not None:
+            self.remainder = Rounding(everything, config, device, wire(config.residual_wire))
 
     def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
@@ -162,16 +167,14 @@ class GradientReducer:
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost. With the
-        cuts of ``shards`` a rank needs only its own part of each sum; the rest of ``gradients`` is left as anything.
+        cuts of ``shards`` a rank needs only its own part of each sum, NaN or not; the rest is left as anything.
         """
         if not gradients:
             return
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
         for name, matrix in matrices.items():
-            if loss_scale is not None:
-                matrix.div_(loss_scale)
-            self.feedback.add_to(name, matrix)
+            self.feedback.add_to(name, matrix, loss_scale)
         measured = self.sampler.measures(iteration) and bool(self.ranks)
         to_send = sum((matrix.square().sum() for matrix in matrices.values()), torch.zeros(())) if measured else None
 
@@ -181,17 +184,17 @@ class GradientReducer:
         left = {name: matrix for name, matrix in matrices.items() if name not in self.ranks}
         reductions = []
         if left:
-            equalise = self.config.equalise and not self._rounding.wire.exact
-            reductions.append(self._reduce(self._rounding, left, iteration, shards, equalise))
-        if self.engine is not None and taken:
-            reductions.append(self._reduce(self.engine, taken, iteration, shards, self.config.equalise))
+            reductions.append(self._reduce(self._rounding, left, iteration, shards))
+        if taken and isinstance(self.engine, LowRank):
+            reductions.append(self._factorise(self.engine, taken, iteration, shards))
+        elif taken and isinstance(self.engine, Elementwise):
+            reductions.append(self._reduce(self.engine, taken, iteration, shards))
         outcomes = yield from together(reductions)
-        products = {name: product for outcome in outcomes for name, product in outcome.products.items()}
-        for name, product in products.items():
-            with record_function("edgc/reconstruct"):
-                product.write(matrices[name], self._own_rows(name, shards))
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         finite = torch.stack([outcome.finite for outcome in outcomes]).all()
+        products = {name: product for outcome in outcomes for name, product in outcome.products.items()}
+        shares = {name: share for outcome in outcomes for name, share in outcome.shares.items()}
+        errors = {name: error for outcome in outcomes for name, error in outcome.errors.items()}
         sharded = {name for outcome in outcomes for name in outcome.sharded}
         squares = {}
         if self.config.equalise:
@@ -203,40 +206,45 @@ class GradientReducer:
         if sharded:
             finite, whole = yield from self._agree(finite, {name: squares[name] for name in squares if name in sharded})
             squares.update(whole)
-        scale = 1.0 if loss_scale is None else loss_scale
-        sums = {  # as the buffers hold them, where that is not in fp32
-            name: (matrices[name] * scale).to(gradient.dtype)
-            for name, gradient in gradients.items()
-            if gradient.dtype != torch.float32
-        }
+        scale = torch.ones_like(finite, dtype=torch.float32) if loss_scale is None else loss_scale
+        sums = {}  # as the buffers hold them, where that is not in fp32
+        for name, gradient in gradients.items():
+            if gradient.dtype != torch.float32:
+                if name in products:
+                    errors[name] = shares[name].taken_from(matrices[name])
+                    products.pop(name).write(matrices[name], slice(None))
+                sums[name] = (matrices[name] * scale).to(gradient.dtype)
         if sums:
             finite = finite & all_finite(list(sums.values()))
         poison = torch.where(finite, 0.0, math.nan)
-        errors: dict[str, Tensor] = {}
         for outcome in outcomes:
             outcome.advance(finite)
-            errors.update(outcome.errors)
-        del outcome, outcomes, products  # so that each error is freed once it is stored
+        del outcome, outcomes  # so that each error is freed once it is stored
         self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
-            if name in errors:
-                error = errors.pop(name)
+            error = errors.pop(name, None)
+            if name in products:
+                with record_function("edgc/residual"):
+                    error = shares[name].taken_from(matrix)
+            if error is not None:
                 if name in sums:  # all ranks know alike what the buffer's type has cut off
                     error += (matrix - sums[name].float() / scale) / self.communicator.ranks
                 self.feedback.store(name, error, finite, self._generator)
             elif name in self.feedback.packed and bool(finite):  # once, when compression ends
                 self.feedback.clear(name)
-            matrix.add_(poison)
             if name in squares:
                 rows, cols = squares[name]
                 self.equaliser.update(name, (rows + poison, cols))
             if name in sums:
                 gradients[name].view_as(matrix).copy_(sums[name] + poison)
-            elif loss_scale is not None:
-                matrix.mul_(loss_scale)
+            elif name in products:
+                with record_function("edgc/reconstruct"):
+                    products[name].times(scale + poison).write(matrix, self._own_rows(name, shards))
+            else:
+                matrix.mul_(scale + poison)
         if to_send is not None:
             self.measurements.residual.append((self.feedback.squared_norm() / to_send).sqrt() + poison)
-            if self.engine is not None and self.engine.low_rank:
+            if isinstance(self.engine, LowRank):
                 self.measurements.energies.append(
                     {name: self.engine.strengths[name].square() for name in self.ranks if name in self.engine.strengths}
                 )
@@ -318,29 +326,49 @@ class GradientReducer:
             self._generator.manual_seed(stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs))
 
     def _reduce(
-        self,
-        engine: Engine,
-        matrices: Mapping[str, Tensor],
-        iteration: int,
-        shards: Mapping[str, Cuts],
-        equalise: bool,
+        self, engine: Elementwise, matrices: Mapping[str, Tensor], iteration: int, shards: Mapping[str, Cuts]
     ) -> Steps[Reduced]:
         """The engine's reduction, of matrices divided by their scales if asked for."""
-        if not equalise:
-            older = self.feedback.packed
-            return (yield from engine.reduce(matrices, self.ranks, older, iteration, self.communicator, shards))
+        if not self.config.equalise or (isinstance(engine, Rounding) and engine.wire.exact):
+            return (yield from engine.reduce(matrices, self.feedback.packed, iteration, self.communicator, shards))
         scales = {name: self.equaliser.scales(name, matrix) for name, matrix in matrices.items()}
         for name, matrix in matrices.items():
             rows, cols = scales[name]
             matrix.div_(rows).div_(cols)
-        reduced = yield from engine.reduce(matrices, self.ranks, {}, iteration, self.communicator, shards)
+        reduced = yield from engine.reduce(matrices, {}, iteration, self.communicator, shards)
         for restored in (matrices, reduced.errors):
             for name, matrix in restored.items():
-                if restored is matrices and name in reduced.products:
-                    continue
                 rows, cols = scales[name]
                 matrix.mul_(rows).mul_(cols)
-        return replace(reduced, products={name: p.scaled(*scales[name]) for name, p in reduced.products.items()})
+        return reduced
+
+    def _factorise(
+        self, engine: LowRank, gradients: Mapping[str, Tensor], iteration: int, shards: Mapping[str, Cuts]
+    ) -> Steps[Reduced]:
+        """The engine's reduction; with ``residual_wire`` what it leaves is summed as well, in few bits."""
+        scaled = {
+            name: Scaled(matrix, *self.equaliser.scales(name, matrix)) if self.config.equalise else Scaled(matrix)
+            for name, matrix in gradients.items()
+        }
+        turned = {name: engine.turned(self.specs[name], iteration) for name in gradients}
+        matrices = Matrices({name: one.T if turned[name] else one for name, one in scaled.items()})
+        reduced = yield from engine.reduce(matrices, self.ranks, iteration, self.communicator)
+
+        def restored(products: Mapping[str, Product]) -> dict[str, Product]:
+            return {
+                name: scaled[name].restored(product.T if turned[name] else product)
+                for name, product in products.items()
+            }
+
+        products, shares = restored(reduced.products), restored(reduced.shares)
+        if self.remainder is None:
+            return replace(reduced, products=products, shares=shares)
+        for name, share in shares.items():
+            gradients[name].copy_(share.taken_from(gradients[name]))
+        rest = yield from self._reduce(self.remainder, gradients, iteration, shards)
+        for name, product in products.items():
+            gradients[name].addmm_(product.left, product.right)
+        return replace(rest, finite=reduced.finite & rest.finite, advance=reduced.advance)
 
 
 def run[T](reduction: Steps[T]) -> T:

@@ -7,14 +7,14 @@ import torch
 
 from edgc.config import EDGCConfig
 from edgc.engines.alternating import Alternating
-from edgc.engines.base import Engine, MatrixSpec, Reduced
+from edgc.engines.base import Elementwise, Engine, LowRank, MatrixSpec, Reduced
 from edgc.engines.loco import LoCo
 from edgc.engines.powersgd import PowerSGD
 from edgc.engines.rounding import Rounding
 from edgc.engines.sparse import RandomK, TopK
 from edgc.wire import wire
 
-Build = Callable[[Sequence[MatrixSpec], EDGCConfig, torch.device], Engine]
+Build = Callable[[Sequence[MatrixSpec], EDGCConfig, torch.device], Elementwise | LowRank]
 
 
 def _rounding(name: str, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device) -> Rounding:
@@ -35,8 +35,10 @@ ENGINES: Mapping[str, Build] = {
 __all__ = [
     "ENGINES",
     "Alternating",
+    "Elementwise",
     "Engine",
     "LoCo",
+    "LowRank",
     "MatrixSpec",
     "PowerSGD",
     "RandomK",

@@ -8,12 +8,13 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.engines.base import LowRank, MatrixSpec, Reduced, all_finite, or_zeros
 from edgc.lowrank import Product
+from edgc.matrices import Matrices
 from edgc.wire import FP32, Packed, wire
 
 
-class Alternating(Engine):
+class Alternating(LowRank):
     """PowerSGD whose two factors are learned in turn. Per matrix and step, with a basis B from the step before:
 
     1. M_i = gradient_i + error_i       transposed in every other step
@@ -26,8 +27,6 @@ class Alternating(Engine):
     Half the bytes of PowerSGD at the same rank, and no message is delicate: B never travels, C is exact up to what
     error feedback returns.
     """
-
-    low_rank = True
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
@@ -53,33 +52,25 @@ class Alternating(Engine):
         rows = matrix.cols if transposed else matrix.rows
         return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
 
+    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
+        return iteration % 2 == 1
+
     def reduce(
-        self,
-        gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
-        older: Mapping[str, Packed],
-        iteration: int,
-        communicator: Communicator,
-        shards: Mapping[str, Cuts],
+        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
     ) -> Steps[Reduced]:
         transposed = iteration % 2 == 1
-        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in gradients]
-        oriented = [matrix.T if transposed else matrix for matrix in gradients.values()]
-        local = [basis.T @ matrix for basis, matrix in zip(bases, oriented, strict=True)]
-        sums, shares = yield from communicator.sum(local, self.wire)
+        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in matrices]
+        sums, shares = yield from communicator.sum(matrices.times([basis.T for basis in bases]), self.wire)
         finite = all_finite(sums)
-        sums = or_zeros(finite, sums)
-        errors, products, learned = {}, {}, {}
-        for name, matrix, basis, coefficients, share in zip(gradients, oriented, bases, sums, shares, strict=True):
-            error, product = torch.addmm(matrix, basis, share, alpha=-1), Product(basis, coefficients)
-            errors[name] = error.T if transposed else error
-            products[name] = product.T if transposed else product
-            learned[name] = lowrank.sorted_basis(coefficients.T)
+        learned = [lowrank.sorted_basis(coefficients.T) for coefficients in or_zeros(finite, sums)]
 
         def advance(finite: Tensor) -> None:
-            for name, (vectors, strengths) in learned.items():
+            for name, (vectors, strengths) in zip(matrices, learned, strict=True):
                 self.strengths[name] = strengths
                 older = self.basis(self.matrices[name], ranks[name], not transposed)
                 self.bases[name, not transposed] = torch.where(finite, vectors, older)
 
-        return Reduced(finite, errors, advance, products)
+        def products(factors: Sequence[Tensor]) -> dict[str, Product]:
+            return {name: Product(basis, c) for name, basis, c in zip(matrices, bases, factors, strict=True)}
+
+        return Reduced(finite, {}, advance, products=products(sums), shares=products(shares))

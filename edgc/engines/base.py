@@ -10,6 +10,7 @@ from torch import Tensor
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
 from edgc.lowrank import Product
+from edgc.matrices import Matrices
 from edgc.wire import Packed
 
 # Places in a flattened gradient, one more than there are ranks: rank i needs what lies between the i-th and the next.
@@ -36,38 +37,49 @@ class Reduced:
 
     ``finite``: whether this one has, a boolean on the device; if not, the rest means nothing. ``errors``: by name,
     what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance`` brings the engine's
-    own state to that of the next step, given whether all were finite. ``products``: by name, sums that the engine knows
-    as products; it has not written them. ``sharded``: names whose sums each rank got its own part of only; ``finite``
-    then tells of that, and otherwise is the same on every rank.
+    own state to that of the next step, given whether all were finite. ``sharded``: names whose sums each rank got its
+    own part of only; ``finite`` then tells of that, and otherwise is the same on every rank.
+
+    A low-rank engine changes no gradient. ``products``: its sums by name; ``shares``: what each holds of this rank, and
+    what a share does not hold of the own matrix is its error.
     """
 
     finite: Tensor
     errors: Mapping[str, Tensor]
     advance: Callable[[Tensor], None]
-    products: Mapping[str, Product] = field(default_factory=dict)
     sharded: Collection[str] = ()
+    products: Mapping[str, Product] = field(default_factory=dict)
+    shares: Mapping[str, Product] = field(default_factory=dict)
 
 
-class Engine(ABC):
+class Engine:
     """Sums a set of gradients over a process group with fewer bytes than an all-reduce takes.
 
-    ``low_rank`` tells what it works on: matrices at a rank that the controller sets, or any parameter.
+    What changes from step to step by plan follows the iteration, so that a step can be repeated. The host does not wait
+    for results: a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be
+    anything.
     """
-
-    low_rank: bool
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         self.matrices = {matrix.name: matrix for matrix in matrices}
         self.config = config
         self.device = device
-        # of a low-rank engine: (rank,) norms of the columns of each last Q, sorted: about its singular values
-        self.strengths: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Packed]:
+        """What the next step depends on beside the errors. Its tensors are replaced, never changed: no copies."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        """Go on where ``state_dict`` was taken."""
+
+
+class Elementwise(Engine, ABC):
+    """An engine that rounds or leaves out single values, of any gradient."""
 
     @abstractmethod
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
@@ -75,20 +87,29 @@ class Engine(ABC):
     ) -> Steps[Reduced]:
         """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
 
-        Or return the sum as one of ``Reduced.products``. Over the group, sums and the errors that are returned are
-        together exactly what was put in. ``ranks`` gives each matrix's rank and means nothing to other engines;
-        ``older`` holds the errors that were added. Of a gradient with cuts in ``shards`` each rank needs only its own
-        part; the others may be left as anything. What changes from step to step by plan follows ``iteration``, so that
-        a step can be repeated. The host does not wait for results here: a gradient that is not finite on any rank is
-        told in ``Reduced.finite``, and then its sum may be anything.
+        Over the group, sums and the errors that are returned are together exactly what was put in. ``older`` holds the
+        errors that were added. Of a gradient with cuts in ``shards`` each rank needs only its own part; the others may
+        be left as anything.
         """
 
-    def state_dict(self) -> dict[str, Packed]:
-        """What the next step depends on beside the errors. Its tensors are replaced, never changed: no copies."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Packed]) -> None:  # noqa: B027 - most engines keep nothing
-        """Go on where ``state_dict`` was taken."""
+class LowRank(Engine, ABC):
+    """An engine that sums matrices as products of two factors, at ranks that the controller sets."""
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
+        super().__init__(matrices, config, device)
+        # (rank,) norms of the columns of each last Q, sorted: about its singular values
+        self.strengths: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
+        """Whether the transposed matrix is what ``reduce`` works on."""
+
+    @abstractmethod
+    def reduce(
+        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
+    ) -> Steps[Reduced]:
+        """The sums of the matrices over the group as ``Reduced.products``; those of all ranks' shares are the same."""
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

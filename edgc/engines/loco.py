@@ -31,13 +31,12 @@ class LoCo(Rounding):
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
         shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
-        reduced = yield from super().reduce(gradients, ranks, older, iteration, communicator, shards)
+        reduced = yield from super().reduce(gradients, older, iteration, communicator, shards)
         errors = {}
         if (iteration + 1) % RESET_EVERY:
             for name, error in reduced.errors.items():

@@ -10,8 +10,9 @@ from torch.profiler import record_function
 from edgc import lowrank
 from edgc.collectives import Communicator, Steps, together
 from edgc.config import EDGCConfig
-from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite, or_zeros
+from edgc.engines.base import LowRank, MatrixSpec, Reduced, all_finite, or_zeros
 from edgc.lowrank import Product
+from edgc.matrices import Matrices
 from edgc.wire import Packed, wire
 
 # V is only where a step starts, so a few bits of it are enough: 8 of them in turn take less than one in fp32.
@@ -19,7 +20,7 @@ STORED = wire("int4", hadamard=True)
 STRONG_SHARE = 1 / 4  # of the first factor's columns; the others may travel in fewer bits
 
 
-class PowerSGD(Engine):
+class PowerSGD(LowRank):
     """Per matrix and step, over the ranks i of the data-parallel group, with V from the step before:
 
     1. M_i = gradient_i + error_i transposed if it has more columns than rows
@@ -32,8 +33,7 @@ class PowerSGD(Engine):
     7. gradient = P Q^T
     8. V   = orthonormal(Q), its columns sorted by norm, the strongest first
 
-    With ``power_iterations`` above 1, steps 2 to 5 are repeated from V = Q. With ``residual_wire`` what low rank leaves
-    travels, too, in few bits; the error is then what rounding leaves of it.
+    With ``power_iterations`` above 1, steps 2 to 5 are repeated from V = Q.
 
     V and Q are on the shorter side, where the directions that are in use cover more of the space. ``transpose`` off
     leaves every matrix as it is.
@@ -47,15 +47,12 @@ class PowerSGD(Engine):
     V and uses them in turn, so that each comes back when its directions have filled again.
     """
 
-    low_rank = True
-
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
         self.q_wire = wire(config.wire, hadamard=True)
         self.p_wires = [wire(config.basis_wire, hadamard=True)]
         if config.weak_basis_wire not in (None, config.basis_wire):
             self.p_wires.append(wire(config.weak_basis_wire, hadamard=True))
-        self.residual_wire = None if config.residual_wire is None else wire(config.residual_wire)
         # V by name and place in the cycle: (shorter side x rank), nearly orthonormal, identical on every rank
         self.bases: dict[tuple[str, int], Packed] = {}
 
@@ -68,10 +65,13 @@ class PowerSGD(Engine):
             name, _, turn = key.rpartition(":")
             self.bases[name, int(turn)] = basis
 
+    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
+        return self.config.transpose and matrix.cols > matrix.rows
+
     def basis(self, matrix: MatrixSpec, rank: int, iteration: int) -> Tensor:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
-        side = matrix.rows if self._turned(matrix.rows, matrix.cols) else matrix.cols
+        side = matrix.rows if self.turned(matrix, iteration) else matrix.cols
         if not self.config.warm_start:
             return lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
         turn = iteration % self.config.basis_cycle
@@ -82,68 +82,39 @@ class PowerSGD(Engine):
             kept = self.bases[matrix.name, turn] = Packed(start, STORED)
         return kept.values()
 
-    def _turned(self, rows: int, cols: int) -> bool:
-        """Whether the transposed matrix is what the steps work on."""
-        return self.config.transpose and cols > rows
-
     def reduce(
-        self,
-        gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
-        older: Mapping[str, Packed],
-        iteration: int,
-        communicator: Communicator,
-        shards: Mapping[str, Cuts],
+        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
     ) -> Steps[Reduced]:
-        oriented = [matrix.T if self._turned(*matrix.shape) else matrix for matrix in gradients.values()]
-        starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in gradients]
+        starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in matrices]
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for _ in range(self.config.power_iterations):
             with record_function("edgc/project"):
-                local = [(matrix @ start).T for matrix, start in zip(oriented, starts, strict=True)]
+                local = matrices.T.times([start.T for start in starts])
             sums = yield from self._sum_first_factors(local, communicator)
             finite = finite & all_finite(sums)
             with record_function("edgc/orthonormalise"):
                 bases = [lowrank.orthonormalise(factor.T) for factor in or_zeros(finite, sums)]
             with record_function("edgc/project"):
-                local = [basis.T @ matrix for matrix, basis in zip(oriented, bases, strict=True)]
+                local = matrices.times([basis.T for basis in bases])
             sums, shares = yield from communicator.sum(local, self.q_wire)
             finite = finite & all_finite(sums)
             with record_function("edgc/next basis"):
                 principal = [lowrank.sorted_basis(q.T) for q in or_zeros(finite, sums)]
             starts = [vectors for vectors, _ in principal]
-
-        left = []
-        for matrix, basis, q, share in zip(oriented, bases, sums, shares, strict=True):
-            own = share if self.config.local_error else q / communicator.ranks
-            with record_function("edgc/residual"):
-                left.append(torch.addmm(matrix, basis, own, alpha=-1))
-        turned = [self._turned(*gradient.shape) for gradient in gradients.values()]
-        products = {
-            name: Product(basis, q).T if across else Product(basis, q)
-            for name, basis, q, across in zip(gradients, bases, sums, turned, strict=True)
-        }
-        errors = {
-            name: error.T if across else error for name, error, across in zip(gradients, left, turned, strict=True)
-        }
-        if self.residual_wire is not None:
-            for name, product in products.items():
-                product.write(gradients[name], slice(None))
-            products = {}
-            sums, shares = yield from communicator.sum(left, self.residual_wire)
-            finite = finite & all_finite(sums)
-            for matrix, error, total, share in zip(oriented, left, sums, shares, strict=True):
-                matrix += total
-                error -= share
+        if not self.config.local_error:
+            shares = [q / communicator.ranks for q in sums]
 
         def advance(finite: Tensor) -> None:
-            for name, (vectors, strengths) in zip(gradients, principal, strict=True):
+            for name, (vectors, strengths) in zip(matrices, principal, strict=True):
                 self.strengths[name] = strengths
                 if self.config.warm_start:
                     key = name, iteration % self.config.basis_cycle
                     self.bases[key] = Packed(vectors, STORED).where(finite, self.bases[key])
 
-        return Reduced(finite, errors, advance, products)
+        def products(factors: Sequence[Tensor]) -> dict[str, Product]:
+            return {name: Product(basis, q) for name, basis, q in zip(matrices, bases, factors, strict=True)}
+
+        return Reduced(finite, {}, advance, products=products(sums), shares=products(shares))
 
     def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
         """The sums of (rank x longer side) factors, whose rows are sorted by strength."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
-from edgc.engines.base import Cuts, Engine, MatrixSpec, Reduced, all_finite
+from edgc.engines.base import Cuts, Elementwise, MatrixSpec, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import GROUP, Packed, Wire
 
@@ -20,14 +20,12 @@ PORTION = 2**24
 type Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end
 
 
-class Rounding(Engine):
+class Rounding(Elementwise):
     """Sums gradients in a wire format. In fp32 that is the dense all-reduce, and leaves no error.
 
     Where each rank needs only a part of the sums and that takes fewer bytes, it gets only that part: not so where one
     rank needs most of what there is.
     """
-
-    low_rank = False
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, wire: Wire):
         super().__init__(matrices, config, device)
@@ -37,7 +35,6 @@ class Rounding(Engine):
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,

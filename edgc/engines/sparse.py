@@ -6,23 +6,20 @@ import torch
 from torch import Tensor
 
 from edgc.collectives import Communicator, Steps
-from edgc.engines.base import Cuts, Engine, Reduced, all_finite
+from edgc.engines.base import Cuts, Elementwise, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import FP32, Packed
 
 
-class TopK(Engine):
+class TopK(Elementwise):
     """Each rank's largest entries of each gradient: Aji and Heafield 2017; Lin et al. 2018 (arXiv 1712.01887).
 
     An all-gather of k values in fp32 and k indices in int32 for each parameter, k = density * elements, at least 1.
     """
 
-    low_rank = False
-
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,
@@ -53,19 +50,16 @@ class TopK(Engine):
         return Reduced(finite, errors, lambda finite: None)
 
 
-class RandomK(Engine):
+class RandomK(Elementwise):
     """The same random entries of each gradient on all ranks: the indices follow from a seed and don't travel.
 
     An all-reduce of about k values, k = density * elements, at least 1: an entry drawn twice travels once. Source:
     Stich et al. 2018 (arXiv 1809.07599).
     """
 
-    low_rank = False
-
     def reduce(
         self,
         gradients: Mapping[str, Tensor],
-        ranks: Mapping[str, int],
         older: Mapping[str, Packed],
         iteration: int,
         communicator: Communicator,

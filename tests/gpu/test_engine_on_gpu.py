@@ -10,6 +10,7 @@ from edgc.allocation import Allocation
 from edgc.collectives import Communicator, Traffic
 from edgc.config import EDGCConfig
 from edgc.engines import MatrixSpec, PowerSGD
+from edgc.matrices import Matrices, Scaled
 from edgc.probe import probe
 from edgc.reducer import run
 from edgc.timing import Spans
@@ -42,12 +43,15 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
             basis = torch.linalg.qr(tall @ engine.basis(matrix, 8, step).double()).Q
             result = basis @ (basis.T @ tall)
             expected[matrix.name] = result if matrix.rows >= matrix.cols else result.T, owed
-        reduced = run(engine.reduce(local, {m.name: 8 for m in MATRICES}, {}, step, communicator, {}))
-        for name, product in reduced.products.items():
-            product.write(local[name], slice(None))
+        turned = {m.name: local[m.name].T if engine.turned(m, step) else local[m.name] for m in MATRICES}
+        matrices = Matrices({name: Scaled(matrix) for name, matrix in turned.items()})
+        reduced = run(engine.reduce(matrices, {m.name: 8 for m in MATRICES}, step, communicator))
         assert reduced.finite
         reduced.advance(reduced.finite)
-        errors = reduced.errors
+        for name, matrix in turned.items():
+            errors[name] = reduced.shares[name].taken_from(matrix)
+            reduced.products[name].write(matrix, slice(None))
+            errors[name] = errors[name] if matrix is local[name] else errors[name].T
         for name, (result, owed) in expected.items():
             assert torch.allclose(local[name].double(), result, atol=1e-4)
             assert torch.allclose(errors[name].double(), owed - result, atol=1e-4)
