@@ -166,6 +166,14 @@ class EDGCConfig:
         "arXiv 1905.13727; rounding: arXiv 1502.02551",
         ("fp32", "bf16", "fp16", "fp8", "int8"),
     )
+    kernels: str = _knob(
+        "plain",
+        "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations, which go over a "
+        "gradient in fewer passes and launches but have run on no GPU yet",
+        "name",
+        "docs/gpu.md",
+        ("plain", "fused"),
+    )
     error_decay: float = _knob(
         1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
     )

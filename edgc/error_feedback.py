@@ -1,8 +1,12 @@
 """Error feedback: what reductions have left unsent on this rank, added to the next gradient. No collectives."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from edgc.lowrank import Product
+from edgc.seeding import stable_seed
 from edgc.wire import Packed, Wire
 
 
@@ -47,6 +51,39 @@ class ErrorFeedback:
         if self.average:
             error = torch.lerp(error, older.values().view_as(error), self.average)
         self.packed[name] = Packed(error, self.wire, generator).where(finite, older)
+
+    @property
+    def kernels_take(self) -> bool:
+        """Whether ``write_back`` can store errors as they are kept here."""
+        return self.wire.bits >= 16 and not self.wire.floating and self.decay == 1 and self.average == 0
+
+    def write_back(
+        self,
+        kernels: ModuleType,
+        name: str,
+        matrix: Tensor,
+        share: Product,
+        product: Product,
+        finite: Tensor,
+        rows: slice,
+        loss_scale: Tensor | None,
+        seed: int,
+    ) -> None:
+        """``store`` what ``share`` leaves of the matrix, and write these rows of ``product`` into it, in one pass."""
+        older = self.packed[name].stored().view_as(matrix) if name in self.packed else None
+        error = torch.empty_like(matrix, dtype=torch.float32 if self.wire.exact else torch.bfloat16)
+        kernels.write_back(
+            matrix,
+            share,
+            product,
+            finite,
+            older,
+            error,
+            rows,
+            loss_scale,
+            stable_seed(seed, name) >> 32,
+        )
+        self.packed[name] = Packed.restored(error.view(1, -1).view(torch.uint8), matrix.shape, self.wire)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""

@@ -1,10 +1,15 @@
 """What a low-rank reduction does with whole gradients: as few passes over them as the factors allow."""
 
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
+import torch
 from torch import Tensor
 
+from edgc.batches import alike, stacked, stacked_view
 from edgc.lowrank import Product
 
 
@@ -13,18 +18,15 @@ class Scaled:
     """A matrix (rows x cols, fp32) as divided by scales (rows x 1) and (1 x cols). Only factors are ever divided."""
 
     matrix: Tensor
-    rows: Tensor | None = None
-    cols: Tensor | None = None
+    scales: tuple[Tensor, Tensor] | None = None
 
     @property
     def T(self) -> "Scaled":  # noqa: N802 - as of a tensor
-        return Scaled(
-            self.matrix.T, None if self.cols is None else self.cols.T, None if self.rows is None else self.rows.T
-        )
+        return Scaled(self.matrix.T, self.scales and (self.scales[1].T, self.scales[0].T))
 
     def restored(self, product: Product) -> Product:
         """A product that approximates the divided matrix as one that approximates the matrix."""
-        return product if self.rows is None or self.cols is None else product.scaled(self.rows, self.cols)
+        return product.scaled(*self.scales) if self.scales else product
 
 
 class Matrices(Mapping[str, Scaled]):
@@ -47,11 +49,64 @@ class Matrices(Mapping[str, Scaled]):
         return Matrices({name: scaled.T for name, scaled in self.items()})
 
     def times(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """(rank x cols) products of each (rank x rows) factor with its matrix."""
-        return [_times(factor, scaled) for factor, scaled in zip(factors, self.values(), strict=True)]
+        """(rank x cols) products of each (rank x rows) factor with its matrix, those of equal shapes at once."""
+        matrices = [scaled.matrix for scaled in self.values()]
+        scales = [scaled.scales for scaled in self.values()]
+        divided = [factor if by is None else factor / by[0].T for factor, by in zip(factors, scales, strict=True)]
+        products = list(divided)
+        for places in alike(divided, matrices):
+            view = stacked_view([matrices[place] for place in places])
+            if view is None:  # not worth a copy of whole matrices
+                parts = [divided[place] @ matrices[place] for place in places]
+            else:
+                parts = list(torch.bmm(stacked([divided[place] for place in places]), view).unbind(0))
+            for place, part in zip(places, parts, strict=True):
+                products[place] = part
+        return [product if by is None else product / by[1] for product, by in zip(products, scales, strict=True)]
 
 
-def _times(factor: Tensor, scaled: Scaled) -> Tensor:
-    if scaled.rows is None or scaled.cols is None:
-        return factor @ scaled.matrix
-    return (factor / scaled.rows.T) @ scaled.matrix / scaled.cols
+class Owed(Matrices):
+    """Matrices to which loss scale and error are still to be applied: Triton's kernels do so in the first product.
+
+    ``errors``: fp32 or bf16, shaped as the matrices they belong to; a name may be missing.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        matrices: Mapping[str, Scaled],
+        errors: Mapping[str, Tensor],
+        loss_scale: Tensor | None,
+    ):
+        super().__init__(matrices)
+        self._kernels = kernels
+        self._errors = errors
+        self._loss_scale = loss_scale
+        self._owed = set(matrices)  # shared with the transposed ones
+
+    @property
+    def T(self) -> "Owed":  # noqa: N802 - as of a tensor
+        errors = {name: error.T for name, error in self._errors.items()}
+        turned = Owed(self._kernels, {name: scaled.T for name, scaled in self.items()}, errors, self._loss_scale)
+        turned._owed = self._owed
+        return turned
+
+    def times(self, factors: Sequence[Tensor]) -> list[Tensor]:
+        products = []
+        for (name, scaled), factor in zip(self.items(), factors, strict=True):
+            divided = factor if scaled.scales is None else factor / scaled.scales[0].T
+            if name in self._owed:
+                product = self._kernels.project(scaled.matrix, divided, self._errors.get(name), self._loss_scale)
+                self._owed.remove(name)
+            else:
+                product = self._kernels.project(scaled.matrix, divided)
+            products.append(product if scaled.scales is None else product / scaled.scales[1])
+        return products
+
+
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """``edgc.kernels`` where they run: on CUDA, and anywhere in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    interpreted = importlib.import_module("triton").knobs.runtime.interpret
+    return importlib.import_module("edgc.kernels") if device.type == "cuda" or interpreted else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser, mean_squares
 from edgc.error_feedback import ErrorFeedback
 from edgc.lowrank import Product
-from edgc.matrices import Matrices, Scaled
+from edgc.matrices import Matrices, Owed, Scaled, triton_kernels
 from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, wire
@@ -97,6 +98,7 @@ class GradientReducer:
         self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
         self.rest = Rounding(everything, config, device, wire(config.rest_wire))
         self.dense = Rounding(everything, config, device, wire(config.dense_wire))
+        self._kernels = triton_kernels(device) if config.kernels == "fused" else None
         self.remainder: Rounding | None = None  # of what a low-rank engine leaves
         if config.residual_wire is not None:
             self.remainder = Rounding(everything, config, device, wire(config.residual_wire))
@@ -173,9 +175,11 @@ class GradientReducer:
             return
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
-        for name, matrix in matrices.items():
-            self.feedback.add_to(name, matrix, loss_scale)
         measured = self.sampler.measures(iteration) and bool(self.ranks)
+        kernels = None if measured else self._kernels_for(gradients)
+        for name, matrix in matrices.items():
+            if kernels is None or name not in self.ranks:
+                self.feedback.add_to(name, matrix, loss_scale)
         to_send = sum((matrix.square().sum() for matrix in matrices.values()), torch.zeros(())) if measured else None
 
         if shards is None or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
@@ -186,7 +190,7 @@ class GradientReducer:
         if left:
             reductions.append(self._reduce(self._rounding, left, iteration, shards))
         if taken and isinstance(self.engine, LowRank):
-            reductions.append(self._factorise(self.engine, taken, iteration, shards))
+            reductions.append(self._factorise(self.engine, taken, iteration, shards, kernels, loss_scale))
         elif taken and isinstance(self.engine, Elementwise):
             reductions.append(self._reduce(self.engine, taken, iteration, shards))
         outcomes = yield from together(reductions)
@@ -220,8 +224,18 @@ class GradientReducer:
         for outcome in outcomes:
             outcome.advance(finite)
         del outcome, outcomes  # so that each error is freed once it is stored
-        self._seed_rounding("error", iteration)
+        seed = self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
+            if name in squares:
+                rows, cols = squares[name]
+                self.equaliser.update(name, (rows + poison, cols))
+            if name in products and kernels is not None:
+                own_rows = self._own_rows(name, shards)
+                with record_function("edgc/write back"):
+                    self.feedback.write_back(
+                        kernels, name, matrix, shares[name], products[name], finite, own_rows, loss_scale, seed
+                    )
+                continue
             error = errors.pop(name, None)
             if name in products:
                 with record_function("edgc/residual"):
@@ -232,9 +246,6 @@ class GradientReducer:
                 self.feedback.store(name, error, finite, self._generator)
             elif name in self.feedback.packed and bool(finite):  # once, when compression ends
                 self.feedback.clear(name)
-            if name in squares:
-                rows, cols = squares[name]
-                self.equaliser.update(name, (rows + poison, cols))
             if name in sums:
                 gradients[name].view_as(matrix).copy_(sums[name] + poison)
             elif name in products:
@@ -321,9 +332,11 @@ class GradientReducer:
         part = total / self.communicator.ranks
         self.feedback.packed[name] = Packed(part, self.feedback.wire, self._generator)
 
-    def _seed_rounding(self, *occasion: object) -> None:
+    def _seed_rounding(self, *occasion: object) -> int:
+        seed = stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs)
         if self.feedback.wire.stochastic:
-            self._generator.manual_seed(stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs))
+            self._generator.manual_seed(seed)
+        return seed
 
     def _reduce(
         self, engine: Elementwise, matrices: Mapping[str, Tensor], iteration: int, shards: Mapping[str, Cuts]
@@ -342,16 +355,37 @@ class GradientReducer:
                 matrix.mul_(rows).mul_(cols)
         return reduced
 
+    def _kernels_for(self, gradients: Mapping[str, Tensor]) -> ModuleType | None:
+        """Triton's kernels if they can take the low-rank part of this reduction."""
+        kernels = self._kernels
+        if kernels is None or self.remainder is not None or not self.feedback.kernels_take:
+            return None
+        fit = all(gradient.dtype == torch.float32 for gradient in gradients.values())
+        return kernels if fit and max(self.ranks.values(), default=0) <= kernels.LARGEST_RANK else None
+
     def _factorise(
-        self, engine: LowRank, gradients: Mapping[str, Tensor], iteration: int, shards: Mapping[str, Cuts]
+        self,
+        engine: LowRank,
+        gradients: Mapping[str, Tensor],
+        iteration: int,
+        shards: Mapping[str, Cuts],
+        kernels: ModuleType | None,
+        loss_scale: Tensor | None,
     ) -> Steps[Reduced]:
         """The engine's reduction; with ``residual_wire`` what it leaves is summed as well, in few bits."""
         scaled = {
-            name: Scaled(matrix, *self.equaliser.scales(name, matrix)) if self.config.equalise else Scaled(matrix)
+            name: Scaled(matrix, self.equaliser.scales(name, matrix) if self.config.equalise else None)
             for name, matrix in gradients.items()
         }
         turned = {name: engine.turned(self.specs[name], iteration) for name in gradients}
-        matrices = Matrices({name: one.T if turned[name] else one for name, one in scaled.items()})
+        oriented = {name: one.T if turned[name] else one for name, one in scaled.items()}
+        if kernels is None:
+            matrices = Matrices(oriented)
+        else:
+            packed = self.feedback.packed
+            kept = {name: packed[name].stored().view_as(gradients[name]) for name in gradients if name in packed}
+            errors = {name: error.T if turned[name] else error for name, error in kept.items()}
+            matrices = Owed(kernels, oriented, errors, loss_scale)
         reduced = yield from engine.reduce(matrices, self.ranks, iteration, self.communicator)
 
         def restored(products: Mapping[str, Product]) -> dict[str, Product]:

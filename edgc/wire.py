@@ -14,10 +14,13 @@ overflow.
 import copy
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from edgc.batches import at_once
 
 GROUP = 128
 # Step in units of the root mean square that loses least of normal values, by bits.
@@ -152,6 +155,10 @@ class Packed:
         packed.message, packed.shape, packed.wire = message, shape, wire
         return packed
 
+    def stored(self) -> Tensor:
+        """fp32 or bf16 values as they are kept, without a copy."""
+        return self.message.view(torch.float32 if self.wire.exact else torch.bfloat16).view(self.shape)
+
     def where(self, condition: Tensor, other: "Packed") -> "Packed":
         """This one if the boolean ``condition`` holds, else ``other``, of the same shape and wire, bit for bit."""
         chosen = copy.copy(self)
@@ -163,6 +170,38 @@ class Packed:
     def values(self) -> Tensor:
         """fp32, of the tensor's shape."""
         return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
+
+
+def pack_all(tensors: Sequence[Tensor], wire: Wire) -> list[Packed]:
+    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone."""
+
+    def encode(values: Tensor) -> Tensor:
+        rows = values.flatten(1)
+        return wire.encode(in_groups(rows) if wire.scaled else rows)
+
+    messages = at_once(encode, tensors)
+    return [
+        Packed.restored(message.unsqueeze(0), tensor.shape, wire)
+        for message, tensor in zip(messages, tensors, strict=True)
+    ]
+
+
+def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
+    """The values of each, all in the wire format of the first."""
+    rows = at_once(several[0].wire.decode, [packed.message[0] for packed in several])
+    return [row[: packed.shape.numel()].view(packed.shape) for row, packed in zip(rows, several, strict=True)]
+
+
+def choose_all(condition: Tensor, these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
+    """``Packed.where`` of each pair."""
+    messages = at_once(
+        lambda this, other: torch.where(condition, this, other),
+        [packed.message for packed in these],
+        [packed.message for packed in others],
+    )
+    return [
+        Packed.restored(message, packed.shape, packed.wire) for message, packed in zip(messages, these, strict=True)
+    ]
 
 
 FP32 = Wire(32)

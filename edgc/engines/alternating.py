@@ -62,7 +62,7 @@ class Alternating(LowRank):
         bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in matrices]
         sums, shares = yield from communicator.sum(matrices.times([basis.T for basis in bases]), self.wire)
         finite = all_finite(sums)
-        learned = [lowrank.sorted_basis(coefficients.T) for coefficients in or_zeros(finite, sums)]
+        learned = self.principal([coefficients.T for coefficients in or_zeros(finite, sums)])
 
         def advance(finite: Tensor) -> None:
             for name, (vectors, strengths) in zip(matrices, learned, strict=True):

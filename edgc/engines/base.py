@@ -3,10 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from edgc import lowrank
+from edgc.batches import alike, at_once, stacked_view
 from edgc.collectives import Communicator, Steps
 from edgc.config import EDGCConfig
 from edgc.lowrank import Product
@@ -100,6 +103,15 @@ class LowRank(Engine, ABC):
         super().__init__(matrices, config, device)
         # (rank,) norms of the columns of each last Q, sorted: about its singular values
         self.strengths: dict[str, Tensor] = {}
+        self._orthonormalise = lowrank.cholesky_basis if config.kernels == "fused" else lowrank.orthonormalise
+
+    def orthonormal(self, factors: Sequence[Tensor]) -> list[Tensor]:
+        """Orthonormal bases of the columns of (n x rank) factors, all at once."""
+        return at_once(self._orthonormalise, factors)
+
+    def principal(self, factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """``lowrank.sorted_basis`` of (n x rank) factors, all at once."""
+        return at_once(partial(lowrank.sorted_basis, orthonormalise=self._orthonormalise), factors)
 
     @abstractmethod
     def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
@@ -114,9 +126,14 @@ class LowRank(Engine, ABC):
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite. Of sums that are the same on every rank the answer is, too."""
-    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    seen = []
+    for places in alike(tensors):
+        view = stacked_view([tensors[place] for place in places])
+        whole = [tensors[place] for place in places] if view is None else [view]  # not worth a copy
+        seen += [torch.isfinite(tensor).all() for tensor in whole]
+    return torch.stack(seen).all()
 
 
 def or_zeros(finite: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, or zeros in their place if they are not finite: factorisations refuse what is not."""
-    return [torch.where(finite, tensor, 0.0) for tensor in tensors]
+    return at_once(lambda tensor: torch.where(finite, tensor, 0.0), tensors)

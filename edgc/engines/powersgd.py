@@ -13,7 +13,7 @@ from edgc.config import EDGCConfig
 from edgc.engines.base import LowRank, MatrixSpec, Reduced, all_finite, or_zeros
 from edgc.lowrank import Product
 from edgc.matrices import Matrices
-from edgc.wire import Packed, wire
+from edgc.wire import FP32, Packed, choose_all, pack_all, unpack_all, wire
 
 # V is only where a step starts, so a few bits of it are enough: 8 of them in turn take less than one in fp32.
 STORED = wire("int4", hadamard=True)
@@ -68,24 +68,26 @@ class PowerSGD(LowRank):
     def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
         return self.config.transpose and matrix.cols > matrix.rows
 
-    def basis(self, matrix: MatrixSpec, rank: int, iteration: int) -> Tensor:
+    def basis(self, matrix: MatrixSpec, rank: int, iteration: int) -> Packed:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         side = matrix.rows if self.turned(matrix, iteration) else matrix.cols
         if not self.config.warm_start:
-            return lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
+            fresh = lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
+            return Packed(fresh, FP32)
         turn = iteration % self.config.basis_cycle
         kept = self.bases.get((matrix.name, turn))
         if kept is None or kept.shape[1] != rank:
             learned = None if kept is None else kept.values()
             start = lowrank.resize(learned, side, rank, self.device, self.config.seed, matrix.name, turn)
             kept = self.bases[matrix.name, turn] = Packed(start, STORED)
-        return kept.values()
+        return kept
 
     def reduce(
         self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
     ) -> Steps[Reduced]:
-        starts = [self.basis(self.matrices[name], ranks[name], iteration) for name in matrices]
+        kept = [self.basis(self.matrices[name], ranks[name], iteration) for name in matrices]
+        starts = unpack_all(kept)
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for _ in range(self.config.power_iterations):
             with record_function("edgc/project"):
@@ -93,23 +95,23 @@ class PowerSGD(LowRank):
             sums = yield from self._sum_first_factors(local, communicator)
             finite = finite & all_finite(sums)
             with record_function("edgc/orthonormalise"):
-                bases = [lowrank.orthonormalise(factor.T) for factor in or_zeros(finite, sums)]
+                bases = self.orthonormal([factor.T for factor in or_zeros(finite, sums)])
             with record_function("edgc/project"):
                 local = matrices.times([basis.T for basis in bases])
             sums, shares = yield from communicator.sum(local, self.q_wire)
             finite = finite & all_finite(sums)
             with record_function("edgc/next basis"):
-                principal = [lowrank.sorted_basis(q.T) for q in or_zeros(finite, sums)]
+                principal = self.principal([q.T for q in or_zeros(finite, sums)])
             starts = [vectors for vectors, _ in principal]
         if not self.config.local_error:
             shares = [q / communicator.ranks for q in sums]
 
         def advance(finite: Tensor) -> None:
-            for name, (vectors, strengths) in zip(matrices, principal, strict=True):
-                self.strengths[name] = strengths
-                if self.config.warm_start:
-                    key = name, iteration % self.config.basis_cycle
-                    self.bases[key] = Packed(vectors, STORED).where(finite, self.bases[key])
+            self.strengths.update(zip(matrices, (strengths for _, strengths in principal), strict=True))
+            if self.config.warm_start:
+                learned = choose_all(finite, pack_all(starts, STORED), kept)
+                turn = iteration % self.config.basis_cycle
+                self.bases.update(zip(((name, turn) for name in matrices), learned, strict=True))
 
         def products(factors: Sequence[Tensor]) -> dict[str, Product]:
             return {name: Product(basis, q) for name, basis, q in zip(matrices, bases, factors, strict=True)}

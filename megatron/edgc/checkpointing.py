@@ -345,7 +345,7 @@ def _stage_state(stage: Stage, iteration: int) -> dict[str, Any]:
 def _packed(packed: Packed) -> dict[str, Any]:
     wire = packed.wire
     return {
-        "message": packed.message.cpu(),
+        "message": packed.message.cpu().clone(),  # not all that shares its memory
         "shape": list(packed.shape),
         "wire": [wire.bits, wire.stochastic, wire.hadamard, wire.floating],
     }

@@ -40,7 +40,7 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
             gradient += errors.get(matrix.name, 0)
             owed = gradient.double()
             tall = owed if matrix.rows >= matrix.cols else owed.T
-            basis = torch.linalg.qr(tall @ engine.basis(matrix, 8, step).double()).Q
+            basis = torch.linalg.qr(tall @ engine.basis(matrix, 8, step).values().double()).Q
             result = basis @ (basis.T @ tall)
             expected[matrix.name] = result if matrix.rows >= matrix.cols else result.T, owed
         turned = {m.name: local[m.name].T if engine.turned(m, step) else local[m.name] for m in MATRICES}

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,11 +13,41 @@ def spans(basis: torch.Tensor, columns: torch.Tensor) -> bool:
     return torch.allclose(basis @ (basis.T @ columns), columns, atol=1e-4 * float(columns.abs().max()))
 
 
-@pytest.mark.parametrize("p", [torch.randn(30, 8), torch.zeros(30, 8), torch.ones(30, 8), 1e-20 * torch.randn(30, 8)])
-def test_orthonormalise_also_where_the_matrix_is_deficient(p: torch.Tensor) -> None:
-    basis = lowrank.orthonormalise(p)
+DEFICIENT = [
+    torch.randn(30, 8),
+    torch.zeros(30, 8),
+    torch.ones(30, 8),
+    1e-20 * torch.randn(30, 8),
+    1e30 * torch.randn(30, 8),
+    torch.randn(30, 8) * 10.0 ** -torch.arange(0, 16, 2),
+    torch.randn(30, 3) @ torch.randn(3, 8),
+    torch.zeros(8, 8),
+]
+
+
+@pytest.mark.parametrize("orthonormalise", [lowrank.orthonormalise, lowrank.cholesky_basis])
+@pytest.mark.parametrize("p", DEFICIENT)
+def test_orthonormalise_also_where_the_matrix_is_deficient(p: torch.Tensor, orthonormalise: Any) -> None:
+    basis = orthonormalise(p)
     assert torch.allclose(basis.T @ basis, torch.eye(8), atol=1e-5)
     assert spans(basis, p)
+
+
+def test_many_are_orthonormalised_as_each_is() -> None:
+    p = torch.stack(DEFICIENT[:-1])
+    for orthonormalise in (lowrank.orthonormalise, lowrank.cholesky_basis):
+        assert torch.allclose(orthonormalise(p), torch.stack([orthonormalise(each) for each in p]), atol=1e-5)
+    bases, strengths = lowrank.sorted_basis(p)
+    for place, each in enumerate(p):
+        basis, strength = lowrank.sorted_basis(each)
+        assert torch.allclose(bases[place], basis, atol=1e-5) and torch.allclose(strengths[place], strength)
+
+
+def test_a_cholesky_basis_is_that_of_householder_up_to_signs() -> None:
+    torch.manual_seed(0)
+    p = torch.randn(300, 16) * 10.0 ** -torch.linspace(0, 3, 16)
+    both = lowrank.orthonormalise(p).T @ lowrank.cholesky_basis(p)
+    assert torch.allclose(both.abs(), torch.eye(16), atol=1e-4)
 
 
 def test_random_factor_depends_on_the_name_alone() -> None:

@@ -1,0 +1,60 @@
+"""Tensors of equal shape handled at once: on a GPU many small matrices cost more in launches than in arithmetic."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of equal shape as one (count, ...) view, without a copy; None unless they lie equally far apart.
+
+    So lie the gradients of equal layers in a bucket, and the parts of what was once a stacked tensor.
+    """
+    first, *others = tensors
+    if not others:
+        return first.unsqueeze(0)
+    storage, distance = first.untyped_storage().data_ptr(), others[0].storage_offset() - first.storage_offset()
+    for place, tensor in enumerate(others, 1):
+        if (tensor.shape, tensor.stride(), tensor.dtype) != (first.shape, first.stride(), first.dtype) or (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+        ) != (storage, first.storage_offset() + place * distance):
+            return None
+    if distance <= 0:  # a view cannot run backwards
+        return None
+    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of equal shape as one (count, ...): a view where they lie equally far apart, else a copy."""
+    view = stacked_view(tensors)
+    return torch.stack(list(tensors)) if view is None else view
+
+
+def alike(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """Places at which the tensors of all lists have equal shapes, in the order of the last list's in memory."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        groups[tuple(tensor.shape for tensor in tensors)].append(place)
+    return [sorted(places, key=lambda place: lists[-1][place].storage_offset()) for places in groups.values()]
+
+
+def at_once(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
+    """What ``function`` gives for the tensors at each place of the lists, called once for all of equal shapes.
+
+    It takes (count, ...) tensors and returns such a one or a tuple of them.
+    """
+    results: list[Any] = [None] * len(lists[0])
+    for places in alike(*lists):
+        outcome = function(*(stacked([tensors[place] for place in places]) for tensors in lists))
+        parts = (
+            outcome.unbind(0)
+            if isinstance(outcome, Tensor)
+            else zip(*(part.unbind(0) for part in outcome), strict=True)
+        )
+        for place, part in zip(places, parts, strict=True):
+            results[place] = part
+    return results

@@ -1,0 +1,58 @@
+"""Tensors of equal shape handled at once."""
+
+import torch
+from torch import Tensor
+
+from edgc.batches import at_once, stacked, stacked_view
+from edgc.wire import WIRES, Packed, choose_all, pack_all, unpack_all, wire
+
+
+def layers(gap: int = 7) -> list[Tensor]:
+    """Three matrices that lie equally far apart in one buffer."""
+    buffer = torch.randn(3 * (12 + gap))
+    return [buffer[start : start + 12].view(3, 4) for start in range(0, len(buffer), 12 + gap)]
+
+
+def test_equal_matrices_of_a_buffer_are_one_view() -> None:
+    matrices = layers()
+    for several in (matrices, [matrix.T for matrix in matrices]):
+        view = stacked_view(several)
+        assert view is not None and view.data_ptr() == matrices[0].data_ptr()
+        assert torch.equal(view, torch.stack(several))
+    parts = torch.randn(5, 2, 6).unbind(0)
+    assert stacked(parts).data_ptr() == parts[0].data_ptr()
+
+
+def test_what_lies_otherwise_is_none_or_copied() -> None:
+    first, second, third = layers()
+    for several in ([first, third, second], [third, second, first], [first, second, torch.randn(3, 4)], [first, first]):
+        assert stacked_view(several) is None
+        assert torch.equal(stacked(several), torch.stack(several))
+
+
+def test_a_function_is_called_once_for_each_shape_and_results_keep_their_places() -> None:
+    tensors = [torch.randn(2, 3), torch.randn(4), torch.randn(2, 3), torch.randn(4), torch.randn(2, 3)]
+    factors = [torch.tensor(float(place)) for place in range(5)]
+    calls = []
+
+    def scaled(several: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(several.shape)
+        return several * by.view(-1, *[1] * (several.dim() - 1)), by
+
+    for place, (result, by) in enumerate(at_once(scaled, tensors, factors)):
+        assert torch.equal(result, place * tensors[place]) and by == place
+    assert calls == [(3, 2, 3), (2, 4)]
+
+
+def test_many_are_packed_and_chosen_as_each_is() -> None:
+    tensors = [torch.randn(9, 5), torch.randn(30), torch.randn(9, 5), torch.randn(5, 9)]
+    for name in WIRES:
+        form = wire(name, hadamard=True)
+        packed, zeros = pack_all(tensors, form), [Packed(torch.zeros_like(tensor), form) for tensor in tensors]
+        for values, one, tensor in zip(unpack_all(packed), packed, tensors, strict=True):
+            alone = Packed(tensor, form)
+            assert torch.equal(one.message, alone.message) and one.shape == alone.shape
+            torch.testing.assert_close(values, alone.values())
+        for condition, expected in ((True, packed), (False, zeros)):
+            chosen = choose_all(torch.tensor(condition), packed, zeros)
+            assert all(torch.equal(one.message, other.message) for one, other in zip(chosen, expected, strict=True))

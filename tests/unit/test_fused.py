@@ -1,0 +1,188 @@
+"""A reduction with Triton's kernels against the plain one, and how often each goes over a gradient."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from edgc.allocation import Allocation
+from edgc.collectives import Communicator, Traffic
+from edgc.config import EDGCConfig
+from edgc.engines import MatrixSpec
+from edgc.engines.base import Cuts
+from edgc.reducer import GradientReducer, run
+from tools.passes import passes
+
+SIZES = {"tall": (96, 40), "wide": (24, 70), "next": (24, 70)}
+MATRICES = tuple(MatrixSpec(name, *size) for name, size in SIZES.items())
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """Two ranks, of which the other one sends nothing: a sum is what this one has put in."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def reducer(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings: Any) -> GradientReducer:
+    assert dist.group.WORLD is not None
+    config = replace(EDGCConfig(**settings), iteration_sampling_rate=1e-6)
+    made = GradientReducer(Allocation(matrices, ()), config, Communicator(dist.group.WORLD, Traffic()), CPU)
+    made.set_rank(rank, {matrix.name: rank for matrix in matrices})
+    return made
+
+
+def fused(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings: Any) -> GradientReducer:
+    made = reducer(matrices, rank, kernels="fused", **settings)
+    pytest.importorskip("triton")  # torch for CPUs only comes without
+    from tests.interpreter import interpreted_kernels
+
+    made._kernels = interpreted_kernels()
+    return made
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    signal = {
+        name: torch.randn(rows, 3, generator=generator) @ torch.randn(3, cols, generator=generator)
+        for name, (rows, cols) in SIZES.items()
+    }
+    return {name: both + torch.randn(both.shape, generator=generator) / 4 for name, both in signal.items()}
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("shards", [None, {"tall": [0, 999, 3840], "wide": [0, 33, 1680], "next": [0, 0, 1680]}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # a basis that is kept is kept in 4 bits, and what those make of it depends on the signs of its columns
+        {"warm_start": False},
+        {"warm_start": False, "equalise": True},
+        {"warm_start": False, "transpose": False, "power_iterations": 2},
+        {"warm_start": False, "error_dtype": "bf16"},
+        {"engine": "alternating", "equalise": True},
+    ],
+    ids=str,
+)
+def test_kernels_give_what_plain_torch_does(
+    settings: dict[str, Any], shards: dict[str, Cuts] | None, scale: float | None
+) -> None:
+    plain, under_test = reducer(**settings), fused(**settings)
+    loss_scale = None if scale is None else torch.tensor(scale)
+    tolerance = 0.05 if settings.get("error_dtype") == "bf16" else 2e-4  # errors in bf16 are rounded at random
+    for step in range(4):
+        expected, found = gradients(step), gradients(step)
+        if step == 2:
+            for local in (expected, found):
+                local["wide"][3, 5] = torch.inf
+        for made, local in ((plain, expected), (under_test, found)):
+            for matrix in local.values():
+                matrix *= scale or 1
+            run(made.reduce(local, step, loss_scale, shards))
+        for name, matrix in expected.items():
+            start, stop = (0, matrix.numel()) if shards is None else (shards[name][0], shards[name][1])
+            parts = (local[name].view(-1)[start:stop] for local in (found, expected))
+            torch.testing.assert_close(*parts, atol=tolerance * (scale or 1), rtol=tolerance, equal_nan=True)
+            errors = (made.feedback.packed[name].values() for made in (under_test, plain))
+            torch.testing.assert_close(*errors, atol=tolerance, rtol=tolerance)
+    assert under_test.feedback.packed["tall"].message.nbytes == plain.feedback.packed["tall"].message.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_kernels_do_not_fit_plain_torch_takes_over(dtype: torch.dtype) -> None:
+    settings = {"error_dtype": "int8"} if dtype == torch.float32 else {}
+    plain, under_test = reducer(**settings), fused(**settings)
+    for step in range(2):
+        expected, found = ({n: g.to(dtype) for n, g in gradients(step).items()} for _ in range(2))
+        run(plain.reduce(expected, step))
+        run(under_test.reduce(found, step))
+        for name in SIZES:
+            torch.testing.assert_close(found[name], expected[name], atol=0.05, rtol=0.05)
+
+
+EQUAL = tuple(MatrixSpec(f"layer {place}", 160, 256) for place in range(3))
+
+
+def counted(made: GradientReducer) -> tuple[float, float, int]:
+    """Of the third step, in which there is an error and a basis."""
+    flat = torch.randn(len(EQUAL) * 160 * 256)
+    local = {m.name: part.view(m.rows, m.cols) for m, part in zip(EQUAL, flat.split(160 * 256), strict=True)}
+    for step in range(2):
+        run(made.reduce(local, step))
+    return passes(lambda: run(made.reduce(local, 2)), len(EQUAL), 160 * 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (7, 4)),
+        ({"equalise": True}, (7, 4)),
+        ({"engine": "alternating"}, (6, 4)),
+        ({"power_iterations": 2}, (9, 4)),
+    ],
+    ids=str,
+)
+def test_plain_torch_goes_over_a_gradient_no_more_than_it_must(
+    settings: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    assert counted(reducer(EQUAL, **settings))[:2] == expected
+
+
+def test_equal_matrices_take_no_more_operations_than_a_few() -> None:
+    """All products, factorisations and roundings of equal matrices are one operation each."""
+    settings = {"equalise": True, "wire": "int4", "basis_wire": "int6", "error_dtype": "fp32"}
+
+    def operations(count: int) -> int:
+        flat = torch.randn(count * 160 * 256)
+        matrices = tuple(MatrixSpec(f"layer {place}", 160, 256) for place in range(count))
+        local = {m.name: part.view(m.rows, m.cols) for m, part in zip(matrices, flat.split(160 * 256), strict=True)}
+        made = reducer(matrices, **settings)
+        for step in range(2):
+            run(made.reduce(local, step))
+        return passes(lambda: run(made.reduce(local, 2)), count, 160 * 256)[2]
+
+    assert (operations(8) - operations(2)) / 6 < 60
+
+
+def test_kernels_go_over_a_gradient_four_times() -> None:
+    """Reads: gradient and error, then twice what the two make. Writes: that, the new error, the sum."""
+    made = fused(EQUAL)
+    from tests.interpreter import Traffic as Loads
+
+    flat = torch.randn(len(EQUAL) * 160 * 256)
+    local = {m.name: part.view(m.rows, m.cols) for m, part in zip(EQUAL, flat.split(160 * 256), strict=True)}
+    for step in range(2):
+        run(made.reduce(local, step))
+    older = made.feedback.packed["layer 1"].stored()
+    with Loads(flat=flat, older=older) as loads:
+        run(made.reduce(local, 2))
+    assert (loads.loads["flat"] == 3).all() and (loads.stores["flat"] == 2).all()
+    assert (loads.loads["older"] == 1).all() and not loads.stores["older"].any()  # and the new one is written once
+
+
+class NoKernels:
+    """What takes kernels' calls and does nothing."""
+
+    LARGEST_RANK = 256
+
+    @staticmethod
+    def project(matrix: Tensor, factor: Tensor, *_: object) -> Tensor:
+        return torch.zeros(len(factor), matrix.shape[1])
+
+    @staticmethod
+    def write_back(*_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("settings", [{}, {"equalise": True, "error_dtype": "bf16"}], ids=str)
+def test_beside_the_kernels_nothing_goes_over_a_gradient(settings: dict[str, Any]) -> None:
+    made = reducer(EQUAL, **settings)
+    made._kernels = NoKernels
+    assert counted(made)[:2] == (0, 0)

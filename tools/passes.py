@@ -1,0 +1,66 @@
+"""How often torch operations go over whole gradients, counted from what they are handed."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WRITTEN_ONLY = {"copy_", "fill_", "zero_"}  # their first argument, without reading what was there
+
+
+class Passes(TorchDispatchMode):
+    """Counts bytes that operations read and write in tensors of at least ``least`` bytes, and all operations.
+
+    Views are free. What an operation reads twice, or a library keeps in between, is not seen; nor are Triton's kernels.
+    """
+
+    def __init__(self, least: int):
+        super().__init__()
+        self.least = least
+        self.read = self.written = 0
+        self.operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_view(func) or func.namespace != "aten":
+            return result
+        self.operations += 1
+        name = func._schema.name.partition("::")[2]
+        only_shape = name in WRITTEN_ONLY or name.startswith("new_") or name.endswith("_like")
+        changed: list[Tensor] = []
+        schema = func._schema.arguments
+        handed = {**{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
+        for argument in schema:
+            value = handed.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes:
+                changed += self._large([value])
+            if not (only_shape and argument is schema[0]) and not (writes and argument.is_out):
+                self.read += sum(tensor.nbytes for tensor in self._large([value]))
+        new = [tensor for tensor in self._large([result]) if not any(tensor is one for one in changed)]
+        if "empty" not in name:
+            self.written += sum(tensor.nbytes for tensor in [*changed, *new])
+        return result
+
+    def _large(self, values: Iterable[Any]) -> list[Tensor]:
+        return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor) and x.nbytes >= self.least]
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what it returns is memory that it was handed, unchanged."""
+    returns = func._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def passes(step: Callable[[], object], matrices: int, elements: int) -> tuple[float, float, int]:
+    """(reads, writes) of a step in units of all ``matrices`` together, of ``elements`` fp32 values each; operations."""
+    with torch.no_grad(), Passes(4 * elements) as seen:
+        step()
+    unit = 4 * matrices * elements
+    return seen.read / unit, seen.written / unit, seen.operations
