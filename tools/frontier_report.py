@@ -110,11 +110,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _beats(other: Entry, entry: Entry) -> bool:
-    """Whether ``other`` has no more bytes and no more loss, and is better in one."""
+    """Whether ``other`` has no more bytes, to within 1 %, and no more loss, and is better in one."""
     if other.setting != entry.setting:
         return False
-    no_worse = other.reduction >= entry.reduction and other.gap.mean <= entry.gap.mean
-    return no_worse and (other.reduction > entry.reduction or other.gap.mean < entry.gap.mean)
+    no_worse = other.reduction >= 0.99 * entry.reduction and other.gap.mean <= entry.gap.mean
+    return no_worse and (other.reduction > 1.01 * entry.reduction or other.gap.mean < entry.gap.mean)
 
 
 def fewer_bytes(line: Line) -> float:
@@ -248,6 +248,10 @@ def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
         )
     axes.set(title=where, xlabel="data-parallel bytes, times fewer than dense fp32", ylabel="validation-loss gap (%)")
     axes.set_xscale("log")
+    reductions = [entry.reduction for entry in found] or [1.0]
+    least, most = min(reductions), max(reductions)
+    if most < 1.5 * least:  # else hairs of a percent would fill the picture
+        axes.set_xlim(least / 1.5, most * 1.5)
     axes.set_yscale("symlog", linthresh=0.5)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
