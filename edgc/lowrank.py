@@ -71,7 +71,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
     """
     columns = p.double()
     norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
-    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * _completion(*p.shape[-2:], p.device)
+    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * _completion(*p.shape[-2:], p.device).double()
     for _ in range(2):
         factor, _ = torch.linalg.cholesky_ex(basis.mT @ basis)  # does not make the host wait to see whether it failed
         basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
@@ -81,7 +81,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)  # by shape: a model has few
 def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
     """Random columns of norm about 1, the same on every rank."""
-    return random_factor(rows, rank, device, "completion").double() / math.sqrt(rows)
+    return random_factor(rows, rank, device, "completion") / math.sqrt(rows)
 
 
 def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from tools.documents import replace_tables  # noqa: E402
 from tools.launch import CLUSTERS, MODELS, Cluster, LaunchError, Model, check, method_flags, read  # noqa: E402
 
 VOCABULARY = 50257  # GPT-2's byte-pair encoding
 TOLERANCE = 0.01  # between a model's size and its name
 GIB = 2**30
-START, END = "<!-- tools/describe.py -->", "<!-- end -->"
+START = "<!-- tools/describe.py -->"
 
 
 @dataclass(frozen=True)
@@ -292,10 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     tables = "\n\n".join(table(one) for one in found)
     print(tables)
     if options.write is not None:
-        text = options.write.read_text(encoding="utf-8")
-        before, rest = text.split(START, 1)
-        after = rest.split(END, 1)[1]
-        options.write.write_text(f"{before}{START}\n{tables}\n\n{END}{after}", encoding="utf-8")
+        replace_tables(options.write, START, tables)
         raw = json.dumps([asdict(one) for one in found], indent=1)
         options.write.with_suffix(".json").write_text(raw + "\n", encoding="utf-8")
     wrong = [message for message in map(misnamed, found) if message]

@@ -14,7 +14,7 @@ from edgc.engines import rounding
 from edgc.probe import break_even, cost_in_bytes, probe
 from edgc.reducer import GradientReducer, run
 from tests.distributed.gloo import run_on_ranks
-from tests.memory import TensorMemory
+from tools.operations import TensorMemory
 
 PARAMETERS = [
     Parameter("wide", (24, 96)),

@@ -1,5 +1,6 @@
-"""How often torch operations go over whole gradients, counted from what they are handed."""
+"""What torch operations do, counted from what they are handed: passes over gradients, launches, memory."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,9 +59,36 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
-def passes(step: Callable[[], object], matrices: int, elements: int) -> tuple[float, float, int]:
-    """(reads, writes) of a step in units of all ``matrices`` together, of ``elements`` fp32 values each; operations."""
-    with torch.no_grad(), Passes(4 * elements) as seen:
+def counted(step: Callable[[], object], least: int) -> Passes:
+    """What a step does with tensors of at least ``least`` bytes."""
+    with torch.no_grad(), Passes(least) as seen:
         step()
-    unit = 4 * matrices * elements
-    return seen.read / unit, seen.written / unit, seen.operations
+    return seen
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of storages that operators make while this is entered; ``peak`` is the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._alive:
+                self._alive[key] = size
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, key)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
