@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -105,8 +106,8 @@ class Owed(Matrices):
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """``edgc.kernels`` where they run: on CUDA, and anywhere in Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
+    """``edgc.kernels`` where they run: on NVIDIA's GPUs from Ampere on, and anywhere in Triton's interpreter."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not (able or os.environ.get("TRITON_INTERPRET") == "1") or importlib.util.find_spec("triton") is None:
         return None
-    interpreted = importlib.import_module("triton").knobs.runtime.interpret
-    return importlib.import_module("edgc.kernels") if device.type == "cuda" or interpreted else None
+    return importlib.import_module("edgc.kernels")

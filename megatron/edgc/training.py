@@ -31,6 +31,7 @@ from edgc.controller import (
     smallest_rank,
     static_ranks,
 )
+from edgc.matrices import triton_kernels
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
@@ -99,6 +100,10 @@ class Session:
             tied.install()
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
+        if self.config.kernels == "fused" and triton_kernels(device) is None:
+            Reporter.warn(
+                "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+            )
         self.config, setups = self._plan_run(device)
         if self._alone:  # Megatron's own sum and gather over one rank change nothing; rounding would
             self.config = replace(self.config, dense_wire="fp32", param_wire=None)

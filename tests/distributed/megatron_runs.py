@@ -27,6 +27,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONWARNINGS": "ignore",
+        "TRITON_INTERPRET": "1",  # for the modes that ask for its kernels
     }
     launcher = [sys.executable]
     if processes > 1:

@@ -164,6 +164,14 @@ MODES = {
     "steps that Megatron runs again": Mode(
         "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2"
     ),
+    "Triton's kernels": Mode("", "--edgc-kernels fused"),
+    "Triton's kernels, distributed optimizer, overlapped reduction, error kept in bf16": Mode(
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce",
+        "--edgc-kernels fused --edgc-error-dtype bf16",
+        tolerance=0.2,
+        lost=8e-3,
+        format="torch",
+    ),
     "int4 engine, distributed optimizer": Mode(
         "--use-distributed-optimizer --overlap-grad-reduce", "--edgc-engine int4 --edgc-preset paper", format="torch"
     ),
@@ -204,9 +212,9 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    fused = [flag for flag in shlex.split(mode.edgc) if flag == "--edgc-fuse-embedding-sync"]
+    fused = [flag for flag in ("--edgc-fuse-embedding-sync", "--edgc-kernels fused") if flag in mode.edgc]
     messages = [] if mode.pp == "off" else ["--edgc-pp", mode.pp, "--edgc-pp-rank"]
-    full = [*FULL_RANK, *(messages and [*messages, "64"]), *fused]
+    full = [*FULL_RANK, *(messages and [*messages, "64"]), *shlex.split(" ".join(fused))]
     edgc = [
         *base,
         *COMPRESSED,
