@@ -34,12 +34,15 @@ def gaussian_entropy(x: Tensor) -> Tensor:
     upper bound. The cheapest estimator: no sort, no counting. Errors and special values: module docstring.
     """
     _require_two(x)
-    values = x.detach().to(torch.float64, copy=True).flatten()
-    scale = torch.stack(values.aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    # The shift keeps the variance right, and above 0, where values differ in their last bits only.
-    values.div_(scale)
-    values.sub_(values[0].clone())
-    entropy: Tensor = scale.log() + 0.5 * torch.log(2 * math.pi * math.e * values.var())
+    values = x.detach().flatten()
+    # In the pass that makes them float64, the shift keeps the variance right, and above 0, where values differ in their
+    # last bits only. No square of another type leaves the range of float64, but its own squares may.
+    shifted = values - values[:1].double()
+    scale = shifted.new_ones(())
+    if x.dtype == torch.float64:
+        scale = torch.stack(shifted.aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        shifted.div_(scale)
+    entropy: Tensor = scale.log() + 0.5 * torch.log(2 * math.pi * math.e * shifted.var())
     return entropy
 
 
