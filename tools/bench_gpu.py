@@ -175,22 +175,24 @@ def measure(stage: Stage, rank: int, repetitions: int, device: torch.device) -> 
                 steps[name](flat.copy_(source))
         if device.type == "cuda":
             peak, kept = torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-        else:
+        elif name != "hook":
             peak, kept = memory.peak, memory.now
+        else:  # whose later parts run in threads of their own, where torch shows us nothing
+            peak = kept = None
         flat.copy_(source)
-        seen = counted(lambda step=steps[name], flat=flat: step(flat), 4 * min(m.rows * m.cols for m in stage.matrices))
+        seen = counted(lambda step=steps[name], flat=flat: step(flat), min(m.rows * m.cols for m in stage.matrices))
         reads, writes = seen.read / source.nbytes, seen.written / source.nbytes
         if name.startswith("fused") and device.type == "cuda":
             reads, writes = reads + KERNEL_PASSES[0], writes + KERNEL_PASSES[1]
         rows[name] = {
             "rank": rank,
             "contender": name,
-            "reads": reads,
-            "writes": writes,
-            "kept_bytes_per_parameter": kept / stage.elements,
-            "peak_bytes_per_parameter": peak / stage.elements,
+            "reads": None if name == "hook" else reads,
+            "writes": None if name == "hook" else writes,
+            "kept_bytes_per_parameter": None if kept is None else kept / stage.elements,
+            "peak_bytes_per_parameter": None if peak is None else peak / stage.elements,
             "launches": launches(lambda step=steps[name], flat=flat: step(flat), device),
-            "operations": seen.operations,
+            "operations": None if name == "hook" else seen.operations,
         }
     other = torch.empty_like(source)
     steps["copy"] = other.copy_
@@ -295,19 +297,21 @@ def tables(result: dict[str, Any]) -> str:
             f"**{stage['title']}** ({stage['elements'] / 1e6:.0f} million parameters on one GPU).",
             "",
             "| rank | contender | ms | against the hook | of the roofline | GB/s | reads | writes | kept, bytes a "
-            "parameter | peak | launches | wins below, Gbit/s |",
+            f"parameter | peak | {'launches' if on_gpu else 'operations'} | wins below, Gbit/s |",
             "|---" * 12 + "|",
         ]
         hook = {row["rank"]: row["seconds"] for row in stage["rows"] if row["contender"] == "hook"}
         for row in stage["rows"]:
-            moved = 4 * stage["elements"] * (row["reads"] + row["writes"])
-            launched = row["launches"] if on_gpu else f"{row['operations']} operations"
+            moved = None if row["reads"] is None else 4e-9 * stage["elements"] * (row["reads"] + row["writes"])
+            bandwidth = None if moved is None else moved / row["seconds"]
+            kept, peak = row["kept_bytes_per_parameter"], row["peak_bytes_per_parameter"]
+            launched = row["launches"] if on_gpu else row["operations"]
             wins = "" if "balanced" in row["contender"] else f"{row['break_even_gbps']:.3g}"
             lines.append(
                 f"| {row['rank']} | {row['contender']} | {1e3 * row['seconds']:.1f} | "
                 f"{hook[row['rank']] / row['seconds']:.2f}x | {row['floor_share']:.0%} | "
-                f"{1e-9 * moved / row['seconds']:.1f} | {row['reads']:.1f} | {row['writes']:.1f} | "
-                f"{row['kept_bytes_per_parameter']:.2f} | {row['peak_bytes_per_parameter']:.2f} | {launched} | {wins} |"
+                f"{_or_none(bandwidth, '.1f')} | {_or_none(row['reads'], '.1f')} | {_or_none(row['writes'], '.1f')} | "
+                f"{_or_none(kept, '.2f')} | {_or_none(peak, '.2f')} | {_or_none(launched, 'd')} | {wins} |"
             )
         entropy = stage["sampling"]
         lines += [
@@ -322,6 +326,10 @@ def tables(result: dict[str, Any]) -> str:
             for name, worst in by_name.items():
                 lines.append(f"| {rank} | {name} | {worst['result']:.1e} | {worst['result_and_error']:.1e} |")
     return "\n".join(lines)
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "not counted" if value is None else format(value, form)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,9 +13,10 @@ WRITTEN_ONLY = {"copy_", "fill_", "zero_"}  # their first argument, without read
 
 
 class Passes(TorchDispatchMode):
-    """Counts bytes that operations read and write in tensors of at least ``least`` bytes, and all operations.
+    """Counts bytes that operations read and write in tensors of at least ``least`` values, and all operations.
 
-    Views are free. What an operation reads twice, or a library keeps in between, is not seen; nor are Triton's kernels.
+    Views are free. What an operation reads twice, or a library keeps in between, is not seen, nor are Triton's kernels
+    and what other threads do.
     """
 
     def __init__(self, least: int):
@@ -50,7 +51,7 @@ class Passes(TorchDispatchMode):
         return result
 
     def _large(self, values: Iterable[Any]) -> list[Tensor]:
-        return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor) and x.nbytes >= self.least]
+        return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor) and x.numel() >= self.least]
 
 
 def _is_view(func: Any) -> bool:
@@ -60,7 +61,7 @@ def _is_view(func: Any) -> bool:
 
 
 def counted(step: Callable[[], object], least: int) -> Passes:
-    """What a step does with tensors of at least ``least`` bytes."""
+    """What a step does with tensors of at least ``least`` values."""
     with torch.no_grad(), Passes(least) as seen:
         step()
     return seen

@@ -25,12 +25,12 @@ def test_a_run_writes_what_it_has_measured(tmp_path: Path) -> None:
     (stage,) = result["stages"]
     by_name = {row["contender"]: row for row in stage["rows"]}
     assert set(by_name) == {"hook", *bench_gpu.CONTENDERS}
-    # of so small a model also what is done with the Hadamard matrix counts as large
     assert (by_name["plain"]["reads"], by_name["plain"]["writes"]) == (pytest.approx(7, abs=0.5), 4)
     assert all(row["seconds"] > 0 and row["break_even_gbps"] > 0 for row in by_name.values())
     for name, row in by_name.items():
-        kept = row["kept_bytes_per_parameter"]
-        assert 4 <= kept < 5 and row["peak_bytes_per_parameter"] > kept, name
+        if name != "hook":
+            kept = row["kept_bytes_per_parameter"]
+            assert 4 <= kept < 5 and row["peak_bytes_per_parameter"] > kept, name
         if name in ("fused", "plain"):
             exact = stage["exactness"]["4"][name]
             assert exact["result"] < 1e-5 and exact["result_and_error"] < 1e-6

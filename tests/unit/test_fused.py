@@ -116,7 +116,7 @@ def passes(made: GradientReducer) -> tuple[float, float]:
     local = {m.name: part.view(m.rows, m.cols) for m, part in zip(EQUAL, flat.split(160 * 256), strict=True)}
     for step in range(2):
         run(made.reduce(local, step))
-    seen = counted(lambda: run(made.reduce(local, 2)), local["layer 0"].nbytes)
+    seen = counted(lambda: run(made.reduce(local, 2)), local["layer 0"].numel())
     return seen.read / flat.nbytes, seen.written / flat.nbytes
 
 
@@ -127,7 +127,7 @@ def passes(made: GradientReducer) -> tuple[float, float]:
         ({"equalise": True}, (7, 4)),
         ({"engine": "alternating"}, (6, 4)),
         ({"power_iterations": 2}, (9, 4)),
-        ({"error_dtype": "bf16"}, (15, 9)),  # with the random numbers that round it
+        ({"error_dtype": "bf16"}, (16.25, 10.25)),  # with the random numbers that round it
     ],
     ids=str,
 )
@@ -148,7 +148,7 @@ def test_equal_matrices_take_no_more_operations_than_a_few() -> None:
         made = reducer(matrices, **settings)
         for step in range(2):
             run(made.reduce(local, step))
-        return counted(lambda: run(made.reduce(local, 2)), flat.nbytes).operations
+        return counted(lambda: run(made.reduce(local, 2)), flat.numel()).operations
 
     assert (operations(8) - operations(2)) / 6 < 60
 
