@@ -340,6 +340,8 @@ class EDGCConfig:
             _require(constant, "rank_tilt", self.rank_tilt, "tilts only a constant rank")
         _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+        if self.kernels == "fused":
+            _require(self.low_rank, "kernels", self.kernels, f"the engine {self.engine} has no rank")
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
         if self.engine == "loco":

@@ -35,13 +35,12 @@ def gaussian_entropy(x: Tensor) -> Tensor:
     """
     _require_two(x)
     values = x.detach().flatten()
-    # In the pass that makes them float64, the shift keeps the variance right, and above 0, where values differ in their
-    # last bits only. No square of another type leaves the range of float64, but its own squares may.
+    scale = torch.ones((), dtype=torch.float64, device=x.device)
+    if x.dtype == torch.float64:  # whose squares may leave its range, as those of no other type do
+        scale = torch.stack(values.aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        values = values / scale
+    # The shift keeps the variance right, and above 0, where values differ in their last bits only.
     shifted = values - values[:1].double()
-    scale = shifted.new_ones(())
-    if x.dtype == torch.float64:
-        scale = torch.stack(shifted.aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-        shifted.div_(scale)
     entropy: Tensor = scale.log() + 0.5 * torch.log(2 * math.pi * math.e * shifted.var())
     return entropy
 

@@ -64,24 +64,30 @@ def orthonormalise(p: Tensor) -> Tensor:
 def cholesky_basis(p: Tensor) -> Tensor:
     """As ``orthonormalise``, by two Cholesky factorisations of Gram matrices, of which a GPU does many at once.
 
-    CholeskyQR2 (Yamamoto et al. 2015, ETNA 44) of columns scaled to norm 1. It needs independent columns, so each gets
-    a millionth of a random one, which is what completes the basis where ``p`` is rank-deficient or zero; in float64,
-    where a condition number of a million squared still leaves four digits to the first factorisation, and all to the
-    second.
+    Shifted CholeskyQR3 (Fukaya et al. 2020, SIAM J. Sci. Comput. 42) in float64 of columns scaled to norm 1. It needs
+    independent columns, so each gets a millionth of a random one, which is what completes the basis where ``p`` is
+    rank-deficient or zero. The first factorisation, of a Gram matrix with a small multiple of 1 added, cannot fail and
+    leaves a condition number that the other two are good for.
     """
     columns = p.double()
     norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
-    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * _completion(*p.shape[-2:], p.device).double()
-    for _ in range(2):
-        factor, _ = torch.linalg.cholesky_ex(basis.mT @ basis)  # does not make the host wait to see whether it failed
+    rows, rank = p.shape[-2:]
+    completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
+    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * completion.double()
+    shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
+    for added in (shift, 0.0, 0.0):
+        gram = basis.mT @ basis
+        gram.diagonal(dim1=-2, dim2=-1).add_(added)
+        factor, _ = torch.linalg.cholesky_ex(gram)  # does not make the host wait to see whether it failed
         basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
     return basis.float()
 
 
-@functools.lru_cache(maxsize=64)  # by shape: a model has few
+@functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
 def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
     """Random columns of norm about 1, the same on every rank."""
-    return random_factor(rows, rank, device, "completion") / math.sqrt(rows)
+    columns = random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)
+    return columns.to(device)
 
 
 def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:

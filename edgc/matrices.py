@@ -107,7 +107,10 @@ class Owed(Matrices):
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """``edgc.kernels`` where they run: on NVIDIA's GPUs from Ampere on, and anywhere in Triton's interpreter."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    able = (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
     if not (able or os.environ.get("TRITON_INTERPRET") == "1") or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("edgc.kernels")
+    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
+    return importlib.import_module("edgc.kernels") if (int(major), int(minor)) >= (3, 3) else None

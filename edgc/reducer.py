@@ -193,13 +193,10 @@ class GradientReducer:
             reductions.append(self._factorise(self.engine, taken, iteration, shards, kernels, loss_scale))
         elif taken and isinstance(self.engine, Elementwise):
             reductions.append(self._reduce(self.engine, taken, iteration, shards))
-        outcomes = yield from together(reductions)
+        reduced = Reduced.of_all((yield from together(reductions)))
+        errors, products, shares, sharded = reduced.errors, reduced.products, reduced.shares, reduced.sharded
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
-        finite = torch.stack([outcome.finite for outcome in outcomes]).all()
-        products = {name: product for outcome in outcomes for name, product in outcome.products.items()}
-        shares = {name: share for outcome in outcomes for name, share in outcome.shares.items()}
-        errors = {name: error for outcome in outcomes for name, error in outcome.errors.items()}
-        sharded = {name for outcome in outcomes for name in outcome.sharded}
+        finite = reduced.finite
         squares = {}
         if self.config.equalise:
             for name, matrix in matrices.items():
@@ -221,9 +218,7 @@ class GradientReducer:
         if sums:
             finite = finite & all_finite(list(sums.values()))
         poison = torch.where(finite, 0.0, math.nan)
-        for outcome in outcomes:
-            outcome.advance(finite)
-        del outcome, outcomes  # so that each error is freed once it is stored
+        reduced.advance(finite)
         seed = self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
             if name in squares:
@@ -333,9 +328,11 @@ class GradientReducer:
         self.feedback.packed[name] = Packed(part, self.feedback.wire, self._generator)
 
     def _seed_rounding(self, *occasion: object) -> int:
+        """Seed the errors' rounding, if there is one; returns the seed."""
+        if not self.feedback.wire.stochastic:
+            return 0
         seed = stable_seed(self.config.seed, *occasion, self.communicator.rank, *self.specs)
-        if self.feedback.wire.stochastic:
-            self._generator.manual_seed(seed)
+        self._generator.manual_seed(seed)
         return seed
 
     def _reduce(
@@ -358,10 +355,11 @@ class GradientReducer:
     def _kernels_for(self, gradients: Mapping[str, Tensor]) -> ModuleType | None:
         """Triton's kernels if they can take the low-rank part of this reduction."""
         kernels = self._kernels
-        if kernels is None or self.remainder is not None or not self.feedback.kernels_take:
+        if not isinstance(self.engine, LowRank) or self.remainder is not None or not self.feedback.kernels_take:
             return None
         fit = all(gradient.dtype == torch.float32 for gradient in gradients.values())
-        return kernels if fit and max(self.ranks.values(), default=0) <= kernels.LARGEST_RANK else None
+        fit = fit and kernels is not None and max(self.ranks.values(), default=0) <= kernels.LARGEST_RANK
+        return kernels if fit else None
 
     def _factorise(
         self,

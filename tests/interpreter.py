@@ -22,12 +22,12 @@ def interpreted_kernels() -> ModuleType:
     return module
 
 
-class Traffic:
+class Accesses:
     """Counts, by address, how often interpreted kernels load and store each element of tensors (without holes).
 
-    >>> with Traffic(matrix=matrix) as traffic:
+    >>> with Accesses(matrix=matrix) as accesses:
     ...     kernels.project(matrix, factor)
-    >>> traffic.loads["matrix"]  # one count an element, in the order of memory
+    >>> accesses.loads["matrix"]  # one count an element, in the order of memory
     """
 
     def __init__(self, **tensors: Tensor):
@@ -35,7 +35,7 @@ class Traffic:
         self.loads = {name: torch.zeros(tensor.numel(), dtype=torch.int64) for name, tensor in tensors.items()}
         self.stores = {name: counts.clone() for name, counts in self.loads.items()}
 
-    def __enter__(self) -> "Traffic":
+    def __enter__(self) -> "Accesses":
         builder = interpreter.InterpreterBuilder
         # Those without a mask call these.
         load, store = self.originals = builder.create_masked_load, builder.create_masked_store

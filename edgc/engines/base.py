@@ -48,11 +48,29 @@ class Reduced:
     """
 
     finite: Tensor
-    errors: Mapping[str, Tensor]
+    errors: dict[str, Tensor]
     advance: Callable[[Tensor], None]
     sharded: Collection[str] = ()
-    products: Mapping[str, Product] = field(default_factory=dict)
-    shares: Mapping[str, Product] = field(default_factory=dict)
+    products: dict[str, Product] = field(default_factory=dict)
+    shares: dict[str, Product] = field(default_factory=dict)
+
+    @classmethod
+    def of_all(cls, several: Sequence["Reduced"]) -> "Reduced":
+        """Reductions of different gradients as one. It does not keep them, so that an error goes when it is taken."""
+        advances = [one.advance for one in several]
+
+        def advance(finite: Tensor) -> None:
+            for each in advances:
+                each(finite)
+
+        return cls(
+            torch.stack([one.finite for one in several]).all(),
+            {name: error for one in several for name, error in one.errors.items()},
+            advance,
+            {name for one in several for name in one.sharded},
+            {name: product for one in several for name, product in one.products.items()},
+            {name: share for one in several for name, share in one.shares.items()},
+        )
 
 
 class Engine:

@@ -332,11 +332,11 @@ class Session:
         return self._step
 
     def _loss_scale(self) -> Tensor | None:
-        """What gradients are multiplied with."""
+        """What gradients are multiplied with, 0-dimensional."""
         if not self.scaled:
             return None
         scale: Tensor = self.model_config.grad_scale_func(torch.ones((), device=self.stages[0].device))
-        return scale
+        return scale.reshape(())  # Megatron's own has one element in one dimension
 
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""

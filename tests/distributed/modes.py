@@ -165,8 +165,9 @@ MODES = {
         "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2"
     ),
     "Triton's kernels": Mode("", "--edgc-kernels fused"),
-    "Triton's kernels, distributed optimizer, overlapped reduction, error kept in bf16": Mode(
-        "--bf16 --use-distributed-optimizer --overlap-grad-reduce",
+    "Triton's kernels, distributed optimizer, fp16 that overflows at first, error kept in bf16": Mode(
+        "--fp16 --initial-loss-scale 262144 --hysteresis 1 --accumulate-allreduce-grads-in-fp32 "
+        "--use-distributed-optimizer --overlap-grad-reduce",
         "--edgc-kernels fused --edgc-error-dtype bf16",
         tolerance=0.2,
         lost=8e-3,

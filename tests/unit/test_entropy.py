@@ -75,6 +75,13 @@ def test_gaussian_stays_on_the_device_until_somebody_asks() -> None:
         histogram_entropy(torch.empty(100, device="meta"))
 
 
+def test_gaussian_takes_values_of_any_size() -> None:
+    for size in (1e-300, 1e300):
+        assert gaussian_entropy(size * torch.tensor([-1.0, 1.0], dtype=torch.float64)) == pytest.approx(
+            NORMAL + 0.5 * math.log(2) + math.log(size)
+        )
+
+
 def test_gaussian_uses_the_unbiased_variance() -> None:
     assert gaussian_entropy(torch.tensor([3.0, 5.0])) == pytest.approx(NORMAL + 0.5 * math.log(2))
 

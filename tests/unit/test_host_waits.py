@@ -46,6 +46,7 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
         *({"error_dtype": dtype} for dtype in ("bf16", "fp8", "int8")),
         {"residual_wire": "int4"},
         {"power_iterations": 2},
+        {"kernels": "fused"},  # but for Triton's, which do not run on it; they have a test of their own
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

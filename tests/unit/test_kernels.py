@@ -11,7 +11,7 @@ from edgc.lowrank import Product
 
 pytest.importorskip("triton")  # torch for CPUs only comes without
 
-from tests.interpreter import Traffic, interpreted_kernels  # noqa: E402
+from tests.interpreter import Accesses, interpreted_kernels  # noqa: E402
 
 # With several blocks and shares of rows, and edges that fill no block; one with the largest rank but one.
 SHAPES = [(130, 77, 5), (64, 300, 64), (50, 33, 1), (600, 40, 3), (90, 70, 255)]
@@ -89,13 +89,13 @@ def test_without_finite_values_the_older_error_stays_bit_for_bit(
     kept = older.clone()
     for state, expected in ((older, kept), (None, torch.zeros_like(kept))):
         matrix, error = drawn(rows, cols, 0, transposed), drawn(rows, cols, 5, transposed, dtype)
-        with Traffic(matrix=matrix, older=older) as traffic:
+        with Accesses(matrix=matrix, older=older) as accesses:
             kernels.write_back(matrix, *factors, NO, state, error, part)
         assert torch.equal(error, expected) and torch.equal(older, kept)
         assert matrix[part].isnan().all()
         assert torch.equal(matrix[:70], original[:70]) and torch.equal(matrix[129:], original[129:])
-        assert not traffic.loads["matrix"].any()
-        assert (traffic.loads["older"] == (1 if state is not None else 0)).all()
+        assert not accesses.loads["matrix"].any()
+        assert (accesses.loads["older"] == (1 if state is not None else 0)).all()
 
 
 def rounded(kernels: ModuleType, matrix: Tensor, seed: int) -> Tensor:
@@ -147,29 +147,29 @@ def test_each_kernel_goes_over_the_gradient_once(
     error, older = drawn(rows, cols, 2, not transposed), drawn(rows, cols, 3)
     tensors = {"matrix": matrix, "error": error, "older": older}
 
-    with Traffic(**tensors) as traffic:
+    with Accesses(**tensors) as accesses:
         kernels.project(matrix, factor)
-    assert (traffic.loads["matrix"] == 1).all() and not traffic.stores["matrix"].any()
+    assert (accesses.loads["matrix"] == 1).all() and not accesses.stores["matrix"].any()
 
-    with Traffic(**tensors) as traffic:
+    with Accesses(**tensors) as accesses:
         kernels.project(matrix, factor, error, SCALE)
-    assert all((counts == 1).all() for counts in (traffic.loads["matrix"], traffic.loads["error"]))
-    assert (traffic.stores["matrix"] == 1).all() and not traffic.stores["error"].any()
+    assert all((counts == 1).all() for counts in (accesses.loads["matrix"], accesses.loads["error"]))
+    assert (accesses.stores["matrix"] == 1).all() and not accesses.stores["error"].any()
 
-    with Traffic(**tensors) as traffic:
+    with Accesses(**tensors) as accesses:
         share, product = (Product(factor.T, drawn(rank, cols, seed)) for seed in (4, 5))
         kernels.write_back(matrix, share, product, YES, older, error)
-    assert (traffic.loads["matrix"] == 1).all() and (traffic.stores["matrix"] == 1).all()
-    assert (traffic.stores["error"] == 1).all() and not traffic.loads["error"].any()
-    assert not traffic.loads["older"].any() and not traffic.stores["older"].any()
+    assert (accesses.loads["matrix"] == 1).all() and (accesses.stores["matrix"] == 1).all()
+    assert (accesses.stores["error"] == 1).all() and not accesses.loads["error"].any()
+    assert not accesses.loads["older"].any() and not accesses.stores["older"].any()
 
 
-def test_traffic_counts_what_is_done_twice(kernels: ModuleType) -> None:
+def test_what_is_done_twice_is_counted_twice(kernels: ModuleType) -> None:
     matrix, factor = drawn(40, 50, 0), drawn(2, 40, 1)
-    with Traffic(matrix=matrix) as traffic:
+    with Accesses(matrix=matrix) as accesses:
         kernels.project(matrix, factor, loss_scale=SCALE)
         kernels.project(matrix, factor)
-    assert (traffic.loads["matrix"] == 2).all() and (traffic.stores["matrix"] == 1).all()
+    assert (accesses.loads["matrix"] == 2).all() and (accesses.stores["matrix"] == 1).all()
 
 
 def test_the_host_reads_no_tensor(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
