@@ -7,10 +7,12 @@ arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them,
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from edgc.batches import at_once
 from edgc.wire import FP32, Packed
 
 DECAY = 0.95  # of the moving averages, per step
@@ -24,22 +26,34 @@ class Equaliser:
     def __init__(self) -> None:
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def scales(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    def scales(self, matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """(rows x 1) and (1 x cols), whose product has root mean square about 1; ones while nothing is known."""
-        if name not in self._moments:
-            return torch.ones_like(like[:, :1]), torch.ones_like(like[:1])
-        rows, cols = (_relative(moment) for moment in self._moments[name])
-        return rows.unsqueeze(1), cols.unsqueeze(0)
+        known = [name for name in matrices if name in self._moments]
+        rows, cols = (at_once(_relative, [self._moments[name][side] for name in known]) for side in (0, 1))
+        found = {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
+        return {
+            name: found[name] if name in found else (torch.ones_like(matrix[:, :1]), torch.ones_like(matrix[:1]))
+            for name, matrix in matrices.items()
+        }
 
-    def update(self, name: str, now: tuple[Tensor, Tensor]) -> None:
-        """Take in the mean squares of a sum's rows (rows,) and columns (cols,); one not finite is left out."""
-        finite = torch.isfinite(now[0].sum())
-        before = self._moments.get(name)
-        if before is None:  # only ratios matter, so the start at the first value needs no bias correction
-            self._moments[name] = torch.where(finite, now[0], 0.0), torch.where(finite, now[1], 0.0)
-        else:
-            new = _average(before[0], now[0]), _average(before[1], now[1])
-            self._moments[name] = torch.where(finite, new[0], before[0]), torch.where(finite, new[1], before[1])
+    def update(self, squares: Mapping[str, tuple[Tensor, Tensor]], finite: Tensor) -> None:
+        """Take in the mean squares of sums' rows (rows,) and columns (cols,), by name.
+
+        Not if ``finite`` is false, a boolean on the device, and none that are not finite themselves.
+        """
+        known = [name for name in squares if name in self._moments]
+        moved = at_once(
+            partial(_average, finite),
+            *([self._moments[name][side] for name in known] for side in (0, 1)),
+            *([squares[name][side] for name in known] for side in (0, 1)),
+        )
+        for name, (rows, cols) in squares.items():
+            if name in self._moments:
+                continue
+            # only ratios matter: there is no bias of a start at the first value to correct
+            taken = finite & torch.isfinite(rows.sum())
+            self._moments[name] = torch.where(taken, rows, 0.0), torch.where(taken, cols, 0.0)
+        self._moments.update(zip(known, moved, strict=True))
 
     def state_dict(self) -> dict[str, Packed]:
         """By parameter name and side; its tensors are replaced, never changed: no copies."""
@@ -71,10 +85,14 @@ def mean_squares(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[T
     return of_rows / cols, squares.sum(dim=0) / rows
 
 
-def _average(before: Tensor, now: Tensor) -> Tensor:
-    return torch.lerp(now, before, DECAY)
+def _average(
+    finite: Tensor, rows_before: Tensor, cols_before: Tensor, rows: Tensor, cols: Tensor
+) -> tuple[Tensor, Tensor]:
+    taken = (finite & torch.isfinite(rows.sum(dim=-1))).unsqueeze(-1)
+    moved = torch.lerp(rows, rows_before, DECAY), torch.lerp(cols, cols_before, DECAY)
+    return torch.where(taken, moved[0], rows_before), torch.where(taken, moved[1], cols_before)
 
 
-def _relative(moment: Tensor) -> Tensor:
-    mean = moment.mean()
-    return torch.where(mean > 0, (moment / mean).sqrt().clamp_min(FLOOR), 1.0)
+def _relative(moments: Tensor) -> Tensor:
+    mean = moments.mean(dim=-1, keepdim=True)
+    return torch.where(mean > 0, (moments / mean).sqrt().clamp_min(FLOOR), 1.0)

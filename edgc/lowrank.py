@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from edgc.batches import at_once
 from edgc.seeding import stable_seed
 
 
@@ -39,10 +40,20 @@ class Product:
         torch.mm(self.left[rows], self.right, out=matrix[rows])
 
     def mean_squares(self) -> tuple[Tensor, Tensor]:
-        """Of each row (rows,) and column (cols,) of the matrix, without computing it."""
-        rows = ((self.left @ (self.right @ self.right.T)) * self.left).sum(dim=1) / self.right.shape[1]
-        cols = ((self.left.T @ self.left @ self.right) * self.right).sum(dim=0) / self.left.shape[0]
+        """Of each row (... x rows) and column (... x cols) of the matrix, without computing it."""
+        rows = ((self.left @ (self.right @ self.right.mT)) * self.left).sum(dim=-1) / self.right.shape[-1]
+        cols = ((self.left.mT @ self.left @ self.right) * self.right).sum(dim=-2) / self.left.shape[-2]
         return rows.clamp_min(0), cols.clamp_min(0)  # rounding may leave a little below 0
+
+
+def mean_squares_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``Product.mean_squares`` of each, by name, those of equal shapes at once."""
+    pairs = at_once(
+        lambda left, right: Product(left, right).mean_squares(),
+        [product.left for product in products.values()],
+        [product.right for product in products.values()],
+    )
+    return dict(zip(products, pairs, strict=True))
 
 
 def limited(rank: int, rows: int, cols: int) -> int:

@@ -17,7 +17,7 @@ from edgc.engines.base import Cuts, all_finite
 from edgc.entropy import ESTIMATORS, GradientSampler
 from edgc.equaliser import Equaliser, mean_squares
 from edgc.error_feedback import ErrorFeedback
-from edgc.lowrank import Product
+from edgc.lowrank import Product, mean_squares_of
 from edgc.matrices import Matrices, Owed, Scaled, triton_kernels
 from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
@@ -199,10 +199,9 @@ class GradientReducer:
         finite = reduced.finite
         squares = {}
         if self.config.equalise:
+            squares = mean_squares_of(products)
             for name, matrix in matrices.items():
-                if name in products:
-                    squares[name] = products[name].mean_squares()
-                elif matrix.shape[0] > 1:
+                if name not in products and matrix.shape[0] > 1:
                     squares[name] = mean_squares(matrix, self._own_part(name, shards) if name in sharded else None)
         if sharded:
             finite, whole = yield from self._agree(finite, {name: squares[name] for name in squares if name in sharded})
@@ -218,12 +217,11 @@ class GradientReducer:
         if sums:
             finite = finite & all_finite(list(sums.values()))
         poison = torch.where(finite, 0.0, math.nan)
+        gain = scale + poison
         reduced.advance(finite)
+        self.equaliser.update(squares, finite)
         seed = self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
-            if name in squares:
-                rows, cols = squares[name]
-                self.equaliser.update(name, (rows + poison, cols))
             if name in products and kernels is not None:
                 own_rows = self._own_rows(name, shards)
                 with record_function("edgc/write back"):
@@ -245,9 +243,9 @@ class GradientReducer:
                 gradients[name].view_as(matrix).copy_(sums[name] + poison)
             elif name in products:
                 with record_function("edgc/reconstruct"):
-                    products[name].times(scale + poison).write(matrix, self._own_rows(name, shards))
+                    products[name].times(gain).write(matrix, self._own_rows(name, shards))
             else:
-                matrix.mul_(scale + poison)
+                matrix.mul_(gain)
         if to_send is not None:
             self.measurements.residual.append((self.feedback.squared_norm() / to_send).sqrt() + poison)
             if isinstance(self.engine, LowRank):
@@ -341,7 +339,7 @@ class GradientReducer:
         """The engine's reduction, of matrices divided by their scales if asked for."""
         if not self.config.equalise or (isinstance(engine, Rounding) and engine.wire.exact):
             return (yield from engine.reduce(matrices, self.feedback.packed, iteration, self.communicator, shards))
-        scales = {name: self.equaliser.scales(name, matrix) for name, matrix in matrices.items()}
+        scales = self.equaliser.scales(matrices)
         for name, matrix in matrices.items():
             rows, cols = scales[name]
             matrix.div_(rows).div_(cols)
@@ -371,10 +369,8 @@ class GradientReducer:
         loss_scale: Tensor | None,
     ) -> Steps[Reduced]:
         """The engine's reduction; with ``residual_wire`` what it leaves is summed as well, in few bits."""
-        scaled = {
-            name: Scaled(matrix, self.equaliser.scales(name, matrix) if self.config.equalise else None)
-            for name, matrix in gradients.items()
-        }
+        scales = self.equaliser.scales(gradients) if self.config.equalise else {}
+        scaled = {name: Scaled(matrix, scales.get(name)) for name, matrix in gradients.items()}
         turned = {name: engine.turned(self.specs[name], iteration) for name in gradients}
         oriented = {name: one.T if turned[name] else one for name, one in scaled.items()}
         if kernels is None:

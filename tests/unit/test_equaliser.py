@@ -12,15 +12,19 @@ def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Ten
 
 
 def scale(equaliser: Equaliser, like: torch.Tensor) -> torch.Tensor:
-    rows, cols = equaliser.scales("w", like)
+    rows, cols = equaliser.scales({"w": like})["w"]
     return rows * cols
+
+
+def update(equaliser: Equaliser, squares: tuple[torch.Tensor, torch.Tensor], finite: bool = True) -> None:
+    equaliser.update({"w": squares}, torch.tensor(finite))
 
 
 def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
     rows, cols = torch.logspace(-2, 2, 40), torch.logspace(-1, 1, 60)
     equaliser = Equaliser()
     for step in range(20):
-        equaliser.update("w", mean_squares(scaled_noise(rows, cols, step)))
+        update(equaliser, mean_squares(scaled_noise(rows, cols, step)))
     fresh = scaled_noise(rows, cols, 99)
     equal = fresh / scale(equaliser, fresh)
     for dim in (0, 1):
@@ -32,14 +36,14 @@ def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
 def test_scales_are_ones_before_anything_is_known_and_after_zeros() -> None:
     equaliser, like = Equaliser(), torch.randn(3, 5)
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
-    equaliser.update("w", mean_squares(torch.zeros(3, 5)))
+    update(equaliser, mean_squares(torch.zeros(3, 5)))
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
 
 
 def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
     equaliser, total = Equaliser(), torch.ones(10, 6)
     total[4] = 0
-    equaliser.update("w", mean_squares(total))
+    update(equaliser, mean_squares(total))
     found = scale(equaliser, total)
     assert torch.allclose(found[4], torch.full((6,), FLOOR)) and (found[0] > 1).all()
 
@@ -47,20 +51,35 @@ def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sum_that_is_not_finite_is_left_out(bad: float) -> None:
     equaliser, total = Equaliser(), torch.randn(4, 4)
-    equaliser.update("w", mean_squares(total))
+    update(equaliser, mean_squares(total))
     before = scale(equaliser, total)
     broken = total.clone()
     broken[1, 1] = bad
-    equaliser.update("w", mean_squares(broken))
+    update(equaliser, mean_squares(broken))
     assert torch.equal(scale(equaliser, total), before)
+    update(equaliser, mean_squares(10 * torch.randn(4, 4)), finite=False)
+    assert torch.equal(scale(equaliser, total), before)
+
+
+def test_equal_matrices_are_averaged_as_each_is() -> None:
+    together, matrices = Equaliser(), {name: torch.randn(5, 4) for name in "abc"} | {"d": torch.randn(4, 5)}
+    alone = {name: Equaliser() for name in matrices}
+    for step in range(3):
+        squares = {name: mean_squares(matrix + step) for name, matrix in matrices.items()}
+        together.update(squares, torch.tensor(True))
+        for name, equaliser in alone.items():
+            equaliser.update({name: squares[name]}, torch.tensor(True))
+    for name, (rows, cols) in together.scales(matrices).items():
+        own_rows, own_cols = alone[name].scales({name: matrices[name]})[name]
+        assert torch.allclose(rows, own_rows) and torch.allclose(cols, own_cols)
 
 
 def test_averages_forget() -> None:
     equaliser = Equaliser()
     rows = torch.tensor([1.0, 10.0])
-    equaliser.update("w", mean_squares(rows[:, None].expand(2, 3)))
+    update(equaliser, mean_squares(rows[:, None].expand(2, 3)))
     for _ in range(200):
-        equaliser.update("w", mean_squares(rows.flip(0)[:, None].expand(2, 3)))
+        update(equaliser, mean_squares(rows.flip(0)[:, None].expand(2, 3)))
     found = scale(equaliser, torch.empty(2, 3))
     assert found[0, 0] / found[1, 0] == pytest.approx(10, rel=0.01)
 

@@ -139,7 +139,7 @@ def test_plain_torch_goes_over_a_gradient_no_more_than_it_must(
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({}, 7), ({"wire": "int4", "basis_wire": "int6"}, 10), ({"equalise": True}, 55)],  # scales are one by one
+    [({}, 6), ({"wire": "int4", "basis_wire": "int6"}, 6), ({"equalise": True}, 14)],
     ids=str,
 )
 def test_equal_matrices_take_few_operations_each(settings: dict[str, Any], most: int) -> None:
