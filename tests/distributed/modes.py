@@ -333,6 +333,7 @@ def page(seen: dict[str, Seen]) -> str:
         "- *state*: the most that EDGC keeps on a rank from step to step, in bytes a parameter: the error feedback (4 "
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
+        "- Triton's kernels ran in its interpreter.",
         "- *fewer bytes*: of these four steps, the first of them in int8: gradients, updated weights where they "
         "are gathered, messages where there are stages.",
         "",
