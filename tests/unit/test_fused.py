@@ -172,7 +172,7 @@ def test_kernels_go_over_a_gradient_four_times() -> None:
     assert (accesses.loads["flat"] == 3).all() and (accesses.stores["flat"] == 2).all()
     assert (accesses.loads["older"] == 1).all() and not accesses.stores[
         "older"
-    ].any()  # and the new one is written once
+    ].any()  # test_kernels.py: the new one is written once
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"powersgd", "alternating", "dense"}))
