@@ -103,6 +103,7 @@ def process(rank: int, options: argparse.Namespace, port: int, folder: str) -> N
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # processes share the cores
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=options.processes)
     rows = []
     for text in options.shapes:
