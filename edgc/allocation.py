@@ -1,5 +1,6 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +21,13 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def spec(self) -> MatrixSpec:
         """As a matrix: the first dimension by all others; a vector is one row."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
-        return MatrixSpec(self.name, rows, self.elements // rows)
+        return MatrixSpec(self.name, rows, self.elements // rows if rows else 0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,9 @@ class Allocation:
 
 
 def saving(rank: int, rows: int, cols: int) -> float:
-    """Elements of a rows x cols matrix over those of its two factors."""
+    """Elements of a rows x cols matrix over those of its two factors. Raises ValueError for a rank below 1."""
+    if rank < 1:
+        raise ValueError(f"rank {rank}: the rank of a matrix must be at least 1")
     return rows * cols / (rank * (rows + cols))
 
 
@@ -70,7 +70,9 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
     rest: list[tuple[Parameter, str]] = []
     for parameter in parameters:
         spec = parameter.spec
-        if not config.low_rank and config.engine != "dense":
+        if not parameter.elements:
+            rest.append((parameter, "no elements"))
+        elif not config.low_rank and config.engine != "dense":
             matrices.append(spec)
         elif spec.rows == 1:
             rest.append((parameter, "one-dimensional"))

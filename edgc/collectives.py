@@ -100,6 +100,7 @@ class Communicator:
         self.traffic = traffic
         self.ranks: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
+        self.processes: list[int] = dist.get_process_group_ranks(group)  # their numbers in the whole run
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start the in-place sum of ``tensor`` over the group."""

@@ -50,9 +50,8 @@ class Equaliser:
         for name, (rows, cols) in squares.items():
             if name in self._moments:
                 continue
-            # only ratios matter: there is no bias of a start at the first value to correct
-            taken = finite & torch.isfinite(rows.sum())
-            self._moments[name] = torch.where(taken, rows, 0.0), torch.where(taken, cols, 0.0)
+            # zeros stand for "nothing is known"
+            self._moments[name] = _average(finite, torch.zeros_like(rows), torch.zeros_like(cols), rows, cols)
         self._moments.update(zip(known, moved, strict=True))
 
     def state_dict(self) -> dict[str, Packed]:
@@ -88,9 +87,13 @@ def mean_squares(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[T
 def _average(
     finite: Tensor, rows_before: Tensor, cols_before: Tensor, rows: Tensor, cols: Tensor
 ) -> tuple[Tensor, Tensor]:
-    taken = (finite & torch.isfinite(rows.sum(dim=-1))).unsqueeze(-1)
-    moved = torch.lerp(rows, rows_before, DECAY), torch.lerp(cols, cols_before, DECAY)
-    return torch.where(taken, moved[0], rows_before), torch.where(taken, moved[1], cols_before)
+    # Squares may overflow, in the sums of rows, of columns or of both.
+    taken = (finite & torch.isfinite(rows.sum(dim=-1) + cols.sum(dim=-1))).unsqueeze(-1)
+    # Only ratios matter: there is no bias of a start at the first value to correct.
+    unknown = (rows_before.sum(dim=-1) == 0).unsqueeze(-1)
+    moved_rows = torch.where(unknown, rows, torch.lerp(rows, rows_before, DECAY))
+    moved_cols = torch.where(unknown, cols, torch.lerp(cols, cols_before, DECAY))
+    return torch.where(taken, moved_rows, rows_before), torch.where(taken, moved_cols, cols_before)
 
 
 def _relative(moments: Tensor) -> Tensor:

@@ -24,20 +24,20 @@ class ErrorFeedback:
         self.average = average  # weight of older errors in their moving average
         self.packed: dict[str, Packed] = {}  # replaced, never changed
 
-    def add_to(self, name: str, gradient: Tensor, loss_scale: Tensor | None = None) -> None:
-        """gradient / loss_scale + error, in place and in one pass; the default scale is 1.
+    def add_to(self, name: str, gradient: Tensor, divisor: Tensor | None = None) -> None:
+        """gradient / divisor + error, in place and in one pass; the default divisor, 0-dimensional, is 1.
 
         The error stays until ``store`` or ``clear``: a failed step loses nothing.
         """
         if name not in self.packed:
-            if loss_scale is not None:
-                gradient.div_(loss_scale)
+            if divisor is not None:
+                gradient.div_(divisor)
             return
         error = self.packed[name].values().view_as(gradient)
-        if loss_scale is None:
+        if divisor is None:
             gradient.add_(error)
         else:
-            torch.addcdiv(error, gradient, loss_scale, out=gradient)
+            torch.addcdiv(error, gradient, divisor, out=gradient)
 
     def store(self, name: str, error: Tensor, finite: Tensor, generator: torch.Generator | None = None) -> None:
         """This is what the reduction has left, if it was ``finite``; the tensor becomes the store's own.

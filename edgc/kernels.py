@@ -39,22 +39,22 @@ def _dot(a, b, sums):
 
 @triton.jit
 def _project_kernel(
-    matrix, factor, error, loss_scale, partials, row_count, col_count, rank, share,
+    matrix, factor, error, divisor, partials, row_count, col_count, rank, share,
     CHANGED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Block x of the columns of factor @ matrix, summed over the share y of the rows."""
     cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1).to(tl.int64)
     ranks = tl.arange(0, RANK)
-    if loss_scale is not None:
-        scale = tl.load(loss_scale)
+    if divisor is not None:
+        by = tl.load(divisor)
     sums = tl.full((RANK, COLS), 0.0, tl.float32)
     for start in range(part * share, tl.minimum((part + 1) * share, row_count), ROWS):
         rows = start + tl.arange(0, ROWS)
         inside = (rows < row_count)[:, None] & (cols < col_count)[None, :]
         values = tl.load(_at(matrix, rows, cols), mask=inside, other=0.0)
-        if loss_scale is not None:
-            values = tl.div_rn(values, scale)
+        if divisor is not None:
+            values = tl.div_rn(values, by)
         if error is not None:
             values += tl.load(_at(error, rows, cols), mask=inside, other=0.0).to(tl.float32)
         if CHANGED:
@@ -66,11 +66,11 @@ def _project_kernel(
     tl.store(places, sums, mask=(ranks < rank)[:, None] & (cols < col_count)[None, :])
 
 
-def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, divisor: Tensor | None = None) -> Tensor:
     """factor @ M (rank x cols, contiguous), and M into ``matrix`` where that is not M already.
 
-    M (rows x cols) = matrix / loss_scale + error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256) are
-    fp32, ``error`` fp32 or bf16 of the matrix's shape, all with any strides; ``loss_scale`` is 0-dimensional on the
+    M (rows x cols) = matrix / divisor + error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256) are
+    fp32, ``error`` fp32 or bf16 of the matrix's shape, all with any strides; ``divisor`` is 0-dimensional on the
     device, fp32. Reads the matrix and the error once and writes the matrix once, or not at all with neither of the
     two. Sums come in the same order for the same shapes. Raises ValueError for another shape or type. Source: PowerSGD
     (arXiv 1905.13727), algorithms 1 (compress) and 2.
@@ -80,7 +80,7 @@ def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, loss_sc
     _check("matrix", matrix, (rows, cols))
     _check("factor", factor, (rank, rows))
     _check("error", error, (rows, cols), *_ERROR_TYPES)
-    _check("loss_scale", loss_scale, ())
+    _check("divisor", divisor, ())
     if not 1 <= rank <= LARGEST_RANK:
         raise ValueError(f"rank {rank}: must be from 1 to {LARGEST_RANK}")
     padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
@@ -92,8 +92,8 @@ def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, loss_sc
     parts = triton.cdiv(rows, share)
     partials = torch.empty(parts, rank, cols, dtype=torch.float32, device=matrix.device)
     _project_kernel[(col_blocks, parts)](
-        _view(matrix), _view(factor), _view(error), loss_scale, partials, rows, cols, rank, share,
-        CHANGED=error is not None or loss_scale is not None, RANK=padded, ROWS=block_rows, COLS=block_cols,
+        _view(matrix), _view(factor), _view(error), divisor, partials, rows, cols, rank, share,
+        CHANGED=error is not None or divisor is not None, RANK=padded, ROWS=block_rows, COLS=block_cols,
         num_warps=8, num_stages=2,
     )  # fmt: skip
     return partials[0] if parts == 1 else partials.sum(dim=0)
@@ -186,10 +186,9 @@ def write_back(
 
     Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of
-    the same rank, are fp32; ``error``, new memory, and ``older`` fp32 or bf16, alike, of the matrix's shape; all with
-    any strides.
-    ``loss_scale`` as for ``project``. ``seed``, from 0 to 2^31 - 1, draws the rounding to bf16, which is unbiased: a
-    place rounds alike whatever the strides. Reads the matrix once and writes both once; reads ``older`` only for want
+    the same rank, are fp32; ``error``, new memory, and ``older`` have the matrix's shape and one type, fp32 or bf16;
+    all have any strides. ``loss_scale`` is 0-dimensional on the device, fp32. ``seed``, from 0 to 2^31 - 1, draws the
+    rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides. Reads the matrix once and writes both once; reads ``older`` only for want
     of finite values. Raises ValueError for another shape or type, rows with a step, or such a seed. Source: PowerSGD
     (arXiv 1905.13727), algorithms 1 (decompress) and 2.
     """

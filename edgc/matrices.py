@@ -67,9 +67,9 @@ class Matrices(Mapping[str, Scaled]):
 
 
 class Owed(Matrices):
-    """Matrices to which loss scale and error are still to be applied: Triton's kernels do so in the first product.
+    """Matrices to which divisor and error are still to be applied: Triton's kernels do so in the first product.
 
-    ``errors``: fp32 or bf16, shaped as the matrices they belong to; a name may be missing.
+    ``errors``: fp32 or bf16, shaped as the matrices they belong to; a name may be missing. ``divisors``: 0-dimensional.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Owed(Matrices):
         kernels: ModuleType,
         matrices: Mapping[str, Scaled],
         errors: Mapping[str, Tensor],
-        loss_scale: Tensor | None,
+        divisors: Mapping[str, Tensor],
     ):
         super().__init__(matrices)
         self._kernels = kernels
         self._errors = errors
-        self._loss_scale = loss_scale
+        self._divisors = divisors
         self._owed = set(matrices)  # shared with the transposed ones
 
     @property
     def T(self) -> "Owed":  # noqa: N802 - as of a tensor
         errors = {name: error.T for name, error in self._errors.items()}
-        turned = Owed(self._kernels, {name: scaled.T for name, scaled in self.items()}, errors, self._loss_scale)
+        turned = Owed(self._kernels, {name: scaled.T for name, scaled in self.items()}, errors, self._divisors)
         turned._owed = self._owed
         return turned
 
@@ -97,7 +97,7 @@ class Owed(Matrices):
         for (name, scaled), factor in zip(self.items(), factors, strict=True):
             divided = factor if scaled.scales is None else factor / scaled.scales[0].T
             if name in self._owed:
-                product = self._kernels.project(scaled.matrix, divided, self._errors.get(name), self._loss_scale)
+                product = self._kernels.project(scaled.matrix, divided, self._errors.get(name), self._divisors[name])
                 self._owed.remove(name)
             else:
                 product = self._kernels.project(scaled.matrix, divided)

@@ -12,7 +12,7 @@ from torch import Tensor
 from edgc import lowrank
 from edgc.wire import Packed, Wire
 
-HEADER_BYTES = 16
+HEADER_BYTES = 32
 STAGES = 1024  # more than a pipeline has
 
 
@@ -26,7 +26,7 @@ class MessageFormat:
 
     ``rank``: of the factors P (rows x rank) and Q (cols x rank), which travel one behind the other in ``wire``. At
     rank 0 the values travel, in ``wire``; with None, or where factors would not be smaller, in ``dtype``. Before
-    either comes a header of 16 bytes with step, sender, direction, place in the step, rank and size, by which a
+    either comes a header of 32 bytes with step, sender, direction, place in the step, rank and size, by which a
     receiver tells whether it is the right message.
     """
 
@@ -61,9 +61,9 @@ class MessageFormat:
         return sum(self.wire.tensor_bytes(side * rank) for side in (self.rows, self.cols))
 
     def header(self, step: int, sender: int, forward: bool, place: int) -> Tensor:
-        """int32 (4,): step, which of its messages (see ``told``), rank (0: none), size."""
+        """int64 (4,): step, which of its messages (see ``told``), rank (0: none), size."""
         which = (place * 2 + forward) * STAGES + sender
-        return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int32)
+        return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int64)
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (bytes,) -> (rows x cols) in ``dtype``, whatever the header says."""

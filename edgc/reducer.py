@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.allocation import Allocation, uniform_ranks
+from edgc.clipping import SpikeClipping, Spikes
 from edgc.collectives import Communicator, Steps, Traffic, together
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Elementwise, LowRank, Reduced, Rounding
@@ -19,6 +21,7 @@ from edgc.equaliser import Equaliser, mean_squares
 from edgc.error_feedback import ErrorFeedback
 from edgc.lowrank import Product, mean_squares_of
 from edgc.matrices import Matrices, Owed, Scaled, triton_kernels
+from edgc.replicas import KINDS, check, digest
 from edgc.seeding import stable_seed
 from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, wire
@@ -35,12 +38,26 @@ class Measurements:
     residual: list[float | Tensor] = field(default_factory=list)
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
+    spikes: float | Tensor = 0.0  # gradients that were clipped
+    largest_spike: float | Tensor = 0.0  # times its running norm
+    windows: int = 0  # how often ``take`` was called
 
     def take(self) -> "Measurements":
         """The entries so far; start anew."""
         taken = replace(self)
-        self.entropy, self.residual, self.energies, self.statistics = [], [], [], []
+        self.__init__(windows=self.windows + 1)  # type: ignore[misc]
         return taken
+
+    def copy(self) -> "Measurements":
+        """As they are now, whatever is added later."""
+        return Measurements(**{name: copy(value) for name, value in vars(self).items()})
+
+    def add_spikes(self, spikes: Spikes, finite: Tensor) -> None:
+        """Count what a reduction has clipped, if it was ``finite``."""
+        clipped = spikes.clipped & finite
+        self.spikes = self.spikes + clipped.sum()
+        largest = torch.where(clipped, spikes.ratios, 0.0).max()
+        self.largest_spike = torch.maximum(largest, torch.as_tensor(self.largest_spike, device=largest.device))
 
     def mean_energies(self) -> dict[str, list[float]]:
         """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
@@ -49,7 +66,9 @@ class Measurements:
         means = {}
         for name, last in self.energies[-1].items():
             alike = [seen[name] for seen in self.energies if name in seen and len(seen[name]) == len(last)]
-            means[name] = torch.stack(alike).mean(dim=0).tolist()
+            mean = torch.stack(alike).mean(dim=0).tolist()
+            if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
+                means[name] = mean
         return means
 
 
@@ -84,13 +103,19 @@ class GradientReducer:
         error_wire = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
         self.feedback = ErrorFeedback(error_wire, config.error_decay, config.error_average)
         self._generator = torch.Generator(device)  # of the errors' rounding
+        self.clipping = SpikeClipping()
         self.equaliser = Equaliser()
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
         self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
+        self.finite: Tensor | None = None  # whether the last reduction was, on the device; None before the first one
+        self.verify = False  # whether reductions leave digests for ``compare_replicas``
+        self._digests: dict[str, Tensor] = {}  # of sums, by name
         self._iteration: int | None = None
         self._before: dict[str, dict[str, Packed]] | None = None
+        self._measured = self.measurements  # before the iteration
+        self._skipped: int | None = None  # an iteration whose measurements a window has already taken
         self.specs = {matrix.name: matrix for matrix in allocation.matrices}
         self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.rest)
         everything = list(self.specs.values())
@@ -106,8 +131,11 @@ class GradientReducer:
     def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
 
-        ``matrix_ranks`` may hold the rank of each matrix of the stage.
+        ``matrix_ranks`` may hold the rank of each matrix of the stage. Raises ValueError for a low rank below 1.
         """
+        lowest = min([] if rank is None else [rank, *(matrix_ranks or {}).values()], default=1)
+        if self.config.low_rank and lowest < 1:
+            raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
         self.compressed = rank is not None and self.engine is not None
         if rank is None or self.engine is None:
             self.ranks = {}
@@ -123,7 +151,7 @@ class GradientReducer:
 
         ``gradients`` hold ``loss_scale`` times the gradient.
         """
-        if not self.sampler.measures(iteration):
+        if not self._measures(iteration):
             return
 
         def sample(name: str) -> Tensor:
@@ -140,11 +168,15 @@ class GradientReducer:
         everything = torch.cat([sample(matrix.name) for matrix in self.allocation.matrices])
         self.measurements.entropy.append(self.estimate(everything))
 
+    def _measures(self, iteration: int) -> bool:
+        return self.sampler.measures(iteration) and iteration != self._skipped
+
     def begin(self, iteration: int) -> None:
         """With ``repeatable``, before ``plain`` is asked: an iteration that was already reduced starts anew."""
         if self.repeatable:
             self.roll_back(iteration)
             self._iteration, self._before = iteration, self.state_dict()
+            self._measured = self.measurements.copy()
 
     @property
     def plain(self) -> bool:
@@ -170,16 +202,24 @@ class GradientReducer:
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any rank,
         all become NaN on all ranks, and no state changes: the host can skip the step, and nothing is lost. With the
         cuts of ``shards`` a rank needs only its own part of each sum, NaN or not; the rest is left as anything.
+
+        A spike (``edgc.clipping``) in a gradient with error feedback is scaled down first: what is taken off it is
+        neither in the sum nor in an error.
         """
+        gradients = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
         if not gradients:
             return
         # view, not reshape: the result has to be written back into the bucket
         matrices = {name: gradient.view(self.specs[name].rows, -1).float() for name, gradient in gradients.items()}
-        measured = self.sampler.measures(iteration) and bool(self.ranks)
+        measured = self._measures(iteration) and bool(self.ranks)
         kernels = None if measured else self._kernels_for(gradients)
+        # A sum in fp32 leaves no error: there the host's own clipping is enough.
+        fed_back = {n: matrix for n, matrix in matrices.items() if n in self.ranks or not self._rounding.wire.exact}
+        spikes = self.clipping.spikes(fed_back, loss_scale) if fed_back else None
+        divisors = {} if spikes is None else spikes.divisors(loss_scale)
         for name, matrix in matrices.items():
             if kernels is None or name not in self.ranks:
-                self.feedback.add_to(name, matrix, loss_scale)
+                self.feedback.add_to(name, matrix, divisors.get(name, loss_scale))
         to_send = sum((matrix.square().sum() for matrix in matrices.values()), torch.zeros(())) if measured else None
 
         if shards is None or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
@@ -190,11 +230,12 @@ class GradientReducer:
         if left:
             reductions.append(self._reduce(self._rounding, left, iteration, shards))
         if taken and isinstance(self.engine, LowRank):
-            reductions.append(self._factorise(self.engine, taken, iteration, shards, kernels, loss_scale))
+            reductions.append(self._factorise(self.engine, taken, iteration, shards, kernels, divisors))
         elif taken and isinstance(self.engine, Elementwise):
             reductions.append(self._reduce(self.engine, taken, iteration, shards))
         reduced = Reduced.of_all((yield from together(reductions)))
         errors, products, shares, sharded = reduced.errors, reduced.products, reduced.shares, reduced.sharded
+        factors = dict(products) if self.verify else {}
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         finite = reduced.finite
         squares = {}
@@ -220,6 +261,10 @@ class GradientReducer:
         gain = scale + poison
         reduced.advance(finite)
         self.equaliser.update(squares, finite)
+        if spikes is not None:
+            self.clipping.update(spikes, finite)
+            self.measurements.add_spikes(spikes, finite)
+        self.finite = finite
         seed = self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
             if name in products and kernels is not None:
@@ -246,6 +291,15 @@ class GradientReducer:
                     products[name].times(gain).write(matrix, self._own_rows(name, shards))
             else:
                 matrix.mul_(gain)
+        if self.verify:
+            self._digests = {
+                **{name: digest(share.left) + 3 * digest(share.right) for name, share in factors.items()},
+                **{
+                    name: digest(gradient)
+                    for name, gradient in gradients.items()
+                    if name not in factors and name not in sharded
+                },
+            }
         if to_send is not None:
             self.measurements.residual.append((self.feedback.squared_norm() / to_send).sqrt() + poison)
             if isinstance(self.engine, LowRank):
@@ -281,6 +335,7 @@ class GradientReducer:
             "error": dict(self.feedback.packed),
             "engine": self.engine.state_dict() if self.engine is not None else {},
             "equaliser": self.equaliser.state_dict(),
+            "clipping": self.clipping.state_dict(),
         }
 
     def state_bytes(self) -> int:
@@ -293,13 +348,38 @@ class GradientReducer:
         """Go on where ``state_dict`` was taken."""
         self.feedback.packed = dict(state["error"])
         self.equaliser.load_state_dict(state["equaliser"])
+        self.clipping.load_state_dict(state["clipping"])
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 
     def roll_back(self, iteration: int) -> None:
-        """Undo what the reduction of this iteration has done to the state. Needs ``repeatable``."""
+        """Undo what this iteration has done to the state and to the measurements. Needs ``repeatable``."""
         if iteration == self._iteration and self._before is not None:
             self.load_state_dict(self._before)
+            if self.measurements.windows == self._measured.windows:
+                self.measurements = self._measured.copy()
+            else:
+                self._skipped = iteration
+
+    def compare_replicas(self, iteration: int) -> None:
+        """Compare ranks, factors, scales and the last sums with the other processes of the group; the host waits.
+
+        Every process of the group must call this after a reduction with ``verify`` set. Raises ``ReplicaMismatch``.
+        """
+        names = sorted(self.specs)
+        device = self.finite.device if self.finite is not None else torch.device("cpu")
+        digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=device)
+        places = {name: place for place, name in enumerate(names)}
+        state = self.state_dict()
+        for name, rank in self.ranks.items():
+            digests[places[name], 0] = rank
+        for kind, part in ((1, "engine"), (2, "equaliser")):
+            for turn, (key, packed) in enumerate(sorted(state[part].items())):
+                digests[places[key.rpartition(":")[0]], kind] += (2 * turn + 1) * digest(packed.message)
+        for name, of_sum in self._digests.items():
+            digests[places[name], 3] = of_sum
+        gathered = run(self.communicator.all_gather(digests.view(-1)))
+        check(names, gathered.view(-1, *digests.shape), self.communicator.processes, iteration)
 
     def settle_errors(self, iteration: int) -> Iterator[tuple[str, Tensor]]:
         """The sum of each error over the group, fp32, by name; each rank goes on with an equal part of it.
@@ -309,6 +389,10 @@ class GradientReducer:
         """
         self._seed_rounding("settle", iteration)
         uncounted = Communicator(self.communicator.group, Traffic())  # a checkpoint is no training traffic
+        norms = self.clipping.norms()
+        if norms is not None:  # each process has seen its own gradients: all go on with the mean
+            uncounted.all_reduce(norms).wait()
+            self.clipping.set_norms(norms / uncounted.ranks)
         for name in sorted(self.feedback.packed):
             total = self.feedback.packed[name].values().clone()
             uncounted.all_reduce(total).wait()
@@ -366,7 +450,7 @@ class GradientReducer:
         iteration: int,
         shards: Mapping[str, Cuts],
         kernels: ModuleType | None,
-        loss_scale: Tensor | None,
+        divisors: Mapping[str, Tensor],
     ) -> Steps[Reduced]:
         """The engine's reduction; with ``residual_wire`` what it leaves is summed as well, in few bits."""
         scales = self.equaliser.scales(gradients) if self.config.equalise else {}
@@ -379,7 +463,7 @@ class GradientReducer:
             packed = self.feedback.packed
             kept = {name: packed[name].stored().view_as(gradients[name]) for name in gradients if name in packed}
             errors = {name: error.T if turned[name] else error for name, error in kept.items()}
-            matrices = Owed(kernels, oriented, errors, loss_scale)
+            matrices = Owed(kernels, oriented, errors, divisors)
         reduced = yield from engine.reduce(matrices, self.ranks, iteration, self.communicator)
 
         def restored(products: Mapping[str, Product]) -> dict[str, Product]:

@@ -192,10 +192,11 @@ def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
     return [row[: packed.shape.numel()].view(packed.shape) for row, packed in zip(rows, several, strict=True)]
 
 
-def choose_all(condition: Tensor, these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
-    """``Packed.where`` of each pair."""
+def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
+    """``Packed.where`` of each pair under its condition."""
     messages = at_once(
-        lambda this, other: torch.where(condition, this, other),
+        torch.where,
+        [condition.view(1, 1) for condition in conditions],
         [packed.message for packed in these],
         [packed.message for packed in others],
     )

@@ -68,7 +68,8 @@ class Alternating(LowRank):
             for name, (vectors, strengths) in zip(matrices, learned, strict=True):
                 self.strengths[name] = strengths
                 older = self.basis(self.matrices[name], ranks[name], not transposed)
-                self.bases[name, not transposed] = torch.where(finite, vectors, older)
+                # Coefficients of zeros, as of a step without gradient, would teach unit vectors.
+                self.bases[name, not transposed] = torch.where(finite & (strengths[0] > 0), vectors, older)
 
         def products(factors: Sequence[Tensor]) -> dict[str, Product]:
             return {name: Product(basis, c) for name, basis, c in zip(matrices, bases, factors, strict=True)}

@@ -109,7 +109,9 @@ class PowerSGD(LowRank):
         def advance(finite: Tensor) -> None:
             self.strengths.update(zip(matrices, (strengths for _, strengths in principal), strict=True))
             if self.config.warm_start:
-                learned = choose_all(finite, pack_all(starts, STORED), kept)
+                # A factor of zeros, as of a step without gradient, would teach unit vectors.
+                usable = finite & (torch.stack([strengths[0] for _, strengths in principal]) > 0)
+                learned = choose_all(usable.unbind(), pack_all(starts, STORED), kept)
                 turn = iteration % self.config.basis_cycle
                 self.bases.update(zip(((name, turn) for name in matrices), learned, strict=True))
 

@@ -41,7 +41,8 @@ class Rounding(Elementwise):
         shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
         if self._generator is not None:  # each rank draws its own
-            self._generator.manual_seed(stable_seed(self.config.seed, iteration, communicator.rank))
+            # ... and other noise for other gradients, so that buckets of one shape do not round in step
+            self._generator.manual_seed(stable_seed(self.config.seed, iteration, communicator.rank, *gradients))
         errors = {} if self.wire.exact else {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
         whole = [[(name, 0, gradient.numel()) for name, gradient in gradients.items()]]
         parts = _by_rank(gradients, shards, communicator.ranks) if shards and not self.wire.exact else []

@@ -10,11 +10,14 @@ from edgc.engines.base import Cuts, Elementwise, Reduced, all_finite
 from edgc.seeding import stable_seed
 from edgc.wire import FP32, Packed
 
+LARGEST_INDEX = 2**31 - 1  # in int32
+
 
 class TopK(Elementwise):
     """Each rank's largest entries of each gradient: Aji and Heafield 2017; Lin et al. 2018 (arXiv 1712.01887).
 
-    An all-gather of k values in fp32 and k indices in int32 for each parameter, k = density * elements, at least 1.
+    An all-gather of k values in fp32 and k indices for each parameter, k = density * elements, at least 1. Indices are
+    in int32, and in int64 where a gradient has more than 2^31 elements.
     """
 
     def reduce(
@@ -25,16 +28,20 @@ class TopK(Elementwise):
         communicator: Communicator,
         shards: Mapping[str, Cuts],
     ) -> Steps[Reduced]:
+        small = all(gradient.numel() - 1 <= LARGEST_INDEX for gradient in gradients.values())
+        index_type = torch.int32 if small else torch.int64
         chosen, values = [], []
         for gradient in gradients.values():
             flat = gradient.reshape(-1)
             indices = flat.abs().topk(_kept(flat.numel(), self.config.density), sorted=False).indices
-            chosen.append(indices.to(torch.int32))
+            chosen.append(indices.to(index_type))
             values.append(flat[indices])
         sizes = [len(part) for part in values]
-        message = torch.cat([torch.cat(values).view(torch.int32), torch.cat(chosen)])
+        message = torch.cat([torch.cat(values).view(torch.int32), torch.cat(chosen).view(torch.int32)])
         gathered = yield from communicator.all_gather(message)
-        all_values, all_indices = (torch.split(half, sizes, dim=1) for half in gathered.chunk(2, dim=1))
+        of_values, of_indices = gathered.tensor_split([sum(sizes)], dim=1)
+        all_values = torch.split(of_values, sizes, dim=1)
+        all_indices = torch.split(of_indices.contiguous().view(index_type), sizes, dim=1)
         errors = {}
         for (name, gradient), indices, received, places in zip(
             gradients.items(), chosen, all_values, all_indices, strict=True

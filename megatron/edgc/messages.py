@@ -309,7 +309,7 @@ class Incoming:
             return
         self.finished = True
         assert self.header is not None
-        seen = self.buffer[:HEADER_BYTES].view(torch.int32)
+        seen = self.buffer[:HEADER_BYTES].view(torch.int64)
         values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
         with torch.no_grad():
             if self.tensor.is_cuda:  # the host does not wait to look at it

@@ -54,5 +54,5 @@ def test_many_are_packed_and_chosen_as_each_is() -> None:
             assert torch.equal(one.message, alone.message) and one.shape == alone.shape
             torch.testing.assert_close(values, alone.values())
         for condition, expected in ((True, packed), (False, zeros)):
-            chosen = choose_all(torch.tensor(condition), packed, zeros)
+            chosen = choose_all([torch.tensor(condition)] * len(packed), packed, zeros)
             assert all(torch.equal(one.message, other.message) for one, other in zip(chosen, expected, strict=True))

@@ -123,11 +123,11 @@ def passes(made: GradientReducer) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (7, 4)),
-        ({"equalise": True}, (7, 4)),
-        ({"engine": "alternating"}, (6, 4)),
-        ({"power_iterations": 2}, (9, 4)),
-        ({"error_dtype": "bf16"}, (16.25, 10.25)),  # with the random numbers that round it
+        ({}, (8, 4)),  # one of the reads measures norms, by which spikes are found
+        ({"equalise": True}, (8, 4)),
+        ({"engine": "alternating"}, (7, 4)),
+        ({"power_iterations": 2}, (10, 4)),
+        ({"error_dtype": "bf16"}, (17.25, 10.25)),  # with the random numbers that round it
     ],
     ids=str,
 )
@@ -199,7 +199,7 @@ class NoKernels:
 
 
 @pytest.mark.parametrize("settings", [{}, {"equalise": True, "error_dtype": "bf16"}], ids=str)
-def test_beside_the_kernels_nothing_goes_over_a_gradient(settings: dict[str, Any]) -> None:
+def test_beside_the_kernels_only_the_norm_goes_over_a_gradient(settings: dict[str, Any]) -> None:
     made = reducer(EQUAL, **settings)
     made._kernels = NoKernels
-    assert passes(made) == (0, 0)
+    assert passes(made) == (1, 0)

@@ -167,7 +167,7 @@ def test_each_kernel_goes_over_the_gradient_once(
 def test_what_is_done_twice_is_counted_twice(kernels: ModuleType) -> None:
     matrix, factor = drawn(40, 50, 0), drawn(2, 40, 1)
     with Accesses(matrix=matrix) as accesses:
-        kernels.project(matrix, factor, loss_scale=SCALE)
+        kernels.project(matrix, factor, divisor=SCALE)
         kernels.project(matrix, factor)
     assert (accesses.loads["matrix"] == 2).all() and (accesses.stores["matrix"] == 1).all()
 

@@ -23,7 +23,7 @@ def noise(step: int, rank: int = 10) -> torch.Tensor:
 def send(sender: MessageSender, matrix: torch.Tensor, how: MessageFormat, **scaled: torch.Tensor) -> torch.Tensor:
     message = sender.encode(matrix, how, how.header(7, 1, True, 3), **scaled)
     assert message.dtype == torch.uint8 and len(message) == how.bytes
-    header = message[:HEADER_BYTES].view(torch.int32).tolist()
+    header = message[:HEADER_BYTES].view(torch.int64).tolist()
     assert told(header) == f"{how.bytes} bytes of rank {how.used_rank or 0}, message 4 of stage 2 in step 7"
     return how.decode(message)
 

@@ -1,0 +1,89 @@
+"""Spikes: a gradient that is far larger than those before it is scaled down before it is compressed. No collectives.
+
+Clipping after the reduction bounds what the optimizer applies of a spike. It does not bound what error feedback keeps:
+of a gradient 100 times too large, most of which a low-rank step does not send, the rest is sent in the steps that
+follow, each time clipped to the allowed norm, and the true gradients drown in it. So each process scales a gradient
+whose norm is more than ``LIMIT`` times its running norm down to the running norm. Where gradients behave, nothing
+changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. Clipping each
+tensor by its own running norm is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgc.wire import FP32, Packed
+
+LIMIT = 4.0  # times the running norm
+DECAY = 0.95  # of the running norm, per step
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """What one reduction clips: the gradients' norms and how often each is its running norm, both (parameters,)."""
+
+    names: Sequence[str]
+    norms: Tensor
+    ratios: Tensor  # 0 where no running norm is known; NaN where the gradient is not finite
+
+    @property
+    def clipped(self) -> Tensor:
+        """(parameters,) booleans."""
+        return self.ratios > LIMIT
+
+    def divisors(self, loss_scale: Tensor | None) -> dict[str, Tensor]:
+        """What each gradient is divided by, 0-dimensional, by name: the loss scale, and the ratio of one clipped.
+
+        Infinity for a gradient whose norm overflows: nothing of it is left.
+        """
+        ratios = torch.where(self.clipped, self.ratios, 1.0)
+        return dict(zip(self.names, (ratios if loss_scale is None else ratios * loss_scale).unbind(), strict=True))
+
+
+class SpikeClipping:
+    """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Tensor] = {}  # 0-dimensional, fp32; replaced, never changed
+
+    def spikes(self, gradients: Mapping[str, Tensor], loss_scale: Tensor | None = None) -> Spikes:
+        """Compare gradients (fp32, any shape), which hold ``loss_scale`` times themselves, with their running norms."""
+        norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+        if loss_scale is not None:
+            norms = norms / loss_scale
+        running = self._stacked(gradients, norms)
+        return Spikes(list(gradients), norms, torch.where(running > 0, norms / running, norms * 0.0))
+
+    def update(self, spikes: Spikes, finite: Tensor) -> None:
+        """Take in the norms of a step if it was ``finite``, a boolean on the device.
+
+        A spike counts as ``LIMIT`` times the running norm: a gradient that stays large is let through within a few
+        dozen steps. A gradient of zeros says nothing of its size.
+        """
+        running = self._stacked(spikes.names, spikes.norms)
+        moved = torch.lerp(torch.minimum(spikes.norms, LIMIT * running), running, DECAY)
+        moved = torch.where(running > 0, moved, spikes.norms)
+        usable = finite & (moved > 0) & torch.isfinite(moved) & (spikes.norms > 0)
+        self._running.update(zip(spikes.names, torch.where(usable, moved, running).unbind(), strict=True))
+
+    def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:
+        unknown = like.new_zeros(())
+        return torch.stack([self._running.get(name, unknown) for name in names])
+
+    def norms(self) -> Tensor | None:
+        """All running norms (parameters,), in the order of their names; None while there are none."""
+        return torch.stack([self._running[name] for name in sorted(self._running)]) if self._running else None
+
+    def set_norms(self, norms: Tensor) -> None:
+        """Go on with these in the place of ``norms()``."""
+        self._running = dict(zip(sorted(self._running), norms.unbind(), strict=True))
+
+    def state_dict(self) -> dict[str, Packed]:
+        """By parameter name; its tensors are replaced, never changed: no copies."""
+        return {f"{name}:norm": Packed(running, FP32) for name, running in self._running.items()}
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._running = {key.rpartition(":")[0]: packed.values() for key, packed in state.items()}

@@ -1,0 +1,54 @@
+"""Whether the processes of a group hold the same bits of what they must share. Pure tensors, no collectives.
+
+Every process of a data-parallel group orthonormalises the same factors and must get the same basis, bit for bit: a
+difference of 1e-7 in one of them makes parameters drift apart step by step. Other GPUs or library versions in one job
+are enough for that. So the processes compare hashes now and then.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared
+LARGEST = 2**20  # values of one tensor that are hashed
+_MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio as int64: neighbouring places get unlike weights
+
+
+class ReplicaMismatch(RuntimeError):
+    """Processes of one group differ in what they must share; the message says which, in what, and since when."""
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A hash of the bits of the first ``LARGEST`` values, 0-dimensional int64 on the tensor's device.
+
+    It is a sum of 32-bit words times odd weights, modulo 2^64: a change of one word always changes it.
+    """
+    octets = tensor.detach().reshape(-1)[:LARGEST].contiguous().view(torch.uint8)
+    octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
+    words = octets.view(torch.int32).long()
+    weights = (torch.arange(1, len(words) + 1, device=words.device) * _MULTIPLIER) | 1
+    total: Tensor = (words * weights).sum()
+    return total
+
+
+def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], iteration: int) -> None:
+    """Compare digests (processes, parameters, kinds). Raises ``ReplicaMismatch`` for the first that differ.
+
+    ``processes``: their numbers in the whole run. Those that differ from what most have are named; of two, both.
+    """
+    seen = digests.cpu()
+    for place, kind in (seen != seen[0]).any(dim=0).nonzero().tolist():
+        values = seen[:, place, kind].tolist()
+        usual, count = Counter(values).most_common(1)[0]
+        others = [process for process, value in zip(processes, values, strict=True) if value != usual]
+        if 2 * count <= len(values):
+            who = f"processes {', '.join(map(str, processes))} differ"
+        else:
+            who = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))} differ{'s' * (len(others) == 1)}"
+        raise ReplicaMismatch(
+            f"iteration {iteration}: {who} from the others of their data-parallel group in the {KINDS[kind]} of "
+            f"{names[place]}. All must compute the same bits: use one type of GPU and one version of each library for "
+            "the whole job, and go on from a checkpoint written before this iteration"
+        )
