@@ -14,8 +14,10 @@
 #     SEED=1234
 #     PYTHON           (.venv/bin/python)
 #     CONTAINER_IMAGE  run inside this image (Pyxis); CONTAINER_MOUNTS (this repository) and PYTHON (python) with it
-#     DRY_RUN=1        print the command and start nothing
+#     DRY_RUN=1        print the command, to be pasted, and start nothing; needs Python 3.9 alone, and no DATA
+#     PREFLIGHT_ONLY=1 check the nodes (tools/preflight.py) and end; needs no DATA
 #
+# Before training each node is checked. What is missing is said in one line each; then nothing starts.
 # The same command goes on from the newest checkpoint that is whole. A batch job that ends early, by a signal or an error,
 # goes back into the queue by itself if it has saved anything since it started and nobody has cancelled it.
 set -euo pipefail
@@ -29,19 +31,29 @@ die() {
     exit 1
 }
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
-    [[ -n ${SLURM_JOB_ID:-} ]] || die "CONTAINER_IMAGE needs Slurm, whose srun starts the container"
+    [[ -n ${SLURM_JOB_ID:-}${DRY_RUN:-} ]] || die "CONTAINER_IMAGE needs Slurm, whose srun starts the container"
     container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
         --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
     python=${PYTHON:-python}
-elif [[ -z ${PYTHON:-} ]]; then
+elif [[ -z ${PYTHON:-}${DRY_RUN:-} ]]; then
     bash scripts/setup_env.sh
 fi
+planner=("$python") # runs what needs no more than Python
+if [[ -n ${DRY_RUN:-} ]]; then
+    for candidate in "$python" .venv/bin/python python3 python ''; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 9))' &>/dev/null && break
+    done
+    [[ -n $candidate ]] || die "DRY_RUN needs Python 3.9 or later: neither python3 nor python is one"
+    planner=("$candidate")
+elif [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    planner=(srun --nodes 1 --ntasks 1 "${container[@]}" "$python")
+fi
 
-plan=("$python" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
+plan=("${planner[@]}" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
     --seed "${SEED:-1234}")
 [[ -n ${CLUSTER:-} ]] && plan+=(--cluster "$CLUSTER")
 [[ -n ${DATA:-} ]] && plan+=(--data "$DATA")
-[[ -n ${DRY_RUN:-} ]] || plan+=(--record)
+[[ -n ${DRY_RUN:-}${PREFLIGHT_ONLY:-} ]] && plan+=(--data-placeholder)
 per_gpu=
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     plan+=(--nodes "$SLURM_NNODES")
@@ -51,46 +63,65 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     elif [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then
         plan+=(--processes-per-node "$SLURM_GPUS_ON_NODE")
     fi
-    [[ -n ${CONTAINER_IMAGE:-} ]] && plan=(srun --nodes 1 --ntasks 1 "${container[@]}" "${plan[@]}")
+elif [[ -n ${DRY_RUN:-} ]]; then
+    per_gpu=1
 fi
 settings=$("${plan[@]}" "$@") || exit
 eval "$settings"
-# shellcheck disable=SC2154  # folder, arguments, nodes, processes_per_node and iterations come from there
+# shellcheck disable=SC2154  # folder, arguments, nodes, processes_per_node, iterations and notes come from there
+[[ -n ${SLURM_JOB_ID:-}${DRY_RUN:-} ]] || ((nodes == 1)) ||
+    die "$nodes nodes and no Slurm: submit with sbatch, or set CLUSTER to a file of one node"
 
+if [[ -z ${DRY_RUN:-} ]]; then
+    on_each_node=()
+    [[ -n ${SLURM_JOB_ID:-} ]] && on_each_node=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 "${container[@]}")
+    facts=$("${on_each_node[@]}" "$python" tools/preflight.py --facts "${arguments[@]}") || true # who is missing comes below
+    added=$("${planner[@]}" tools/preflight.py --nodes "$nodes" --processes-per-node "$processes_per_node" \
+        "${arguments[@]}" <<<"$facts") || exit
+    [[ -n ${PREFLIGHT_ONLY:-} ]] && exit
+    # shellcheck disable=SC2086  # flags, without values
+    settings=$("${plan[@]}" --record "$@" $added) || exit
+    eval "$settings"
+fi
+
+environment="export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 if [[ -z ${SLURM_JOB_ID:-} ]] && ((nodes == 1)); then
     command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$processes_per_node"
         pretrain_gpt.py "${arguments[@]}")
 else
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-        MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-        export MASTER_ADDR MASTER_PORT
-    elif [[ -n ${DRY_RUN:-} ]]; then
-        per_gpu=1
-    else
-        die "$nodes nodes and no Slurm: submit with sbatch, or set CLUSTER to a file of one node"
-    fi
+    # shellcheck disable=SC2016  # DRY_RUN prints it as it is
+    environment+='
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT'
     command=(srun --kill-on-bad-exit=1 "${container[@]}")
     if [[ -n $per_gpu ]]; then
         # shellcheck disable=SC2016  # each task puts in its own
         command+=(bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"' task
             "$python" pretrain_gpt.py "${arguments[@]}")
     else
+        eval "$environment"
         command+=(--ntasks-per-node 1 "$python" -m torch.distributed.run --nnodes "$SLURM_NNODES"
             --nproc-per-node "$processes_per_node" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d
             --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" pretrain_gpt.py "${arguments[@]}")
     fi
 fi
 if [[ -n ${DRY_RUN:-} ]]; then
-    printf '%q ' "${command[@]}"
-    printf '\n'
-    exit
+    printf '# %s\n' "nothing is started; the lines from here on can be pasted into bash" "${notes[@]}" \
+        "the script itself checks each node first and turns off kernels of apex that are missing: PREFLIGHT_ONLY=1"
+    ((nodes == 1)) || printf '# in an allocation, as by: salloc --nodes %s --ntasks-per-node %s --gpus-per-node %s\n' \
+        "$nodes" "$processes_per_node" "$processes_per_node"
+    [[ -n ${CONTAINER_IMAGE:-} ]] || command -v -- "$python" >/dev/null ||
+        printf '# there is no %s yet: bash scripts/setup_env.sh makes .venv\n' "$python"
+    printf 'cd %q\n%s\n' "$root" "$environment"
+    exec "${planner[@]}" -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "${command[@]}"
 fi
 
+eval "$environment"
+printf '%s\n' "${notes[@]/#/$METHOD: }"
 saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 before=$(saved)
 ((before == 0)) || printf '%s: going on from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 exec {log}> >(trap '' INT TERM && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
 tee=$!
 "${command[@]}" >&"$log" 2>&1 &

@@ -128,9 +128,13 @@ scancel --signal=TERM "$job"
 until_done
 restarts=$(scontrol --oneliner show job "$job" | sed -n 's/.* Restarts=\([0-9]*\) .*/\1/p')
 ((restarts == 2)) || die "expected 2 restarts, Slurm counts $restarts"
+grep -q '^preflight: nothing is missing on ' "$work/interrupted.out" || die "the nodes were not checked before training"
 say "finished after $restarts restarts; now uninterrupted, torchrun in one task"
 job=$(submit 1 whole)
 until_done
+# The tiny model retains every hundredth iteration.
+[[ $(cd -- "$work/whole/edgc/checkpoints" && echo iter_*) == iter_00000$iterations ]] ||
+    die "more than the newest checkpoint is left: $(cd -- "$work/whole/edgc/checkpoints" && echo iter_*)"
 job=$(submit 4 cancelled)
 until_saved cancelled 2
 scancel "$job"

@@ -3,17 +3,23 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tools import launch
+from tools import flat_yaml, launch, preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = {"title": "a model", "cluster": "laptop", "flags": "--num-layers 4 --train-iters 10 --global-batch-size 8"}
+MODEL = {
+    "title": "a model",
+    "cluster": "laptop",
+    "flags": "--num-layers 4 --train-iters 10 --global-batch-size 8 --save-interval 5",
+}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -52,7 +58,7 @@ def test_every_model_goes_with_its_cluster_and_every_method(
 def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["--mock-data", "--train-iters", "55"]
     assert printed(capsys, "--model", "tiny", "--method", "edgc", *both)["iterations"] == "55"
-    model = written(tmp_path, **{**MODEL, "flags": "--num-layers 4 --global-batch-size 8"})
+    model = written(tmp_path, **{**MODEL, "flags": "--num-layers 4 --global-batch-size 8 --save-interval 5"})
     samples = ["--mock-data", "--train-samples", "160"]
     assert printed(capsys, "--model", model, "--method", "edgc", *samples)["iterations"] == "20"
 
@@ -71,6 +77,8 @@ def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFix
         (["--model", "tiny", "--global-batch-size=0"], "--global-batch-size 0: must be at least 1"),
         (["--model", "tiny", "--load", "elsewhere"], "--load: checkpoints are in the run's folder"),
         (["--model", "tiny", "--train-samples", "64"], "exactly one of --train-iters and --train-samples"),
+        (["--model", "gpt2_12.1b", "--save-interval", "300"], "--save-retain-interval 5000 is no multiple of --save-"),
+        (["--model", "tiny", "--save-interval", "0"], "--save-interval 0: must be at least 1"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(
@@ -107,6 +115,47 @@ def test_a_file_that_is_incomplete_or_no_yaml_is_refused(tmp_path: Path, capsys:
     assert "must hold keys and values" in refusal(capsys, "--model", own, "--mock-data")
     own = written(tmp_path, **{**MODEL, "flags": "--num-layers 4"})
     assert "exactly one of --train-iters and --train-samples" in refusal(capsys, "--model", own, "--mock-data")
+
+
+@pytest.mark.parametrize("model", ["gpt2_12.1b", "gpt2_2.5b", "tiny"])
+def test_few_checkpoints_are_kept_and_the_launch_says_which(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    found = printed(capsys, "--model", model, "--method", "edgc", "--mock-data")
+    arguments = shlex.split(found["arguments"].strip("()"))
+    assert int(launch._last("--save-retain-interval", arguments) or 0) > int(
+        launch._last("--save-interval", arguments) or 0
+    )
+    note = shlex.split(found["notes"].strip("()"))[-1]
+    if model == "gpt2_12.1b":  # 12.1 billion parameters of 18 bytes
+        assert note == (
+            "checkpoints: one every 500 iterations; those of every 5000th iteration and the newest one are kept, 4 at "
+            "the end, about 218 GB each, 0.9 TB in all"
+        )
+        dense = printed(capsys, "--model", model, "--method", "dense", "--mock-data")["notes"]
+        assert "about 169 GB each, 0.7 TB in all" in dense
+    uneven = printed(capsys, "--model", "tiny", "--method", "edgc", "--mock-data", "--train-iters", "250")["notes"]
+    assert "every 100th iteration and the newest one are kept, 3 at the end" in uneven
+    all_kept = printed(capsys, "--model", "tiny", "--method", "edgc", "--mock-data", "--save-retain-interval", "50")
+    assert "those of every 50th iteration are kept, 4 at the end" in all_kept["notes"]
+
+
+def test_our_files_read_the_same_without_pyyaml() -> None:
+    files = [*launch.MODELS.glob("*.yaml"), *launch.CLUSTERS.glob("*.yaml"), launch.METHODS]
+    assert len(files) >= 7
+    for file in files:
+        text = file.read_text()
+        assert flat_yaml.mapping(text) == yaml.safe_load(text), file
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: [1]", "a: {b: 1}", "a: 'b'", 'a: "b"', "a: yes", "a: 0x10", "a: 1e3", "a: -1.", "a: b: c", "- a", "a"),
+        *("a: &x b", "a: |\n  b", "  a: b", "a: 1\na: 2", "a:\n  b:\n    c: d\n   e: f", "a: 012", "a: 2026-01-01"),
+    ],
+)
+def test_yaml_that_only_pyyaml_reads_is_refused_without_it(text: str) -> None:
+    with pytest.raises(ValueError, match="^line "):
+        flat_yaml.mapping(text)
 
 
 def test_data_brings_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,37 +204,214 @@ def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest
     assert "has checkpoints of --hidden-size 256, this run has --hidden-size 128" in capsys.readouterr().err
 
 
-def dry_run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = REPOSITORY / "scripts" / script
+def started(
+    script: str, *arguments: str, path: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What a script of scripts/ does; ``environment`` has no variable of Slurm but those given."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    variables = {**known, "PYTHON": sys.executable, "DRY_RUN": "1", **environment}
-    return subprocess.run(["bash", path, "--mock-data"], env=variables, capture_output=True, text=True)
+    variables = {**known, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **environment}
+    if path is not None:
+        variables["PATH"] = path
+    return subprocess.run(
+        ["bash", REPOSITORY / "scripts" / script, *arguments], env=variables, capture_output=True, text=True
+    )
+
+
+def dry_run(script: str, *arguments: str, **environment: str) -> str:
+    """What the dry run of a script prints."""
+    done = started(script, *arguments, **{"DRY_RUN": "1", **environment})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def fake_slurm(folder: Path, nodes: int) -> str:
+    """A PATH with a Slurm whose srun runs a step's tasks one after the other."""
+    program(folder / "scontrol", f"for node in {{0..{nodes - 1}}}; do echo n$node; done")
+    program(
+        folder / "srun",
+        """
+tasks=$SLURM_NTASKS container=
+while [[ $1 == -* ]]; do
+    case $1 in
+        --ntasks) tasks=$2; shift 2 ;;
+        --nodes | --ntasks-per-node) shift 2 ;;
+        --container-*) container=1; shift 2 ;;
+        *) shift ;;
+    esac
+done
+status=0
+for ((task = 0; task < tasks; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 8)) CONTAINER=$container "$@" || status=$?
+done
+exit $status""",
+    )
+    return f"{folder}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("size", ["12b", "2.5b"])
 def test_twins_differ_in_what_they_compare_alone(size: str) -> None:
     commands = {}
     for kind, method in {"baseline": "dense", "edgc": "edgc", "powersgd": "powersgd", "optimus": "optimus"}.items():
-        done = dry_run(f"pretrain_gpt2_{size}_{kind}.sh")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("srun ")
+        command = dry_run(f"pretrain_gpt2_{size}_{kind}.sh", "--mock-data").splitlines()[-1]
+        assert command.startswith("srun ")
         own = launch._mapping(launch.METHODS)[method]
-        assert own in done.stdout
+        assert own in command
         model = "gpt2_12.1b" if size == "12b" else "gpt2_2.5b"
-        commands[kind] = done.stdout.replace(own, "FLAGS").replace(f"runs/{model}/{method}", "FOLDER")
+        commands[kind] = command.replace(own, "FLAGS").replace(f"runs/{model}/{method}", "FOLDER")
     assert len(set(commands.values())) == 1
 
 
 def test_one_machine_without_slurm_takes_torchrun_and_several_are_refused() -> None:
-    done = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="tiny")
-    assert "-m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py --edgc-cpu" in done.stdout
-    done = dry_run("pretrain_gpt2_12b_edgc.sh", DRY_RUN="")
+    printed = dry_run("pretrain_gpt2_12b_edgc.sh", "--mock-data", MODEL="tiny")
+    assert "-m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py --edgc-cpu" in printed
+    done = started("pretrain_gpt2_12b_edgc.sh", "--mock-data")
     assert done.returncode == 1
     assert "8 nodes and no Slurm" in done.stderr
 
 
 def test_a_refused_run_starts_nothing_and_says_why_once() -> None:
-    done = dry_run("pretrain_gpt2_2.5b_edgc.sh", CLUSTER="moon", DRY_RUN="")
+    done = started("pretrain_gpt2_2.5b_edgc.sh", "--mock-data", CLUSTER="moon")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "moon.yaml" in done.stderr
+
+
+def test_a_dry_run_needs_no_more_than_bash_and_python(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    for part in ("scripts", "tools", "configs"):
+        shutil.copytree(REPOSITORY / part, clone / part, ignore=shutil.ignore_patterns("__pycache__"))
+    before = sorted(clone.rglob("*"))
+    bare = tmp_path / "bin"
+    program(bare / "python3", f'exec {sys.executable} -S -B "$@"')  # without site-packages: no yaml, no torch
+    for name in ("bash", "dirname", "env"):
+        (bare / name).symlink_to(shutil.which(name) or name)
+    variables = {"PATH": str(bare), "DRY_RUN": "1"}
+    script = clone / "scripts" / "pretrain_gpt2_12b_edgc.sh"
+    done = subprocess.run(["bash", script], env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(clone.rglob("*")) == before
+    assert "# no data: set DATA" in done.stdout
+    assert "--data-path /path/to/data_text_document" in done.stdout
+    assert "there is no .venv/bin/python yet" in done.stdout
+    known = dry_run("pretrain_gpt2_12b_edgc.sh", PYTHON=".venv/bin/python").splitlines()[-1]
+    assert done.stdout.splitlines()[-1] == known
+
+
+def test_the_printed_command_can_be_pasted_into_an_allocation(tmp_path: Path) -> None:
+    printed = dry_run("pretrain_gpt2_12b_edgc.sh", PYTHON="own-python", DATA="/data/a b")
+    program(tmp_path / "bin" / "own-python", 'printf "%s|" "$PWD" "$MASTER_ADDR:$MASTER_PORT" "$RANK" "$LOCAL_RANK" '
+            '"$WORLD_SIZE" "$OMP_NUM_THREADS" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"; echo')  # fmt: skip
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_", "CUDA_"))}
+    allocation = {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "n[0-7]", "SLURM_NTASKS": "64", "SLURM_NNODES": "8"}
+    path = fake_slurm(tmp_path / "bin", nodes=8)
+    pasted = subprocess.run(
+        ["bash", "-e"], input=printed, env={**known, **allocation, "PATH": path}, capture_output=True, text=True
+    )
+    assert pasted.returncode == 0, pasted.stderr
+    tasks = [line.split("|") for line in pasted.stdout.splitlines()]
+    assert len(tasks) == 64
+    assert tasks[9][:8] == [str(REPOSITORY), "n0:20007", "9", "1", "64", "1", "1", "pretrain_gpt.py"]
+    assert "/data/a b_text_document" in tasks[9]
+
+
+def node_facts(failed: dict[str, str] | None = None, **changed: object) -> str:
+    """What ``tools/preflight.py --facts`` prints on a node with 8 H100."""
+    versions = {"torch": "2.9.0", "megatron-core": "0.19.2", "edgc": "0.1.0", "transformer-engine": "2.8"}
+    facts = preflight.Facts(
+        *("n0", versions, "12.8"),
+        gpus=[("NVIDIA H100", 9, 0)] * 8,
+        architectures=["sm_90"],
+        backends=["nccl", "gloo"],
+        failed=failed or {},
+    )
+    return json.dumps({**asdict(facts), **changed})
+
+
+def in_slurm(tmp_path: Path, *facts: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A paper's script in an allocation of as many nodes as there are facts, with tasks that print and end."""
+    for place, line in enumerate(facts):
+        (tmp_path / f"facts{place}").write_text(line + "\n")
+    program(
+        tmp_path / "bin" / "own-python",
+        f"""
+if [[ $* == *--facts* ]]; then
+    cat {tmp_path}/facts$SLURM_PROCID
+elif [[ $1 == tools/* ]]; then
+    exec {sys.executable} "$@"
+else
+    echo "task $RANK of $WORLD_SIZE at $MASTER_ADDR: $*"
+fi""",
+    )
+    nodes = len(facts)
+    allocation = {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": str(nodes)}
+    return started(
+        "pretrain_gpt2_12b_edgc.sh",
+        "--mock-data",
+        path=fake_slurm(tmp_path / "bin", nodes),
+        **{**allocation, "SLURM_NTASKS": str(8 * nodes), "PYTHON": "own-python", "RUN": str(tmp_path / "run")},
+        **environment,
+    )
+
+
+def test_every_node_is_checked_before_training_and_missing_kernels_are_turned_off(tmp_path: Path) -> None:
+    no_apex = {"fused_weight_gradient_mlp_cuda": "missing"}
+    done = in_slurm(tmp_path, node_facts(no_apex), node_facts(no_apex, node="n1"))
+    assert "adding --no-gradient-accumulation-fusion" in done.stderr
+    log = (tmp_path / "run" / "edgc" / "log.txt").read_text().splitlines()
+    assert len(log) == 16
+    assert log[9].startswith("task 9 of 16 at n0: pretrain_gpt.py ")
+    assert log[9].endswith(" --mock-data --no-gradient-accumulation-fusion")
+    attempt = json.loads((tmp_path / "run" / "edgc" / launch.ATTEMPTS).read_text())
+    assert attempt["arguments"][-1] == "--no-gradient-accumulation-fusion"
+    assert "edgc: checkpoints: one every 500 iterations" in done.stdout
+    assert done.returncode == 1  # nothing was saved
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ({"node": "n1", "architectures": ["sm_80"]}, "n1: torch 2.9.0 has no kernels for NVIDIA H100 (sm_90)"),
+        (
+            {"node": "n1", "failed": {preflight.TRANSFORMER_ENGINE: "missing"}},
+            "n1: --transformer-impl transformer_engine",
+        ),
+        ({"node": "n1", "versions": {"torch": "2.8.0"}}, "n1 differs from n0: torch 2.8.0, not 2.9.0"),
+        (None, "1 of 2 nodes answered (n0)"),
+    ],
+)
+def test_a_node_that_cannot_train_keeps_all_from_starting(
+    tmp_path: Path, second: dict[str, object] | None, says: str
+) -> None:
+    if second is not None and "versions" in second:
+        second["versions"] = {**json.loads(node_facts())["versions"], "torch": "2.8.0"}
+    done = in_slurm(tmp_path, node_facts(), "" if second is None else node_facts(**second))  # type: ignore[arg-type]
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_check_can_run_alone_and_without_data(tmp_path: Path) -> None:
+    done = in_slurm(tmp_path, node_facts(), PREFLIGHT_ONLY="1")
+    assert done.returncode == 0, done.stderr
+    assert "preflight: nothing is missing on n0: 8 x NVIDIA H100" in done.stderr
+    done = started("pretrain_gpt2_12b_edgc.sh", MODEL="tiny", RUN=str(tmp_path / "run"), PREFLIGHT_ONLY="1")
+    assert done.returncode == 0, done.stderr
+    assert "nothing is missing" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_path: Path) -> None:
+    cluster = written(tmp_path, gpu="a GPU", nodes=1, gpus_per_node=4, flags="--transformer-impl local")
+    run = str(tmp_path / "run")
+    done = started("pretrain_gpt2_12b_edgc.sh", "--mock-data", MODEL="tiny", CLUSTER=cluster, RUN=run)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "--edgc-cpu trains on the CPU" in done.stderr
+    assert not Path(run).exists()
