@@ -18,7 +18,7 @@
 #     PREFLIGHT_ONLY=1 check the nodes (tools/preflight.py) and end; needs no DATA
 #
 # Before training each node is checked. What is missing is said in one line each; then nothing starts.
-# The same command goes on from the newest checkpoint that is whole. A batch job that ends early, by a signal or an error,
+# The same command resumes from the newest checkpoint that is whole. A batch job that ends early, by a signal or an error,
 # goes back into the queue by itself if it has saved anything since it started and nobody has cancelled it.
 set -euo pipefail
 
@@ -121,7 +121,7 @@ eval "$environment"
 printf '%s\n' "${notes[@]/#/$METHOD: }"
 saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 before=$(saved)
-((before == 0)) || printf '%s: going on from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
+((before == 0)) || printf '%s: resuming from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
 exec {log}> >(trap '' INT TERM && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
 tee=$!
 "${command[@]}" >&"$log" 2>&1 &
@@ -145,7 +145,7 @@ if ((status == 0 && after >= iterations)); then
 fi
 printf '%s: ended with status %s, saved up to iteration %s of %s, log in %s\n' "$METHOD" "$status" "$after" "$iterations" \
     "$folder/log.txt" >&2
-# A batch job that got on; one that did not would fail for ever.
+# Only a batch job that has made progress: any other would fail for ever.
 if [[ $0 == */slurm_script ]] && ((after > before)); then
     # one that was cancelled is no longer running, but completing
     [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]] && exec scontrol requeue "$SLURM_JOB_ID"

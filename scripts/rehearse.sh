@@ -43,7 +43,7 @@ kill -TERM "$script"
 wait "$script" || true
 tail -n 1 -- "$run/paper.out"
 RUN=$run/paper quietly "$run/paper.out" "${twin[@]}"
-grep -E '^edgc: (checkpoints|going on|finished)' -- "$run/paper.out" | uniq
+grep -E '^edgc: (checkpoints|resuming|finished)' -- "$run/paper.out" | uniq
 say "left of the checkpoints: $(cd -- "$run/paper/edgc/checkpoints" && echo iter_*)"
 say "with the default preset"
 RUN=$run/balanced quietly "$run/balanced.out" "${twin[@]}" --edgc-preset balanced

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start a Slurm of its own on this machine, submit a paper's script with the tiny model, kill it once and signal it once in
+# Start a private Slurm on this machine, submit a paper's script with the tiny model, kill it once and signal it once in
 # mid-run, and compare what it trains with an uninterrupted run: the same bits.
 #
 #     bash scripts/test_slurm.sh          needs root and Debian's slurm-wlm; else it says why it is skipped
