@@ -9,10 +9,12 @@ import re
 from typing import Any
 
 _COMMENT = re.compile(r"(^|\s)#.*")
-_ENTRY = re.compile(r"(?P<indent> *)(?P<key>[\w.-]+):(?: +(?P<value>.*))?")
+_ENTRY = re.compile(r"(?P<indent> *)(?P<key>[a-zA-Z][\w.-]*):(?: +(?P<value>.*))?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 # What begins something else than plain text, and plain words that are no text.
-_OTHER = re.compile(r"[][{}&*!|>'\"%@`,?]|- |[-+.]?\d|(true|false|yes|no|on|off|null|~)$", re.IGNORECASE)
+_OTHER = re.compile(
+    r"[][{}&*!|>'\"%@`,?]|- |[-+.]?\d|[-+]?\.(inf|nan)|(true|false|yes|no|on|off|null|~|=|<<)$", re.IGNORECASE
+)
 
 
 def mapping(text: str) -> dict[str, Any]:
@@ -22,15 +24,18 @@ def mapping(text: str) -> dict[str, Any]:
     """
     content: dict[str, Any] = {}
     outer, inner = "", ""  # the key without a value whose entries follow, and their indentation
-    lines = text.splitlines()
+    lines = [line.rstrip(" ") for line in text.splitlines()]
     place = 0
+    for number, line in enumerate(lines, 1):
+        if "\t" in line:
+            raise _unreadable(number)
     while place < len(lines):
         line = _COMMENT.sub("", lines[place]).rstrip()
         place += 1
         if not line:
             continue
         entry = _ENTRY.fullmatch(line)
-        if entry is None:
+        if entry is None or _OTHER.match(entry["key"]):
             raise _unreadable(place)
         indent, key, value = entry["indent"], entry["key"], entry["value"]
         if indent:

@@ -149,8 +149,30 @@ def test_our_files_read_the_same_without_pyyaml() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("a: [1]", "a: {b: 1}", "a: 'b'", 'a: "b"', "a: yes", "a: 0x10", "a: 1e3", "a: -1.", "a: b: c", "- a", "a"),
-        *("a: &x b", "a: |\n  b", "  a: b", "a: 1\na: 2", "a:\n  b:\n    c: d\n   e: f", "a: 012", "a: 2026-01-01"),
+        *(
+            "a: [1]",
+            "a: {b: 1}",
+            "a: 'b'",
+            'a: "b"',
+            "a: yes",
+            "a: 0x10",
+            "a: 1e3",
+            "a: -1.",
+            "a: b: c",
+            "- a",
+            "a",
+            "yes: 1",
+        ),
+        *(
+            "a: &x b",
+            "a: |\n  b",
+            "  a: b",
+            "a: 1\na: 2",
+            "a:\n  b:\n    c: d\n   e: f",
+            "a: 012",
+            "a: 2026-01-01",
+            "a:\tb",
+        ),
     ],
 )
 def test_yaml_that_only_pyyaml_reads_is_refused_without_it(text: str) -> None:

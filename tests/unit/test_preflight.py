@@ -160,13 +160,15 @@ def test_a_problem_of_several_nodes_is_one_line_and_a_node_that_is_silent_anothe
     assert lines[1].startswith("n0, n1, n2: 4 GPUs for 8 processes")
 
 
-def run(*arguments: str, facts: list[preflight.Facts] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, facts: list[preflight.Facts] | None = None, modules: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     lines = None if facts is None else "\n".join(json.dumps(asdict(one)) for one in facts) + "\n"
     return subprocess.run(
         [sys.executable, "tools/preflight.py", *arguments],
         cwd=REPOSITORY,
         input=lines,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **({} if modules is None else {"PYTHONPATH": str(modules)})},
         capture_output=True,
         text=True,
     )
@@ -203,3 +205,21 @@ def test_what_nodes_print_is_compared_by_another_process() -> None:
         text=True,
     )
     assert done.returncode == 2 and "cannot be read" in done.stderr
+
+
+def test_the_facts_say_what_can_be_imported_whatever_it_prints(tmp_path: Path) -> None:
+    contents = {
+        "apex/__init__.py": "",  # as PyPI's, without optimizers
+        "apex-0.9.10.dev0.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10.dev0\n",
+        "transformer_engine/pytorch/fp8.py": "raise OSError('libtransformer_engine.so:\\nundefined symbol')",
+        "fused_weight_gradient_mlp_cuda.py": "print('hello')",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    done = run("--facts", "--bf16", modules=tmp_path)
+    assert "hello" in done.stderr
+    facts = preflight.Facts(**json.loads(done.stdout))
+    assert facts.has(preflight.APEX_GRADIENTS) and not facts.has(preflight.APEX_SOFTMAX)
+    assert facts.failed[preflight.APEX].startswith("apex 0.9.10.dev0 is installed, but ModuleNotFoundError")
+    assert facts.failed[preflight.TRANSFORMER_ENGINE] == "OSError: libtransformer_engine.so: undefined symbol"
