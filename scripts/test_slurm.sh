@@ -121,7 +121,7 @@ until_done() {
 job=$(submit 4 interrupted)
 until_saved interrupted 3
 say "killing the tasks after iteration $(saved interrupted)"
-scancel --signal=KILL "$job.0" # the step: a killed job counts as cancelled
+scancel --signal=KILL "$job.1" # the step that trains, after the one that checks; a killed job counts as cancelled
 until_saved interrupted 7
 say "signalling the tasks after iteration $(saved interrupted)"
 scancel --signal=TERM "$job"
