@@ -188,9 +188,9 @@ def write_back(
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of
     the same rank, are fp32; ``error``, new memory, and ``older`` have the matrix's shape and one type, fp32 or bf16;
     all have any strides. ``loss_scale`` is 0-dimensional on the device, fp32. ``seed``, from 0 to 2^31 - 1, draws the
-    rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides. Reads the matrix once and writes both once; reads ``older`` only for want
-    of finite values. Raises ValueError for another shape or type, rows with a step, or such a seed. Source: PowerSGD
-    (arXiv 1905.13727), algorithms 1 (decompress) and 2.
+    rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides. Reads the matrix once
+    and writes both once; reads ``older`` only for want of finite values. Raises ValueError for another shape or type,
+    rows with a step, or such a seed. Source: PowerSGD (arXiv 1905.13727), algorithms 1 (decompress) and 2.
     """
     row_count, col_count = matrix.shape
     rank = share.left.shape[1]

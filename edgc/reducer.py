@@ -109,7 +109,7 @@ class GradientReducer:
         self.ranks: dict[str, int] = {}
         self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
-        self.finite: Tensor | None = None  # whether the last reduction was, on the device; None before the first one
+        self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
         self._digests: dict[str, Tensor] = {}  # of sums, by name
         self._iteration: int | None = None
@@ -172,7 +172,8 @@ class GradientReducer:
         return self.sampler.measures(iteration) and iteration != self._skipped
 
     def begin(self, iteration: int) -> None:
-        """With ``repeatable``, before ``plain`` is asked: an iteration that was already reduced starts anew."""
+        """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
+        self.finite = None
         if self.repeatable:
             self.roll_back(iteration)
             self._iteration, self._before = iteration, self.state_dict()

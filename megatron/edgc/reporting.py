@@ -15,6 +15,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from edgc import __version__
 from edgc.allocation import Allocation
+from edgc.clipping import LIMIT
 from edgc.config import EDGCConfig
 from edgc.controller import NO_RANK, StageCost
 from edgc.events import EventLog
@@ -135,6 +136,12 @@ class Reporter:
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
+            if seen.spikes:
+                self._print(
+                    f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | {seen.spikes:.0f} gradients above "
+                    f"{LIMIT:g} times their running norm (the largest {seen.largest_spike:.3g} times) were scaled down "
+                    "before compression"
+                )
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan
         if ahead is not None:

@@ -1,6 +1,7 @@
 """EDGC in Megatron's training loop: one explicit ``install``, one call a step, one exchange a window."""
 
 import math
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Session:
         self.plan = RankPlan(0, 0, ())
         self.message_plan = RankPlan(0, 0, ())
         self._active: tuple[int | None, ...] = ()
+        self._verify = False  # whether replicas are compared after this step
         self._message_ranks: tuple[int | None, ...] = ()
         self._step: Step | None = None
         self._counted: int | None = None
@@ -317,7 +319,9 @@ class Session:
                 self._step_seconds.append(now - self._last_step)
             self._last_step = now
             dense = (None,) * len(self.plan.ranks)
-            self._active = self.plan.ranks if iteration >= self.plan.first_iteration else dense
+            before, self._active = self._active, self.plan.ranks if iteration >= self.plan.first_iteration else dense
+            closes_window = (iteration + 1) % self.config.window == 0
+            self._verify = closes_window or any(r is not None for r in set(self._active) - set(before))
             for stage in self.stages:
                 place = self.keys.index(stage.key)
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
@@ -326,6 +330,7 @@ class Session:
                     rank = self._active[0]
                 for reducer in stage.reducers:
                     reducer.set_rank(rank, matrix_ranks)
+                    reducer.verify = self._verify
             ranks = self.message_plan.ranks
             self._message_ranks = ranks if iteration >= self.message_plan.first_iteration else (None,) * len(ranks)
             self._step = Step(iteration, self._loss_scale())
@@ -350,6 +355,12 @@ class Session:
                     reducer.roll_back(iteration)
             if self.messages is not None:
                 self.messages.roll_back(iteration)
+        if not self.scaled:
+            self._check_sums(iteration)
+        if self._verify:
+            for stage in self.stages:
+                for reducer in stage.reducers:
+                    reducer.compare_replicas(iteration)
         if iteration == self._counted:  # Megatron has run the step again
             return
         self._counted = iteration
@@ -360,6 +371,28 @@ class Session:
             report = self._exchange(completed, decide=closes_window)
             self.plan, self.message_plan = report.plan, report.message_plan or self.message_plan
             self.reporter.window(report, last=completed == self.iterations)
+
+    def _check_sums(self, iteration: int) -> None:
+        """Without a loss scale the optimizer skips no step: a sum that is not finite would reach the weights.
+
+        Megatron's own check looks at the local gradients, before they are summed.
+        """
+        finite = [(stage, r.finite) for stage in self.stages for r in stage.reducers if r.finite is not None]
+        if not finite or bool(torch.stack([flag for _, flag in finite]).all()):
+            return
+        places = sorted({stage.key for stage, flag in finite if not bool(flag)})
+        what = f"iteration {iteration}: the summed gradients of {', '.join(map(str, places))} are not finite"
+        if self.args.check_for_nan_in_loss_and_grad:
+            raise RuntimeError(
+                f"{what}. The step is not applied, and EDGC's state is that of before it: resume from the last "
+                "checkpoint. With Megatron's --no-check-for-nan-in-loss-and-grad the optimizer would apply them"
+            )
+        if dist.get_rank(self.stages[0].process_group) == 0:
+            print(
+                f"edgc: warning: {what}; the optimizer applies them, as --no-check-for-nan-in-loss-and-grad asks",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _all_finite(self) -> bool:
         """Whether all gradients are finite on every rank, reduced by whom ever: else the optimizer skips the step."""

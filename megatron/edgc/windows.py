@@ -69,6 +69,8 @@ class RankWindow:
     dp_bytes: float
     dp_bytes_dense: float
     state_bytes: float  # memory of errors, factors and scales
+    spikes: float = 0.0  # gradients scaled down before compression (``edgc.clipping``)
+    largest_spike: float = 0.0  # times its running norm
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
 
@@ -110,6 +112,8 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         dp_bytes=fmean(r.dp_bytes for r in ranks),
         dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
         state_bytes=max(r.state_bytes for r in ranks),
+        spikes=sum(r.spikes for r in ranks),
+        largest_spike=max(r.largest_spike for r in ranks),
         energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
     )

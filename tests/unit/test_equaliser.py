@@ -61,6 +61,31 @@ def test_a_sum_that_is_not_finite_is_left_out(bad: float) -> None:
     assert torch.equal(scale(equaliser, total), before)
 
 
+@pytest.mark.parametrize("shape", [(256, 1024), (64, 1024), (1024, 64)])
+def test_squares_that_overflow_on_one_side_only_are_left_out(shape: tuple[int, int]) -> None:
+    """Of a matrix with a norm of 3e20 the mean squares are finite for rows or for columns, and infinite for others."""
+    equaliser, total = Equaliser(), torch.randn(shape)
+    update(equaliser, mean_squares(total))
+    before = scale(equaliser, total)
+    squares = mean_squares(total)
+    for overflowing in ((squares[0] * math.inf, squares[1]), (squares[0], squares[1] * math.inf)):
+        update(equaliser, overflowing)
+        assert torch.equal(scale(equaliser, total), before)
+
+
+def test_zeros_and_failed_steps_leave_nothing_behind() -> None:
+    """A state of zeros must act as none, bit for bit: later averages start at the first value."""
+    fresh, failed, total = Equaliser(), Equaliser(), torch.randn(5, 7)
+    update(failed, mean_squares(total * math.nan), finite=False)
+    update(failed, mean_squares(torch.zeros(5, 7)))
+    for factor in (1.0, 2.0):
+        for equaliser in (fresh, failed):
+            update(equaliser, mean_squares(total * factor))
+        assert torch.equal(scale(fresh, total), scale(failed, total))
+        for key, moment in fresh.state_dict().items():
+            assert torch.equal(moment.message, failed.state_dict()[key].message)
+
+
 def test_equal_matrices_are_averaged_as_each_is() -> None:
     together, matrices = Equaliser(), {name: torch.randn(5, 4) for name in "abc"} | {"d": torch.randn(4, 5)}
     alone = {name: Equaliser() for name in matrices}

@@ -1,0 +1,330 @@
+"""What a reduction does with spikes, zeros, repeated steps and replicas that differ, over gloo groups."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc import lowrank
+from edgc.allocation import Parameter, allocate
+from edgc.collectives import Communicator, Traffic
+from edgc.config import PRESETS, EDGCConfig
+from edgc.engines import sparse
+from edgc.reducer import GradientReducer, run
+from edgc.replicas import ReplicaMismatch
+from tests.distributed.gloo import run_on_ranks
+
+CPU = torch.device("cpu")
+SIDE = 128
+RANK = 8
+
+
+def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -> GradientReducer:
+    config = EDGCConfig(**{"iteration_sampling_rate": 1e-6, **settings})
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, Traffic())
+    return GradientReducer(allocate(parameters, config, 4), config, communicator, CPU, repeatable)
+
+
+def of_preset(name: str) -> dict[str, Any]:
+    """A preset's settings with a rank for matrices of this size."""
+    settings = {key: value for key, value in PRESETS[name].items() if key not in ("rank_model", "rank_share")}
+    return {**settings, "static_rank": RANK}
+
+
+def true_gradient() -> Tensor:
+    """Of norm 1, with singular values that fall by a power law."""
+    generator = torch.Generator().manual_seed(5)
+    left, right = (torch.linalg.qr(torch.randn(SIDE, SIDE, generator=generator)).Q for _ in range(2))
+    matrix = left @ torch.diag(torch.arange(1.0, SIDE + 1) ** -0.7) @ right
+    return matrix / matrix.norm()
+
+
+def noisy(step: int, rank: int) -> Tensor:
+    """With so much noise on each of two processes that a dense sum has a cosine of 0.71 to the true gradient."""
+    noise = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(100 * step + rank))
+    return true_gradient() + noise * (math.sqrt(2) / SIDE)
+
+
+SPIKE_AT = 40
+
+
+SPIKES = {"paper": 100.0, "balanced": 100.0, "fast": 1000.0}
+
+
+def cosines(rank: int) -> list[list[float]]:
+    return [cosines_of(rank, preset, factor) for preset, factor in SPIKES.items()]
+
+
+def cosines_of(rank: int, preset: str, factor: float) -> list[float]:
+    """Of each step's sum to the true gradient; one process has one gradient so many times as large."""
+    under_test, truth, found = reducer(Parameter("w", (SIDE, SIDE)), **of_preset(preset)), true_gradient(), []
+    under_test.set_rank(RANK)
+    for step in range(SPIKE_AT + 21):
+        gradient = noisy(step, rank)
+        if step == SPIKE_AT and rank == 0:
+            generator = torch.Generator().manual_seed(999)
+            gradient = torch.randn(SIDE, SIDE, generator=generator) * (factor * gradient.norm() / SIDE)
+        run(under_test.reduce({"w": gradient}, step))
+        # clipping by norm, as the optimizer does after the reduction, changes no cosine
+        found.append(float((gradient * truth).sum() / gradient.norm()))
+    measured = under_test.measurements.take()
+    assert float(measured.spikes) == (1 if rank == 0 else 0)
+    if rank == 0:
+        assert float(measured.largest_spike) == pytest.approx(factor, rel=0.2)
+    return found
+
+
+def test_a_spike_is_not_replayed_by_error_feedback() -> None:
+    """Without clipping: `paper` at 0.05 ten steps later, `fast` at 0.014 after 20; dense is back in one step."""
+    for found in run_on_ranks(cosines, 2)[0]:
+        usual = sum(found[20:SPIKE_AT]) / 20
+        assert 0.2 < usual < 0.5  # rank 8 of 128
+        after = found[SPIKE_AT + 1 :]
+        assert after[0] > 0.7 * usual
+        assert min(sum(after[start : start + 4]) / 4 for start in range(len(after) - 3)) > 0.8 * usual
+
+
+def what_is_lost(rank: int) -> tuple[float, float]:
+    """Of sum plus errors, in the step of a spike and in one without, beside what clipping has taken off."""
+    under_test = reducer(Parameter("w", (SIDE, SIDE)), **of_preset("balanced"))
+    under_test.set_rank(RANK)
+    lost = []
+    for step in range(4):
+        gradient = noisy(step, rank)
+        kept = under_test.feedback.packed.get("w")
+        owed = gradient.double() + (0 if kept is None else kept.values().double())
+        if step == 2 and rank == 1:
+            norms = under_test.clipping.norms()
+            assert norms is not None
+            owed += gradient.double() * (float(norms[0] / gradient.norm()) - 1)  # what is left of the spike below
+            gradient *= 300
+        dist.all_reduce(owed)
+        run(under_test.reduce({"w": gradient}, step))
+        left = under_test.feedback.packed["w"].values().double()
+        dist.all_reduce(left)
+        lost.append(float((owed - gradient.double() - left).abs().max() / owed.abs().max()))
+    return lost[2], max(lost[:2] + lost[3:])
+
+
+def test_what_is_left_of_a_spike_is_conserved() -> None:
+    for with_spike, without in run_on_ranks(what_is_lost, 2):
+        assert with_spike < 1e-5 and without < 1e-5
+
+
+def enormous(rank: int) -> list[list[bool]]:
+    return [enormous_of(rank, preset, rows) for preset in ("safe", "balanced", "fast") for rows in (256, 64)]
+
+
+def enormous_of(rank: int, preset: str, rows: int) -> list[bool]:
+    """Whether each step's sum is finite; one step's gradient is, with a norm of 3e20."""
+    under_test = reducer(Parameter("w", (rows, 1024)), Parameter("bias", (64,)), **of_preset(preset))
+    finite = []
+    for step in range(8):
+        under_test.set_rank(None if step < 2 else RANK)
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        local = {"w": torch.randn(rows, 1024, generator=generator), "bias": torch.randn(64, generator=generator)}
+        if step == 4:
+            local["w"] *= 3e20 / local["w"].norm()
+        run(under_test.reduce(local, step))
+        finite.append(all(bool(torch.isfinite(gradient).all()) for gradient in local.values()))
+        moments = under_test.state_dict()["equaliser"]
+        assert all(bool(torch.isfinite(moment.values()).all()) for moment in moments.values())
+    return finite
+
+
+def test_a_finite_spike_that_overflows_squares_harms_no_step() -> None:
+    assert run_on_ranks(enormous, 2) == [[[True] * 8] * 6] * 2
+
+
+def first_step_fails(rank: int) -> list[str]:
+    """Presets that a first step which is not finite leaves otherwise than no step."""
+    changed = []
+    parameters = Parameter("w", (64, 96)), Parameter("bias", (64,))
+    for preset in ("safe", "balanced", "fast", "paper"):
+        under_test, twin = (reducer(*parameters, **of_preset(preset)) for _ in range(2))
+        for step in range(4):
+            for each in (under_test, twin):
+                each.set_rank(RANK)
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                local = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
+                if step == 0:
+                    if each is twin:
+                        continue
+                    local["w"][0, 0] = math.nan
+                run(each.reduce(local, step))
+                each.result = local  # type: ignore[attr-defined]
+            if step and any(
+                not torch.equal(twin.result[name], value)  # type: ignore[attr-defined]
+                for name, value in under_test.result.items()  # type: ignore[attr-defined]
+            ):
+                changed.append(f"{preset}: step {step}")
+    return changed
+
+
+def test_a_first_step_that_is_not_finite_changes_no_state() -> None:
+    assert run_on_ranks(first_step_fails, 2) == [[], []]
+
+
+ENGINES = {"alternating": {"engine": "alternating", "static_rank": RANK}, "powersgd": {"static_rank": RANK}}
+
+
+def captured(rank: int) -> dict[str, tuple[float, float]]:
+    return {
+        name: (captured_of(rank, settings, False), captured_of(rank, settings, True))
+        for name, settings in ENGINES.items()
+    }
+
+
+def captured_of(rank: int, settings: dict[str, Any], zero_step: bool) -> float:
+    """Share of a constant gradient's energy in the sum of a step, perhaps after a step of zeros."""
+    under_test, truth = reducer(Parameter("w", (SIDE, SIDE)), **settings), true_gradient()
+    under_test.set_rank(RANK)
+    under_test.feedback.decay = 0.0  # without errors the basis alone decides
+    for step in range(11):
+        gradient = torch.zeros(SIDE, SIDE) if zero_step and step == 9 else truth.clone()
+        run(under_test.reduce({"w": gradient}, step))
+    return float((gradient.norm() / (2 * truth).norm()) ** 2)
+
+
+def test_a_step_of_zeros_keeps_the_learned_basis() -> None:
+    for before, after in run_on_ranks(captured, 2)[0].values():
+        assert before > 0.6
+        assert after > 0.95 * before
+
+
+def repeated(rank: int) -> tuple[list[int], list[int]]:
+    """Entries measured: of steps that are repeated, and of one that is repeated after its window was taken."""
+    under_test = reducer(Parameter("w", (SIDE, SIDE)), repeatable=True, iteration_sampling_rate=1.0)
+    under_test.set_rank(RANK)
+
+    def step(iteration: int) -> None:
+        gradient = noisy(iteration, rank)
+        under_test.begin(iteration)
+        under_test.measure({"w": gradient}, iteration)
+        run(under_test.reduce({"w": gradient}, iteration))
+
+    for iteration in (0, 1, 1, 1, 2):
+        step(iteration)
+    first = under_test.measurements.take()
+    step(2)
+    step(3)
+    second = under_test.measurements.take()
+    return tuple(  # type: ignore[return-value]
+        [len(seen.entropy), len(seen.residual), len(seen.energies)] for seen in (first, second)
+    )
+
+
+def test_a_repeated_step_is_measured_once() -> None:
+    assert run_on_ranks(repeated, 2) == [([3, 3, 3], [1, 1, 1])] * 2
+
+
+def noise(rank: int) -> list[Tensor]:
+    """What rounding at random leaves of the same gradient in buckets that differ in their parameters' names."""
+    errors = []
+    for name in "ab":
+        under_test = reducer(Parameter(name, (SIDE, SIDE)), engine="int4", stochastic=True)
+        under_test.set_rank(0)
+        run(under_test.reduce({name: noisy(0, 0)}, 0))
+        errors.append(under_test.feedback.packed[name].values().clone())
+    return errors
+
+
+def test_buckets_draw_noise_of_their_own() -> None:
+    (first, second), (other_rank, _) = run_on_ranks(noise, 2)
+    for one, other in ((first, second), (first, other_rank)):
+        assert abs(float(torch.corrcoef(torch.stack([one.view(-1), other.view(-1)]))[0, 1])) < 0.1
+
+
+def large_indices(rank: int) -> tuple[bool, float]:
+    """Whether int64 indices give what int32 ones do, and bytes an entry."""
+    results = []
+    for largest in (sparse.LARGEST_INDEX, 10):
+        sparse.LARGEST_INDEX = largest
+        under_test = reducer(Parameter("w", (SIDE, SIDE)), Parameter("bias", (99,)), engine="topk", density=0.01)
+        under_test.set_rank(0)
+        local = {"w": noisy(0, rank), "bias": noisy(1, rank)[0, :99].clone()}
+        run(under_test.reduce(local, 0))
+        results.append((local, under_test.communicator.traffic.bytes))
+    (small, _), (large, sent) = results
+    return all(torch.equal(small[name], large[name]) for name in small), sent / (164 + 1)
+
+
+def test_top_k_sends_indices_beyond_int32_in_int64() -> None:
+    assert run_on_ranks(large_indices, 2) == [(True, 12.0)] * 2
+
+
+def empty_parameters(rank: int) -> list[str]:
+    parameters = Parameter("none", (0, 5)), Parameter("nothing", (5, 0)), Parameter("w", (SIDE, SIDE))
+    seen = []
+    for settings in (of_preset("balanced"), {"engine": "topk"}, {"engine": "int4"}):
+        under_test = reducer(*parameters, **settings)
+        for level in (None, RANK):
+            under_test.set_rank(level)
+            local = {p.name: torch.ones(p.shape) for p in parameters}
+            run(under_test.reduce(local, 0))
+            seen.append("ok" if bool(torch.isfinite(local["w"]).all()) else "not finite")
+    for levels in ((0,), (4, {"w": 0})):
+        with pytest.raises(ValueError, match="rank 0: the rank of a matrix must be at least 1"):
+            reducer(*parameters, **of_preset("balanced")).set_rank(*levels)  # type: ignore[arg-type]
+    return seen
+
+
+def test_parameters_without_elements_are_nothing_to_do_and_rank_0_is_an_error() -> None:
+    assert run_on_ranks(empty_parameters, 2) == [["ok"] * 6] * 2
+
+
+PERTURBED = {"factors": "balanced", "scales": "balanced", "sum": "paper", "rank": "paper"}
+
+
+def perturbed(rank: int) -> dict[tuple[str, int | None], str]:
+    return {(what, wrong): perturbed_in(rank, what, wrong) for what in PERTURBED for wrong in (2, None)}
+
+
+def perturbed_in(rank: int, what: str, wrong: int | None) -> str:
+    """What the comparison says; one process is made to differ by as little as can be."""
+    parameters = Parameter("first", (SIDE, 64)), Parameter("second", (64, SIDE))
+    under_test = reducer(*parameters, **of_preset(PERTURBED[what]))
+    under_test.verify = True
+
+    def step(iteration: int) -> None:
+        generator = torch.Generator().manual_seed(10 * iteration + rank)
+        run(under_test.reduce({p.name: torch.randn(p.shape, generator=generator) for p in parameters}, iteration))
+
+    under_test.set_rank(RANK)
+    step(0)
+    if rank == wrong:
+        if what == "factors":
+            packed = under_test.engine.bases["second", 0]
+            packed.message = packed.message.clone()
+            packed.message[0, 3] ^= 1
+        elif what == "scales":
+            rows, cols = under_test.equaliser._moments["second"]
+            under_test.equaliser._moments["second"] = rows, cols * (1 + 1e-7)
+        elif what == "rank":
+            under_test.ranks["second"] += 1
+        else:
+            own = lowrank.orthonormalise
+            under_test.engine._orthonormalise = lambda factor: own(factor) * (1 + 1e-7)
+            step(1)
+    elif what == "sum":
+        step(1)
+    try:
+        under_test.compare_replicas(1)
+    except ReplicaMismatch as error:
+        return str(error)
+    return "same"
+
+
+def test_replicas_that_differ_in_a_bit_are_found() -> None:
+    first, *others = run_on_ranks(perturbed, 3)
+    assert all(other == first for other in others)  # every process sees the same
+    for (what, wrong), message in first.items():
+        if wrong is None:
+            assert message == "same"
+        else:
+            assert message.startswith("iteration 1: process 2 differs from the others")
+            assert f"in the {what} of {'first' if what == 'sum' else 'second'}." in message

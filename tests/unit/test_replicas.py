@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from edgc.replicas import LARGEST, ReplicaMismatch, check, digest
+
+NAMES = ["a", "b"]
+
+
+def digests(processes: int) -> torch.Tensor:
+    return torch.arange(8).view(1, 2, 4).repeat(processes, 1, 1)
+
+
+def test_any_bit_changes_a_digest() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        values = torch.randn(13, 5).mul(50).to(dtype)
+        seen = {int(digest(values))}
+        for place in range(values.numel()):
+            changed = values.clone()
+            octets = changed.view(-1)[place : place + 1].view(torch.uint8)
+            octets ^= 1
+            seen.add(int(digest(changed)))
+        assert len(seen) == values.numel() + 1
+    assert int(digest(torch.tensor([1.0, 2.0]))) != int(digest(torch.tensor([2.0, 1.0])))
+    assert int(digest(torch.empty(0))) == 0
+
+
+def test_a_view_has_the_digest_of_its_values() -> None:
+    values = torch.randn(6, 4)
+    assert int(digest(values.T)) == int(digest(values.T.contiguous()))
+
+
+def test_what_lies_beyond_the_largest_size_is_not_read() -> None:
+    values = torch.zeros(LARGEST + 2)
+    before = int(digest(values))
+    values[-1] = 1.0
+    assert int(digest(values)) == before
+    values[LARGEST - 1] = 1.0
+    assert int(digest(values)) != before
+
+
+def test_equal_digests_pass() -> None:
+    check(NAMES, digests(4), [0, 2, 4, 6], 7)
+
+
+def test_the_process_that_differs_from_most_is_named() -> None:
+    seen = digests(3)
+    seen[1, 1, 1] += 1
+    with pytest.raises(ReplicaMismatch, match=r"iteration 7: process 4 differs from .* in the factors of b\."):
+        check(NAMES, seen, [0, 4, 8], 7)
+
+
+def test_of_two_both_are_named() -> None:
+    seen = digests(2)
+    seen[1, 0, 2] += 1
+    with pytest.raises(ReplicaMismatch, match=r"processes 3, 5 differ from .* in the scales of a\."):
+        check(NAMES, seen, [3, 5], 7)
