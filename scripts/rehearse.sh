@@ -78,5 +78,7 @@ for preset in paper balanced; do
         --include-path configs/tasks --output "$run/$preset" 2>"$run/evaluate.out" ||
         { cat -- "$run/evaluate.out" >&2 && exit 1; }
     "$python" tools/report.py "$run/$preset"
+    "$python" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["dp_bytes_ratio"] >= 1)' \
+        "$run/$preset/summary.json" || { say "with the preset $preset nothing was compressed" >&2 && exit 1; }
 done
 say "done after $SECONDS s"

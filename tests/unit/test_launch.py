@@ -437,3 +437,12 @@ def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_pat
     assert done.stderr.count("\n") == 1
     assert "--edgc-cpu trains on the CPU" in done.stderr
     assert not Path(run).exists()
+
+
+def test_the_rehearsal_that_is_shown_ran_what_the_scripts_run() -> None:
+    for preset, most in {"paper": 0.9, "balanced": 0.1}.items():
+        summary = json.loads((REPOSITORY / "docs" / "rehearsal" / preset / "summary.json").read_text())
+        assert summary["settings"]["preset"] == preset
+        assert 0 < summary["dp_bytes_ratio"] < most
+        assert summary["iterations"] == 200
+    assert "--edgc-preset paper" in launch._mapping(launch.METHODS)["edgc"]
