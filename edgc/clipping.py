@@ -20,26 +20,39 @@ LIMIT = 4.0  # times the running norm
 DECAY = 0.95  # of the running norm, per step
 
 
+def divisor(norms: Tensor, running: Tensor) -> Tensor:
+    """What gradients of these norms are divided by, given their running norms; all of one shape.
+
+    1 within the limit and where no running norm is known, above it the ratio of the two. It is infinite where a norm
+    overflows: nothing is left of such a gradient.
+    """
+    spike = (running > 0) & (norms > LIMIT * running)
+    return torch.where(spike, norms / running, 1.0)
+
+
+def moved(norms: Tensor, running: Tensor, finite: Tensor) -> Tensor:
+    """The running norms after a step with these norms, if it was ``finite``, a boolean on the device.
+
+    A spike counts as ``LIMIT`` times the running norm: a gradient that stays large is let through within a few dozen
+    steps. A gradient of zeros says nothing of its size.
+    """
+    after = torch.lerp(torch.minimum(norms, LIMIT * running), running, DECAY)
+    after = torch.where(running > 0, after, norms)
+    return torch.where(finite & (norms > 0) & torch.isfinite(after), after, running)
+
+
 @dataclass(frozen=True)
 class Spikes:
-    """What one reduction clips: the gradients' norms and how often each is its running norm, both (parameters,)."""
+    """The norms of one reduction's gradients and what clipping divides each by, both (parameters,)."""
 
     names: Sequence[str]
     norms: Tensor
-    ratios: Tensor  # 0 where no running norm is known; NaN where the gradient is not finite
-
-    @property
-    def clipped(self) -> Tensor:
-        """(parameters,) booleans."""
-        return self.ratios > LIMIT
+    factors: Tensor
 
     def divisors(self, loss_scale: Tensor | None) -> dict[str, Tensor]:
-        """What each gradient is divided by, 0-dimensional, by name: the loss scale, and the ratio of one clipped.
-
-        Infinity for a gradient whose norm overflows: nothing of it is left.
-        """
-        ratios = torch.where(self.clipped, self.ratios, 1.0)
-        return dict(zip(self.names, (ratios if loss_scale is None else ratios * loss_scale).unbind(), strict=True))
+        """What each gradient is divided by, loss scale included, 0-dimensional, by name."""
+        both = self.factors if loss_scale is None else self.factors * loss_scale
+        return dict(zip(self.names, both.unbind(), strict=True))
 
 
 class SpikeClipping:
@@ -53,20 +66,12 @@ class SpikeClipping:
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
         if loss_scale is not None:
             norms = norms / loss_scale
-        running = self._stacked(gradients, norms)
-        return Spikes(list(gradients), norms, torch.where(running > 0, norms / running, norms * 0.0))
+        return Spikes(list(gradients), norms, divisor(norms, self._stacked(gradients, norms)))
 
     def update(self, spikes: Spikes, finite: Tensor) -> None:
-        """Take in the norms of a step if it was ``finite``, a boolean on the device.
-
-        A spike counts as ``LIMIT`` times the running norm: a gradient that stays large is let through within a few
-        dozen steps. A gradient of zeros says nothing of its size.
-        """
-        running = self._stacked(spikes.names, spikes.norms)
-        moved = torch.lerp(torch.minimum(spikes.norms, LIMIT * running), running, DECAY)
-        moved = torch.where(running > 0, moved, spikes.norms)
-        usable = finite & (moved > 0) & torch.isfinite(moved) & (spikes.norms > 0)
-        self._running.update(zip(spikes.names, torch.where(usable, moved, running).unbind(), strict=True))
+        """Take in the norms of a step if it was ``finite``, a boolean on the device."""
+        running = moved(spikes.norms, self._stacked(spikes.names, spikes.norms), finite)
+        self._running.update(zip(spikes.names, running.unbind(), strict=True))
 
     def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:
         unknown = like.new_zeros(())

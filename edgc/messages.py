@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc import lowrank
+from edgc import clipping, lowrank
 from edgc.wire import Packed, Wire
 
 HEADER_BYTES = 32
@@ -99,7 +99,8 @@ class MessageSender:
     4. error = M - P Q^T         with both as the receiver gets them
     5. V = orthonormal(Q)
 
-    At rank 0 M itself travels, rounded.
+    At rank 0 M itself travels, rounded. A spike in the matrix is scaled down first (``edgc.clipping``), and a matrix of
+    zeros keeps V.
 
     So the error of a micro-batch is sent with the next one, and that of a step's last with the next step's first.
     Without ``feedback`` there is no error: activations belong to their own samples alone.
@@ -108,14 +109,16 @@ class MessageSender:
     def __init__(self, feedback: bool, *seed: object):
         self.feedback = feedback
         self.error: Tensor | None = None  # (rows x cols) fp32, not multiplied by a loss scale
-        self.basis: Tensor | None = None  # V; both are replaced, never changed
+        self.basis: Tensor | None = None  # V
+        self.norm: Tensor | None = None  # running norm of the matrices; all three are replaced, never changed
+        self.spikes: Tensor | float = 0.0  # matrices scaled down so far
         self._seed = seed
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        return {"error": self.error, "basis": self.basis}
+        return {"error": self.error, "basis": self.basis, "norm": self.norm}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        self.error, self.basis = state["error"], state["basis"]
+        self.error, self.basis, self.norm = state["error"], state["basis"], state["norm"]
 
     def encode(self, matrix: Tensor, form: MessageFormat, header: Tensor, scale: Tensor | None = None) -> Tensor:
         """(rows x cols), ``scale`` times what it stands for -> uint8 (bytes,).
@@ -126,6 +129,14 @@ class MessageSender:
         if rank is None and self.error is None:
             return torch.cat([head, matrix.to(form.dtype).reshape(-1).view(torch.uint8)])
         total = matrix.float()
+        if self.feedback:
+            before = torch.zeros((), device=matrix.device) if self.norm is None else self.norm
+            norm = torch.linalg.vector_norm(total)
+            norm = norm if scale is None else norm / scale
+            divisor = clipping.divisor(norm, before)
+            self.spikes = self.spikes + (divisor > 1).float()
+            total = total / divisor
+            self.norm = clipping.moved(norm, before, torch.isfinite(total).all())
         if self.error is not None:
             total = total + (self.error if scale is None else self.error * scale)
         if rank is None:
@@ -140,7 +151,7 @@ class MessageSender:
             q = Packed(p.values() @ usable + torch.where(finite, 0.0, torch.nan), form.wire)
             body = [p.message[0], q.message[0]]
             learned = lowrank.orthonormalise(torch.where(finite, q.values(), 0.0).T)
-            basis = torch.where(finite, learned, start)
+            basis = torch.where(finite & q.values().any(), learned, start)
         message = torch.cat([head, *body])
         if self.feedback:
             error = total - form.decode(message).float()  # with all that rounding changes on the way

@@ -54,9 +54,9 @@ class Measurements:
 
     def add_spikes(self, spikes: Spikes, finite: Tensor) -> None:
         """Count what a reduction has clipped, if it was ``finite``."""
-        clipped = spikes.clipped & finite
+        clipped = (spikes.factors > 1) & finite
         self.spikes = self.spikes + clipped.sum()
-        largest = torch.where(clipped, spikes.ratios, 0.0).max()
+        largest = torch.where(clipped, spikes.factors, 0.0).max()
         self.largest_spike = torch.maximum(largest, torch.as_tensor(self.largest_spike, device=largest.device))
 
     def mean_energies(self) -> dict[str, list[float]]:

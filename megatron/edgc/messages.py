@@ -82,6 +82,7 @@ class PipelineMessages:
         self._wrong: Tensor | None = None
         self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
         self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
+        self._measured: dict[Direction, int] = {}  # entries of entropy before the step
 
     def begin(self) -> None:
         """A step begins, or is run again."""
@@ -89,6 +90,7 @@ class PipelineMessages:
         if self.repeatable:
             self.roll_back(iteration)
             self._before = {key: sender.state_dict() for key, sender in self.senders.items()}
+            self._measured = {direction: len(values) for direction, values in self.entropy.items()}
         self._iteration = iteration
         self._messages.clear()
 
@@ -188,6 +190,8 @@ class PipelineMessages:
             self.senders = {key: sender for key, sender in self.senders.items() if key in self._before}
             for key, state in self._before.items():
                 self.senders[key].load_state_dict(state)
+            for direction, count in self._measured.items():
+                del self.entropy[direction][count:]
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, and what this window has seen so far: plain values and CPU tensors."""
@@ -245,11 +249,20 @@ class PipelineMessages:
                         self.bytes[direction] - sent[direction],
                         self.dense_bytes[direction] - dense[direction],
                         self.state_bytes(direction),
+                        self._take_spikes(direction),
                     )
                 )
                 self.entropy[direction] = []
+                self._measured[direction] = 0
         self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
         return windows
+
+    def _take_spikes(self, direction: Direction) -> float:
+        senders = [sender for key, sender in self.senders.items() if key[0] == direction]
+        spikes = sum(float(sender.spikes) for sender in senders)
+        for sender in senders:
+            sender.spikes = 0.0
+        return spikes
 
     def state_bytes(self, direction: Direction) -> int:
         """Memory of the senders' state between two steps."""

@@ -151,6 +151,11 @@ class Reporter:
                     f"{self._message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
                     f"{_bytes(message.bytes_dense)}"
                 )
+                if message.spikes:
+                    self._print(
+                        f"{now} | {message.boundary} | {message.spikes:.0f} messages above {LIMIT:g} times their "
+                        "running norm were scaled down before compression"
+                    )
         if report.pp_bytes_dense:
             self._print(
                 f"{now} | messages between stages: sent {_bytes(report.pp_bytes)} of {_bytes(report.pp_bytes_dense)} "

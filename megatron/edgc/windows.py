@@ -55,6 +55,7 @@ class MessageWindow:
     bytes: float
     bytes_dense: float
     state_bytes: float  # memory of errors and factors
+    spikes: float = 0.0  # messages scaled down before compression (``edgc.clipping``)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
         fmean(r.bytes for r in ranks),
         fmean(r.bytes_dense for r in ranks),
         max(r.state_bytes for r in ranks),
+        sum(r.spikes for r in ranks),
     )
 
 

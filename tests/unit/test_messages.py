@@ -121,6 +121,26 @@ def test_a_matrix_that_is_not_finite_arrives_so_and_changes_nothing(name: str, b
     assert all(torch.equal(before[part], sender.state_dict()[part]) for part in before)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_spike_is_not_replayed_in_later_messages(rank: int) -> None:
+    """Without clipping, what a step leaves of a matrix 100 times too large drowns the next ones."""
+    sender, how, truth = MessageSender(True, 1), form(rank, "int4"), noise(0)
+    for step in range(1, 20):
+        send(sender, truth + noise(step) / 2, how)
+    spike = send(sender, 100 * noise(99), how)
+    assert spike.norm() < 2 * truth.norm() and float(sender.spikes) == 1
+    arrived = sum(send(sender, truth + noise(step) / 2, how) for step in range(20, 30))
+    assert float((arrived * truth).sum() / (arrived.norm() * truth.norm())) > 0.8
+
+
+def test_a_matrix_of_zeros_keeps_the_basis() -> None:
+    sender, truth = MessageSender(False, 1), noise(0)
+    for _ in range(6):
+        before = (send(sender, truth, form(4)) - truth).norm()
+    send(sender, torch.zeros_like(truth), form(4))
+    assert (send(sender, truth, form(4)) - truth).norm() < 1.01 * before
+
+
 def test_a_sender_goes_on_where_its_state_was_taken() -> None:
     sender, other = MessageSender(True, 1), MessageSender(True, 1)
     send(sender, noise(0), form(4))
