@@ -165,7 +165,6 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
@@ -215,7 +214,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         megatron.edgc.training.message_costs = message_costs
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
-        megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
     messages = None if session is None else session.messages
     result = {
