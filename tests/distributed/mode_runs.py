@@ -10,6 +10,7 @@ run that fails leaves its traceback instead.
 """
 
 import gc
+import inspect
 import json
 import math
 import sys
@@ -258,13 +259,27 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def functions() -> dict[str, Any]:
+    """Every function and class by the names under which Megatron's modules know it."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith(("megatron.core", "megatron.training"))
+        for attribute, value in vars(module).items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+    }
+
+
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    before = functions()
     for case in cases:
         try:
             result = run(case)
         except BaseException:  # also SystemExit of the argument parser
             result = {"failed": traceback.format_exc()}
+        now = functions()
+        result["replaced"] = [name for name, value in before.items() if now.get(name) is not value]
         torch.save(result, folder / f"{case['name']}-{dist.get_rank() if dist.is_initialized() else 0}.pt")
         megatron_training.destroy_global_state()
         dist.barrier()
