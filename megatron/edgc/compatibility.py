@@ -37,8 +37,8 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         lambda a: a.save_wgrads_interval is not None,
     ),
     (
-        "--tensor-parallel-num-weight-shards or its expert twin",
-        "ranks that hold shards of one weight would write the same file of EDGC's state",
+        "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards",
+        "EDGC's state in a checkpoint does not tell apart the ranks that hold the shards of a weight",
         lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
     ),
 )

@@ -109,7 +109,8 @@ RELIED_ON = (
         _BUCKETS,
         "_ParamAndGradBucketGroup._post_param_sync",
         "called after weights have been gathered",
-        ("3eeb90c7271c",),
+        # then of the main branch of August 2026, 0.20 to be, which casts the quantised parameters of a bucket in one call
+        ("3eeb90c7271c", "15a89a07de6e"),
     ),
     Relied(_BUCKETS, "_ParamAndGradBucketGroup.check_grads", "called before gradients are scaled", ("bd71fffab897",)),
     Relied(_BUCKETS, "shard_buffer", "called: says which part of a buffer is whose", ("7a8b8f5279e0",)),
