@@ -109,7 +109,7 @@ RELIED_ON = (
         _BUCKETS,
         "_ParamAndGradBucketGroup._post_param_sync",
         "called after weights have been gathered",
-        # then of the main branch of August 2026, 0.20 to be, which casts the quantised parameters of a bucket in one call
+        # the second: main of August 2026, to be 0.20, which casts the quantised parameters of a bucket in one call
         ("3eeb90c7271c", "15a89a07de6e"),
     ),
     Relied(_BUCKETS, "_ParamAndGradBucketGroup.check_grads", "called before gradients are scaled", ("bd71fffab897",)),

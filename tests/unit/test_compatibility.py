@@ -66,6 +66,18 @@ def test_a_name_that_is_gone_is_refused(copied: Path) -> None:
         compatibility.check_megatron()
 
 
+def test_the_command_prints_what_agrees_and_todays_hashes(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert seam.main([str(copied)]) == 0
+    known = capsys.readouterr().out.splitlines()
+    assert len(known) == len(seam.RELIED_ON) and all(line.startswith("agrees") for line in known)
+    change(copied / BUCKETS, WAIT, "")
+    assert seam.main([str(copied)]) == 1
+    lines = zip(known, capsys.readouterr().out.splitlines(), strict=True)
+    ((before, after),) = (pair for pair in lines if pair[0] != pair[1])
+    assert after.startswith("CHANGED") and "_ParamAndGradBucketGroup.start_grad_sync" in after
+    assert before.split()[1] != after.split()[1]  # the hashes
+
+
 @pytest.mark.parametrize("version", ["0.20.0", "0.21.1rc0", "1.0.0"])
 def test_of_a_newer_minor_version_whose_sources_agree_rank_0_warns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
