@@ -8,15 +8,20 @@ import sys
 
 from edgc.config import ConfigError
 from megatron.edgc import cpu
+from megatron.edgc.compatibility import check_megatron
 
 
 def main() -> int:
-    on_cpu = cpu.wanted(sys.argv)
-    if on_cpu:
-        cpu.redirect()
-    from megatron.edgc.pretrain import pretrain_gpt  # imports Megatron, which must see the redirection
-
+    on_cpu = cpu.FLAG in sys.argv
+    if not on_cpu and not {"-h", "--help"} & set(sys.argv) and (why := cpu.missing_gpu()):
+        print(f"edgc: error: {why}", file=sys.stderr, flush=True)  # by whichever rank it is
+        return 2
     try:
+        check_megatron()  # reads files; what follows imports Megatron, and fails where a name is gone
+        if on_cpu:
+            cpu.redirect()
+        from megatron.edgc.pretrain import pretrain_gpt  # must see the redirection
+
         pretrain_gpt(on_cpu)
     except ConfigError as error:
         if int(os.environ.get("RANK", "0")) == 0:

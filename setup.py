@@ -21,8 +21,9 @@ setup(
         # clusters) keeps it.
         "torch>=2.6",
         "numpy",
-        # EDGC uses private names of this minor version.
-        "megatron-core>=0.19,<0.20",
+        # Tested with 0.19. EDGC uses private names, so it compares their sources when it starts, and refuses where they
+        # differ (megatron/edgc/seam.py). Hence no upper bound: an environment that brings a newer one keeps it.
+        "megatron-core>=0.19",
         # Megatron imports it when it saves a checkpoint; its wheel does not declare it.
         "psutil",
         # The tokenizer and the progress bars of tools/.

@@ -102,7 +102,9 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     processes = cluster.nodes * cluster.gpus_per_node
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(processes), CUDA_DEVICE_MAX_CONNECTIONS="1")
     from megatron.edgc import cpu
+    from megatron.edgc.compatibility import check_megatron
 
+    check_megatron()
     cpu.redirect()
     import torch
     import torch.distributed as dist

@@ -16,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         cpu.FLAG,
         action="store_true",
-        help="train on the CPU over gloo (chosen by itself where there is no GPU)",
+        help="train on the CPU over gloo; without this flag every process needs a GPU",
     )
     hints = typing.get_type_hints(EDGCConfig)
     defaults = EDGCConfig.from_preset({})

@@ -30,6 +30,7 @@ from edgc.statistics import GradientStatistics
 from edgc.wire import Packed, Wire
 from megatron.edgc.messages import PipelineMessages
 from megatron.edgc.reporting import Reporter
+from megatron.edgc.seam import Seam
 from megatron.edgc.stages import Stage
 from megatron.edgc.windows import Part, StageKey
 
@@ -72,9 +73,8 @@ class Checkpoints:
     message_controller: Controller | None = None  # on global rank 0 alone
     messages_dropped: bool = False  # of what a load found on this rank
 
-    def install(self, on_loaded: Callable[[], None]) -> None:
+    def install(self, seam: Seam, on_loaded: Callable[[], None]) -> None:
         """Stand around the two functions of Megatron's training loop; ``on_loaded`` is called after a load."""
-        save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
 
         def save_with_edgc(iteration: int, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("non_persistent_ckpt"):
@@ -106,7 +106,8 @@ class Checkpoints:
                 on_loaded()
             return result
 
-        megatron_training.save_checkpoint, megatron_training.load_checkpoint = save_with_edgc, load_with_edgc
+        save = seam.replace(megatron_training, "save_checkpoint", save_with_edgc)
+        load = seam.replace(megatron_training, "load_checkpoint", load_with_edgc)
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write all state. From here on the live run has its errors divided evenly, as a resumed one will."""

@@ -1,14 +1,15 @@
-"""What this release works with: the Megatron-core version, the private names it relies on, the options it refuses."""
+"""What this release works with: the versions of Megatron-core, and the options of Megatron that it refuses."""
 
-import inspect
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
 
 from edgc.config import ConfigError, EDGCConfig
+from megatron.edgc.seam import changes, megatron_folder
 
-SUPPORTED = "0.19"
+TESTED = (0, 19)  # minor version of Megatron-core
 
 # (flag as typed, why it is refused, test on the parsed arguments)
 UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
@@ -35,16 +36,35 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "it forces Megatron's own all-reduce",
         lambda a: a.save_wgrads_interval is not None,
     ),
+    (
+        "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards",
+        "EDGC's state in a checkpoint does not tell apart the ranks that hold the shards of a weight",
+        lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
+    ),
 )
 
 
-def check_version() -> None:
-    """Raise ``ConfigError`` unless the installed Megatron-core is of the supported minor version."""
+def check_megatron() -> None:
+    """Raise ``ConfigError`` unless EDGC fits the installed Megatron-core. Imports nothing of it.
+
+    Of a newer minor version than the tested one, whose sources agree in all that EDGC relies on, rank 0 warns.
+    """
     installed = version("megatron-core")
-    if not installed.startswith(f"{SUPPORTED}."):
+    minor = tuple(int(part) for part in installed.split(".")[:2])
+    tested = ".".join(map(str, TESTED))
+    mend = f"pip install 'megatron-core>={tested},<{TESTED[0]}.{TESTED[1] + 1}'"
+    if minor < TESTED:
+        raise ConfigError(f"megatron-core {installed} is installed; this release of EDGC needs {tested}.x: {mend}")
+    if changed := changes(megatron_folder()):
         raise ConfigError(
-            f"megatron-core {installed} is installed; this release of EDGC works with {SUPPORTED}.x: "
-            f"pip install 'megatron-core>={SUPPORTED},<0.20'"
+            f"megatron-core {installed} is installed; EDGC relies on what has changed in it: {'; '.join(changed)}. "
+            f"Either {mend}, or read the changes and see docs/install.md, A newer Megatron-core"
+        )
+    if minor > TESTED and int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"edgc: warning: megatron-core {installed} is installed; this release of EDGC was tested with {tested}.x. "
+            "All functions that it relies on agree",
+            file=sys.stderr,
         )
 
 
@@ -107,83 +127,3 @@ def check_embedding(config: EDGCConfig, args: Namespace) -> None:
         raise ConfigError("--edgc-fuse-embedding-sync needs a pipeline: --pipeline-model-parallel-size is 1")
     if config.fuse_embedding_sync and args.untie_embeddings_and_output_weights:
         raise ConfigError("--edgc-fuse-embedding-sync does nothing with --untie-embeddings-and-output-weights")
-
-
-def check_seam() -> None:
-    """Raise ``ConfigError`` if a private name or signature of Megatron that EDGC relies on has changed."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
-    from megatron.core.pipeline_parallel import p2p_communication, schedules
-    from megatron.training import training
-    from megatron.training.models.base import ModelConfig
-
-    expected: tuple[tuple[str, Callable[..., object], tuple[str, ...]], ...] = (
-        ("start_grad_sync", _ParamAndGradBucketGroup.start_grad_sync, ("self", "force_all_reduce")),
-        ("start_param_sync", _ParamAndGradBucketGroup.start_param_sync, ("self", "force_sync")),
-        ("_post_param_sync", _ParamAndGradBucketGroup._post_param_sync, ("self",)),
-        ("finish_grad_sync", _ParamAndGradBucketGroup.finish_grad_sync, ("self", "force_all_reduce")),
-        (
-            "check_grads",
-            _ParamAndGradBucketGroup.check_grads,
-            ("self", "check_for_nan_or_inf", "check_for_large"),
-        ),
-    )
-    exchange = (
-        *("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"),
-        *("group", "prev_pipeline_rank", "next_pipeline_rank"),
-    )
-    expected += (
-        ("_batched_p2p_ops", p2p_communication._batched_p2p_ops, exchange),
-        ("_p2p_ops", p2p_communication._p2p_ops, exchange),
-        (
-            "_communicate",
-            p2p_communication.P2PCommunicator._communicate,
-            ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"),
-        ),
-        (
-            "_allreduce_word_embedding_grads",
-            sys.modules[finalize_model_grads.__module__]._allreduce_word_embedding_grads,
-            ("model", "config", "embd_group", "pp_group"),
-        ),
-        (
-            "get_schedule_table",
-            schedules.get_schedule_table,
-            ("num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"),
-        ),
-    )
-    for name, function, parameters in expected:
-        if tuple(inspect.signature(function).parameters) != parameters:
-            raise ConfigError(f"Megatron's {name} has changed its parameters from {parameters}: EDGC must follow")
-    sources = (
-        (
-            _ParamAndGradBucket.__init__,
-            ("grad_data", "param_to_index", "gradient_scaling_factor", "params_list"),
-        ),
-        (
-            _ParamAndGradBucketGroup.__init__,
-            (
-                "data_parallel_group",
-                "intra_distributed_optimizer_instance_group",
-                "buckets",
-                "grad_reduce_handle",
-                "is_first_batch",
-            ),
-        ),
-        (DistributedDataParallel.__init__, ("bucket_groups", "expert_parallel_bucket_groups")),
-    )
-    for function, names in sources:
-        source = inspect.getsource(function)
-        for name in names:
-            if f"self.{name}" not in source:
-                raise ConfigError(f"Megatron's {function.__qualname__} no longer sets {name}: EDGC must follow")
-    for schedule in (
-        schedules.forward_backward_pipelining_without_interleaving,
-        schedules.forward_backward_pipelining_with_interleaving,
-    ):
-        if "P2PCommunicator(" not in inspect.getsource(schedule):
-            raise ConfigError(f"Megatron's {schedule.__name__} no longer builds a P2PCommunicator: EDGC must follow")
-    if next(iter(inspect.signature(training.save_checkpoint).parameters)) != "iteration":
-        raise ConfigError("Megatron's save_checkpoint no longer begins with the iteration: EDGC must follow")
-    if "post_wrap_hooks" not in ModelConfig.__dataclass_fields__:
-        raise ConfigError("Megatron's ModelConfig has no post_wrap_hooks any more: EDGC must follow")

@@ -1,15 +1,16 @@
-"""Train Megatron on a machine without a GPU: send its CUDA calls to the CPU.
+"""Train Megatron on the CPU, where ``--edgc-cpu`` asks for it: send its CUDA calls there.
 
 Megatron-core 0.19 asks ``torch.cuda`` for devices, streams and memory figures throughout. ``redirect()`` points
-those calls at harmless CPU stand-ins, once, by an explicit call before Megatron starts; nothing is patched at
-import and nothing is patched on a machine that trains on its GPU. Tensors, autograd, gloo and Megatron's schedules
-stay the real ones.
+those calls at harmless CPU stand-ins, by an explicit call before Megatron starts; nothing is patched at import and
+nothing is patched in a process that trains on its GPU. Tensors, autograd, gloo and Megatron's schedules stay the real
+ones. The redirections hold for the rest of the process and do not go through ``seam.Seam``.
 """
 
 import contextlib
 import copy
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -39,9 +40,20 @@ ARGUMENT_DEFAULTS: dict[str, Any] = {
 }
 
 
-def wanted(argv: list[str]) -> bool:
-    """Whether this process trains on the CPU: asked for with ``--edgc-cpu``, or there is no GPU."""
-    return FLAG in argv or not torch.cuda.is_available()
+def missing_gpu() -> str:
+    """Why this process cannot train on a GPU, in one line; empty if it can.
+
+    On a cluster one process that took the CPU instead would leave all others waiting for it.
+    """
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        torch.zeros(1, device=f"cuda:{place}")  # a device that is lost may still be counted
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
+        return (
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use GPU {place} "
+            f"({str(error).splitlines()[0]}): give {FLAG} to train on the CPU"
+        )
+    return ""
 
 
 class _CpuFactories(TorchFunctionMode):
@@ -157,8 +169,7 @@ def redirect() -> None:
     _CpuFactories().__enter__()
     _redirect_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
-        why = f"{FLAG} was given" if FLAG in sys.argv else "no GPU was found"
-        print(f"edgc: warning: {why}: training on the CPU with local layers over gloo", file=sys.stderr)
+        print("edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr)
 
 
 def _redirect_megatron() -> None:

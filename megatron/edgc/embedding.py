@@ -24,12 +24,12 @@ from edgc.collectives import Traffic
 from edgc.reducer import GradientReducer, run
 from edgc.timing import Spans
 from megatron.edgc.data_parallel import Step, count_dense, process_group
+from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages
 
 # the package's attribute of that name is the function, not the module
 _module: Any = sys.modules[finalize_model_grads.__module__]
-_megatrons_own = _module._allreduce_word_embedding_grads
 
 
 class TiedEmbedding:
@@ -79,19 +79,14 @@ class TiedEmbedding:
         """``step`` tells of the step under way."""
         self.reducer, self._spans, self._step = reducer, spans, step
 
-    def install(self) -> None:
+    def install(self, seam: Seam) -> None:
         """Take the place of Megatron's sum over the two copies."""
 
         def synchronise(*args: Any, **kwargs: Any) -> None:
             if self.weight is not None:
                 self.synchronise()
 
-        _module._allreduce_word_embedding_grads = synchronise
-
-    @staticmethod
-    def uninstall() -> None:
-        """Give Megatron its own again."""
-        _module._allreduce_word_embedding_grads = _megatrons_own
+        seam.replace(_module, "_allreduce_word_embedding_grads", synchronise)
 
     def synchronise(self) -> None:
         """Sum the gradient, which its bucket has scaled but not summed."""

@@ -8,9 +8,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _
 from torch import Tensor
 
 from megatron.edgc.messages import Incoming, PipelineMessages
+from megatron.edgc.seam import Seam
 
 
-def install(messages: PipelineMessages) -> None:
+def install(messages: PipelineMessages, seam: Seam) -> None:
     """Let Megatron's schedules build ``EDGCP2PCommunicator`` in the place of their own.
 
     They take one as an argument, too, but only together with process groups, before those exist. They build one for
@@ -22,12 +23,7 @@ def install(messages: PipelineMessages) -> None:
             messages.begin()
         return EDGCP2PCommunicator(pp_group, config, messages)
 
-    schedules.P2PCommunicator = build
-
-
-def uninstall() -> None:
-    """Give the schedules Megatron's own communicator again."""
-    schedules.P2PCommunicator = P2PCommunicator
+    seam.replace(schedules, "P2PCommunicator", build)
 
 
 class _Receive:

@@ -12,12 +12,12 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
 from torch.nn import Module
 
-from megatron.edgc import cpu, gpt, pipeline_parallel
+from megatron.edgc import cpu, gpt
 from megatron.edgc.arguments import add_arguments, config_from_args
 from megatron.edgc.checkpointing import shield_writer
-from megatron.edgc.compatibility import check_options, check_seam, check_version
+from megatron.edgc.compatibility import check_options
 from megatron.edgc.datasets import check_datasets
-from megatron.edgc.embedding import TiedEmbedding
+from megatron.edgc.seam import Seam
 from megatron.edgc.training import Session
 
 Hook = Callable[[list[Module]], list[Module]]
@@ -43,26 +43,21 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     check_datasets(args)
     model = gpt_config_from_args(args)
     shield_writer(args)
-    if session is not None:
-        check_seam()
-        model.post_wrap_hooks.append(session.install)
-    model.post_wrap_hooks.extend(hooks)
-    try:
+    with Seam() as seam:
+        if session is not None:
+            model.post_wrap_hooks.append(partial(session.install, seam=seam))
+        model.post_wrap_hooks.extend(hooks)
         pretrain(
             pretrain_cfg_container_from_args(args, model),
             gpt.train_valid_test_datasets,
             ModelType.encoder_or_decoder,
             gpt.forward_step,
         )
-    finally:
-        pipeline_parallel.uninstall()
-        TiedEmbedding.uninstall()
     return session
 
 
 def parse(on_cpu: bool) -> tuple[Namespace, Session | None]:
     """Megatron's arguments and, with EDGC, a session for them. Raises ``ConfigError`` for what EDGC does not accept."""
-    check_version()
     args = parse_and_validate_args(
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )

@@ -43,6 +43,7 @@ from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
 from megatron.edgc.messages import OFF, PipelineMessages, message_config, uncompressed
 from megatron.edgc.reporting import Reporter
+from megatron.edgc.seam import Seam
 from megatron.edgc.stages import Stage, gradient_bytes, stages_of
 from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
 
@@ -87,7 +88,7 @@ class Session:
         self._step_seconds: list[float] = []
         self._last_step = math.nan
 
-    def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
+    def install(self, chunks: list[nn.Module], seam: Seam) -> list[nn.Module]:
         """Take over the gradient reduction of the wrapped model chunks. Every rank calls this at the same point."""
         wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(wrapped) < len(chunks):
@@ -99,7 +100,7 @@ class Session:
         tied = None
         if self.config.fuse_embedding_sync:
             tied = TiedEmbedding(wrapped)
-            tied.install()
+            tied.install(seam)
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
         if self.config.kernels == "fused" and triton_kernels(device) is None:
@@ -118,7 +119,7 @@ class Session:
         sampler = self.stages[0].reducers[0].sampler
         for chunk in wrapped:
             BackwardTimer(chunk, lambda: sampler.measures(self.args.curr_iteration), self.backward_spans)
-        self._wrap_finalize()
+        self._wrap_finalize(seam)
 
         stages = _by_stage(setups)
         self.keys = [stage[0].stage for stage in stages]
@@ -138,7 +139,7 @@ class Session:
             self.messages = PipelineMessages(
                 self.config, self.args, wrapped, self.begin_step, lambda: self._message_ranks, self._repeatable()
             )
-            pipeline_parallel.install(self.messages)
+            pipeline_parallel.install(self.messages, seam)
             if message_settings is not None and dist.get_rank() == 0:
                 specs = self.messages.specs()
                 self.message_controller = Controller(message_settings, self.iterations, specs, [None] * len(specs))
@@ -154,7 +155,7 @@ class Session:
             self.controller,
             self.messages,
             self.message_controller,
-        ).install(self._resume)
+        ).install(seam, self._resume)
         return chunks
 
     def _left_dense(self, key: StageKey) -> str:
@@ -299,7 +300,7 @@ class Session:
             raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
         return config, setups(config)
 
-    def _wrap_finalize(self) -> None:
+    def _wrap_finalize(self, seam: Seam) -> None:
         """Megatron keeps a ``finalize_model_grads_func`` that is already set, and calls it once a training step."""
         finalize: Callable[..., Any] = self.model_config.finalize_model_grads_func or finalize_model_grads
 
@@ -308,7 +309,7 @@ class Session:
             self.after_reduction(self.args.curr_iteration)
             return result
 
-        self.model_config.finalize_model_grads_func = with_edgc
+        seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
 
     def begin_step(self) -> Step:
         """The step under way. What asks first, a message or a reduction amid the backward pass, brings in the plan."""

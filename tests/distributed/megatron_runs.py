@@ -20,7 +20,9 @@ TINY_GPT = shlex.split(
 def launch(
     script: Path, arguments: list[str], processes: int = 1, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` on so many CPU processes and return its exit status and output, both streams in ``stdout``."""
+    """Run ``script`` on so many processes without a GPU; return its exit status and its output, both streams in
+    ``stdout``.
+    """
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -45,7 +47,8 @@ def launch(
 
 def train(arguments: list[str], processes: int = 4, script: Path = PRETRAIN) -> str:
     """A run that must succeed; returns its output."""
-    finished = launch(script, [*TINY_GPT, *arguments], processes)
+    device = ["--edgc-cpu"] if script == PRETRAIN else []  # other scripts redirect without being asked
+    finished = launch(script, [*device, *TINY_GPT, *arguments], processes)
     assert finished.returncode == 0, failure(finished.stdout)
     return finished.stdout
 

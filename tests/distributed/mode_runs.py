@@ -10,6 +10,7 @@ run that fails leaves its traceback instead.
 """
 
 import gc
+import inspect
 import json
 import math
 import sys
@@ -165,7 +166,6 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    save, load = megatron_training.save_checkpoint, megatron_training.load_checkpoint
     reduce, pays = GradientReducer.reduce, edgc.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
@@ -215,7 +215,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         megatron.edgc.training.message_costs = message_costs
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
-        megatron_training.save_checkpoint, megatron_training.load_checkpoint = save, load
     stages = [] if session is None else session.stages
     messages = None if session is None else session.messages
     result = {
@@ -260,13 +259,28 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def functions() -> dict[str, Any]:
+    """Every function and class by the names under which Megatron's modules know it."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith(("megatron.core", "megatron.training"))
+        for attribute, value in vars(module).items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+    }
+
+
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    before = functions()
     for case in cases:
         try:
             result = run(case)
         except BaseException:  # also SystemExit of the argument parser
             result = {"failed": traceback.format_exc()}
+        # Megatron replaces one itself
+        changed = {name: value for name, value in functions().items() if before.get(name, value) is not value}
+        result["replaced"] = [name for name, value in changed.items() if "edgc" in value.__module__]
         torch.save(result, folder / f"{case['name']}-{dist.get_rank() if dist.is_initialized() else 0}.pt")
         megatron_training.destroy_global_state()
         dist.barrier()

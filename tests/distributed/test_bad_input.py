@@ -1,5 +1,6 @@
 """Bad input ends the real command with one clear line and a non-zero status before training starts."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
 from tools import preprocess_data
 
-TWO_STEPS = [*TINY_GPT, "--train-iters", "10"]
+TWO_STEPS = ["--edgc-cpu", *TINY_GPT, "--train-iters", "10"]
 EDGC = [*TWO_STEPS, "--edgc", "--edgc-preset", "paper", "--edgc-window", "10"]
 
 
@@ -65,8 +66,19 @@ def test_one_clear_line(case: str, outcomes: dict[str, tuple[int, str]]) -> None
     assert "iteration        1/" not in output
 
 
+def test_a_rank_without_a_gpu_says_so_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in place.items():  # the second node of two, whose first never comes
+        monkeypatch.setenv(name, value)
+    finished = launch(PRETRAIN, without(EDGC, "--edgc-cpu"), timeout=60)
+    assert finished.returncode == 2
+    (line,) = finished.stdout.splitlines()
+    assert line.startswith(f"edgc: error: rank 1 on {socket.gethostname()} cannot use GPU 0 (")
+    assert line.endswith("): give --edgc-cpu to train on the CPU")
+
+
 def test_help_lists_megatrons_flags_and_ours() -> None:
-    finished = launch(PRETRAIN, ["--help"])
+    finished = launch(PRETRAIN, ["--help"])  # which needs no GPU
     assert finished.returncode == 0, finished.stdout[-500:]
     assert "--pipeline-model-parallel-size" in finished.stdout and "--edgc-window" in finished.stdout
 

@@ -226,7 +226,9 @@ def test_where_compression_cannot_win_the_run_is_dense_and_says_so(tmp_path: Pat
 
 
 def test_a_rank_that_no_matrix_can_have_is_refused() -> None:
-    finished = launch(PRETRAIN, [*TINY_GPT, "--train-iters", "4", "--edgc", "--edgc-static-rank", "100"], processes=2)
+    finished = launch(
+        PRETRAIN, ["--edgc-cpu", *TINY_GPT, "--train-iters", "4", "--edgc", "--edgc-static-rank", "100"], 2
+    )
     assert finished.returncode != 0
     assert "--edgc-static-rank = 100: no matrix of this model saves 2x at rank 100; " in finished.stdout
     assert "the largest rank that does is 24" in finished.stdout

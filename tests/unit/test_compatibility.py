@@ -1,42 +1,101 @@
-"""The canary for Megatron's private names, and what is refused."""
+"""Which versions of Megatron-core are accepted, and which of its options are refused."""
 
-import importlib.metadata
+import shutil
 import sys
 from argparse import Namespace
-from typing import Any
+from pathlib import Path
 
 import pytest
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from edgc.config import ConfigError, EDGCConfig
-from megatron.edgc import compatibility
+from megatron.edgc import compatibility, seam
+
+REPOSITORY = Path(__file__).parents[2]
+BUCKETS = "core/distributed/param_and_grad_buffer.py"
 
 
-def test_the_installed_megatron_has_the_seam_that_edgc_relies_on() -> None:
-    compatibility.check_version()
-    compatibility.check_seam()
+def test_the_installed_megatron_fits_and_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    compatibility.check_megatron()
+    assert capsys.readouterr().err == ""
 
 
-def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", lambda self: None)
-    with pytest.raises(ConfigError, match="start_grad_sync has changed its parameters"):
-        compatibility.check_seam()
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that EDGC relies on, to be changed."""
+    for file in {row.file for row in seam.RELIED_ON}:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(seam.megatron_folder() / file, tmp_path / file)
+    monkeypatch.setattr(compatibility, "megatron_folder", lambda: tmp_path)
+    return tmp_path
 
 
-def test_a_vanished_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_group(self: Any) -> None:
-        self.buckets = self.grad_reduce_handle = None
-
-    monkeypatch.setattr(_ParamAndGradBucketGroup, "__init__", without_group)
-    with pytest.raises(ConfigError, match="no longer sets data_parallel_group"):
-        compatibility.check_seam()
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("version", ["0.18.3", "0.20.0", "1.19.0"])
-def test_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+WAIT = "                    current_stream.wait_event(event)\n"
+
+
+@pytest.mark.parametrize("version", ["0.19.2", "0.19.9", "0.20.0"])
+def test_a_changed_body_under_the_same_signature_is_refused(
+    monkeypatch: pytest.MonkeyPatch, copied: Path, version: str
+) -> None:
+    monkeypatch.setattr(compatibility, "version", lambda package: version)
+    change(copied / BUCKETS, WAIT, "                    current_stream.synchronize()\n")
+    with pytest.raises(ConfigError) as refused:
+        compatibility.check_megatron()
+    said = str(refused.value)
+    assert said.startswith(f"megatron-core {version} is installed")
+    assert f"_ParamAndGradBucketGroup.start_grad_sync in {BUCKETS} has another body (overridden" in said
+    assert said.count("has another body") == 1
+    assert "pip install 'megatron-core>=0.19,<0.20'" in said
+
+
+def test_comments_docstrings_and_layout_do_not_matter(copied: Path) -> None:
+    change(copied / BUCKETS, WAIT, f"                    # a comment\n{WAIT}".replace("(event)", "( event )"))
+    change(copied / BUCKETS, "Initiates grad sync (all-reduce", "Starts to sync (all-reduce")
+    compatibility.check_megatron()
+
+
+def test_a_name_that_is_gone_is_refused(copied: Path) -> None:
+    change(copied / BUCKETS, "self.data_parallel_group", "self.ranks")
+    change(copied / BUCKETS, "def shard_buffer", "def cut_buffer")
+    with pytest.raises(ConfigError, match="shard_buffer in .* is gone.*__init__ in .* has no data_parallel_group"):
+        compatibility.check_megatron()
+
+
+def test_the_command_prints_what_agrees_and_todays_hashes(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert seam.main([str(copied)]) == 0
+    known = capsys.readouterr().out.splitlines()
+    assert len(known) == len(seam.RELIED_ON) and all(line.startswith("agrees") for line in known)
+    change(copied / BUCKETS, WAIT, "")
+    assert seam.main([str(copied)]) == 1
+    lines = zip(known, capsys.readouterr().out.splitlines(), strict=True)
+    ((before, after),) = (pair for pair in lines if pair[0] != pair[1])
+    assert after.startswith("CHANGED") and "_ParamAndGradBucketGroup.start_grad_sync" in after
+    assert before.split()[1] != after.split()[1]  # the hashes
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.21.1rc0", "1.0.0"])
+def test_of_a_newer_minor_version_whose_sources_agree_rank_0_warns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    monkeypatch.setattr(compatibility, "version", lambda package: version)
+    compatibility.check_megatron()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"edgc: warning: megatron-core {version} is installed") and "tested with 0.19.x" in line
+    monkeypatch.setenv("RANK", "1")
+    compatibility.check_megatron()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("version", ["0.18.3", "0.9.0"])
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(compatibility, "version", lambda package: version)
     with pytest.raises(ConfigError, match=f"megatron-core {version} is installed.*megatron-core>=0.19,<0.20"):
-        compatibility.check_version()
+        compatibility.check_megatron()
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +106,7 @@ def arguments() -> Namespace:
     argv, sys.argv = sys.argv, ["pretrain_gpt.py"]
     try:
         derived = {"data_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+        derived |= {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}
         return Namespace(**{**vars(parse_args()), **derived})
     finally:
         sys.argv = argv
@@ -62,6 +122,7 @@ UNSUPPORTED = {
     },
     "--optimizer dist_muon": {"use_layer_wise_distributed_optimizer": True},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
+    "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
 }
 
 
@@ -152,6 +213,7 @@ def test_a_tied_embedding_is_summed_at_once_only_where_it_has_two_copies(argumen
             compatibility.check_embedding(config, Namespace(**{**tied, **change}))
 
 
-def test_the_requirement_of_the_package_is_the_checked_version() -> None:
-    requires = importlib.metadata.requires("edgc")
-    assert requires is not None and any("megatron-core" in r and "0.19" in r and "0.20" in r for r in requires)
+def test_the_package_requires_the_tested_version_or_a_newer_one() -> None:
+    tested = ".".join(map(str, compatibility.TESTED))
+    assert f'"megatron-core>={tested}",' in (REPOSITORY / "setup.py").read_text()
+    assert f"megatron-core=={tested}." in (REPOSITORY / "constraints.txt").read_text()

@@ -1,0 +1,52 @@
+"""Replacements in Megatron, and the way back."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.edgc.seam import Seam
+
+
+class Base:
+    def method(self) -> str:
+        return "base"
+
+    @staticmethod
+    def static() -> str:
+        return "base"
+
+
+class Derived(Base): ...
+
+
+def test_everything_is_restored_in_reverse_order_after_an_exception() -> None:
+    module = SimpleNamespace(function=1)
+    with pytest.raises(ZeroDivisionError), Seam() as seam:
+        assert seam.replace(module, "function", 2) == 1
+        assert seam.replace(module, "function", 3) == 2  # restored first: else 2 would be left
+        assert module.function == 3
+        raise ZeroDivisionError
+    assert module.function == 1
+
+
+def test_a_static_method_stays_one() -> None:
+    with Seam() as seam:
+        assert seam.replace(Base, "static", lambda: "edgc")() == "base"
+    assert Base().static() == "base"
+
+
+def test_what_was_inherited_is_inherited_again() -> None:
+    one = Derived()
+    with Seam() as seam:
+        seam.replace(Derived, "method", lambda self: "class")
+        seam.replace(one, "method", lambda: "object")
+        assert one.method() == "object" and Derived().method() == "class"
+    assert one.method() == "base"
+    assert "method" not in vars(one) and "method" not in vars(Derived)
+
+
+def test_a_name_that_is_not_there_is_not_replaced() -> None:
+    module = SimpleNamespace()
+    with Seam() as seam, pytest.raises(AttributeError, match="function"):
+        seam.replace(module, "function", 1)
+    assert vars(module) == {}
