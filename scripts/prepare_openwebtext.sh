@@ -3,7 +3,7 @@
 #
 #     bash scripts/prepare_openwebtext.sh [arguments of tools/preprocess_data.py]
 #
-# The same command goes on after an interruption. From the environment:
+# The same command resumes after an interruption. From the environment:
 #     DATA         path that the files' names start with; default runs/data/openwebtext in this repository
 #     HF_DATASET   another data set: a name on the hub, a folder, or a .parquet, .json, .jsonl or .csv file
 #     TOKENIZER    gpt2; any other Hugging Face name or folder; or "sentencepiece", to train 51,200 pieces

@@ -77,7 +77,7 @@ if complete; then
     exit
 fi
 
-# Of several runs at once one installs and the others wait for it. The lock lies outside .venv, which may be cleared.
+# Of several concurrent runs one installs and the others wait for it. The lock lies outside .venv, which may be cleared.
 exec 9>"$venv.lock"
 if ! flock --nonblock 9; then
     say "waiting for another setup_env.sh"

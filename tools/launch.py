@@ -334,7 +334,7 @@ def check_checkpoint(launch: Launch) -> None:
     try:
         before = json.loads(attempts.read_text(encoding="utf-8").splitlines()[-1])["arguments"]
     except (ValueError, IndexError, KeyError):
-        return  # cut short by a full disk; Megatron compares the shapes, too
+        return  # cut short by a full disk; Megatron also compares the shapes
     for flag in SHAPE_FLAGS:
         known, wanted = (_last(flag, arguments) for arguments in (before, launch.arguments))
         if known != wanted:

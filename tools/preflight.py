@@ -83,7 +83,7 @@ def gather(on_cpu: bool) -> Facts:
     for name in EXTENSIONS:
         try:
             importlib.import_module(name)
-        except Exception as error:  # an extension of another torch fails with OSError, or with one of its own
+        except Exception as error:  # an extension of another torch fails with OSError or worse
             failed[name] = _reason(error)
     if APEX in failed and installed("apex") is not None:
         failed[APEX] = f"apex {installed('apex')} is installed, but {failed[APEX]}"
