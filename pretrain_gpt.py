@@ -7,6 +7,7 @@ import os
 import sys
 
 from edgc.config import ConfigError
+from edgc.errors import StepError
 from megatron.edgc import cpu
 from megatron.edgc.compatibility import check_megatron
 
@@ -27,6 +28,9 @@ def main() -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"edgc: error: {error}", file=sys.stderr, flush=True)
         return 2
+    except StepError as error:  # by every process that sees it: rank 0 need not be one
+        print(f"edgc: error: process {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        return 3
     return 0
 
 

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from edgc.errors import ReplicaMismatch
+
 KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared
 LARGEST = 2**20  # values of one tensor that are hashed
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio as int64: neighbouring places get unlike weights
-
-
-class ReplicaMismatch(RuntimeError):
-    """Processes of one group differ in what they must share; the message says which, in what, and since when."""
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -44,11 +42,11 @@ def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], itera
         usual, count = Counter(values).most_common(1)[0]
         others = [process for process, value in zip(processes, values, strict=True) if value != usual]
         if 2 * count <= len(values):
-            who = f"processes {', '.join(map(str, processes))} differ"
+            who = f"processes {', '.join(map(str, processes))} of one data-parallel group hold different bits"
         else:
-            who = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))} differ{'s' * (len(others) == 1)}"
+            who = f"process {', '.join(map(str, others))} holds other bits than most of its data-parallel group"
         raise ReplicaMismatch(
-            f"iteration {iteration}: {who} from the others of their data-parallel group in the {KINDS[kind]} of "
-            f"{names[place]}. All must compute the same bits: use one type of GPU and one version of each library for "
-            "the whole job, and go on from a checkpoint written before this iteration"
+            f"iteration {iteration}: {who} in the {KINDS[kind]} of {names[place]}. All must compute the same bits: use "
+            "one type of GPU and one version of each library for the whole job, and resume from a checkpoint that was "
+            "written before this iteration"
         )

@@ -32,6 +32,7 @@ from edgc.controller import (
     smallest_rank,
     static_ranks,
 )
+from edgc.errors import NonFiniteSum
 from edgc.matrices import triton_kernels
 from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
@@ -384,7 +385,7 @@ class Session:
         places = sorted({stage.key for stage, flag in finite if not bool(flag)})
         what = f"iteration {iteration}: the summed gradients of {', '.join(map(str, places))} are not finite"
         if self.args.check_for_nan_in_loss_and_grad:
-            raise RuntimeError(
+            raise NonFiniteSum(
                 f"{what}. The step is not applied, and EDGC's state is that of before it: resume from the last "
                 "checkpoint. With Megatron's --no-check-for-nan-in-loss-and-grad the optimizer would apply them"
             )

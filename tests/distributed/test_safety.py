@@ -13,8 +13,8 @@ from edgc.allocation import Parameter, allocate
 from edgc.collectives import Communicator, Traffic
 from edgc.config import PRESETS, EDGCConfig
 from edgc.engines import sparse
+from edgc.errors import ReplicaMismatch
 from edgc.reducer import GradientReducer, run
-from edgc.replicas import ReplicaMismatch
 from tests.distributed.gloo import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -326,5 +326,5 @@ def test_replicas_that_differ_in_a_bit_are_found() -> None:
         if wrong is None:
             assert message == "same"
         else:
-            assert message.startswith("iteration 1: process 2 differs from the others")
+            assert message.startswith("iteration 1: process 2 holds other bits than most")
             assert f"in the {what} of {'first' if what == 'sum' else 'second'}." in message

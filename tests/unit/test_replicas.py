@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from edgc.replicas import LARGEST, ReplicaMismatch, check, digest
+from edgc.errors import ReplicaMismatch
+from edgc.replicas import LARGEST, check, digest
 
 NAMES = ["a", "b"]
 
@@ -45,12 +46,12 @@ def test_equal_digests_pass() -> None:
 def test_the_process_that_differs_from_most_is_named() -> None:
     seen = digests(3)
     seen[1, 1, 1] += 1
-    with pytest.raises(ReplicaMismatch, match=r"iteration 7: process 4 differs from .* in the factors of b\."):
+    with pytest.raises(ReplicaMismatch, match=r"iteration 7: process 4 holds other bits .* in the factors of b\."):
         check(NAMES, seen, [0, 4, 8], 7)
 
 
 def test_of_two_both_are_named() -> None:
     seen = digests(2)
     seen[1, 0, 2] += 1
-    with pytest.raises(ReplicaMismatch, match=r"processes 3, 5 differ from .* in the scales of a\."):
+    with pytest.raises(ReplicaMismatch, match=r"processes 3, 5 of one .* different bits in the scales of a\."):
         check(NAMES, seen, [3, 5], 7)
