@@ -131,7 +131,7 @@ class Reporter:
             fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
                 f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
-                f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reason}"
+                f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reasons[stage]}"
                 f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
@@ -145,10 +145,12 @@ class Reporter:
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan
         if ahead is not None:
-            for message, rank, next_rank in zip(report.messages, report.message_ranks, ahead.ranks, strict=True):
+            for message, rank, next_rank, reason in zip(
+                report.messages, report.message_ranks, ahead.ranks, ahead.reasons, strict=True
+            ):
                 self._print(
                     f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | {self._message_rank(rank)} -> "
-                    f"{self._message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
+                    f"{self._message_rank(next_rank)} ({reason}) | sent {_bytes(message.bytes)} of "
                     f"{_bytes(message.bytes_dense)}"
                 )
                 if message.spikes:

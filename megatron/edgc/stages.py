@@ -69,6 +69,11 @@ class Stage:
         return [group.edgc_reducer for group in self.groups]
 
     @property
+    def follows(self) -> bool:
+        """Whether the stage has no matrix and is compressed when the first stage is."""
+        return False
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         return process_group(self.named[0].group)
 
@@ -133,6 +138,10 @@ class EmbeddingStage(Stage):
     @property
     def reducers(self) -> list[GradientReducer]:
         return [self.tied.reducer]
+
+    @property
+    def follows(self) -> bool:
+        return not self.tied.reducer.allocation.matrices
 
     @property
     def process_group(self) -> dist.ProcessGroup:

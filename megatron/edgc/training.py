@@ -328,7 +328,7 @@ class Session:
                 place = self.keys.index(stage.key)
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
                 rank = self._active[place]
-                if rank is None and stage.key.part is Part.EMBEDDING:  # no matrix, but of a compressed model
+                if rank is None and stage.follows:  # no matrix, but of a compressed model
                     rank = self._active[0]
                 for reducer in stage.reducers:
                     reducer.set_rank(rank, matrix_ranks)
