@@ -89,6 +89,11 @@ class Stage:
                 EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
             )
 
+    def end_step(self) -> None:
+        """Once a step, when all its reductions have ended."""
+        self.dense_bytes += self.dense_bytes_per_step
+        self.spans.close()
+
     def take_window(self, micro_backward_seconds: float) -> RankWindow:
         """What was seen since the last call."""
         measurements = [reducer.measurements.take() for reducer in self.reducers]

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from edgc.alignment import CommCost
 from edgc.allocation import Parameter, allocate
 from edgc.config import EDGCConfig
-from edgc.controller import RankPlan
+from edgc.controller import Controller, RankPlan, StageCost, StageObservation
+from edgc.engines.base import MatrixSpec
+from edgc.timing import Spans
 from megatron.edgc.stages import EmbeddingStage, Stage
 from megatron.edgc.training import Session
 from megatron.edgc.windows import Part, StageKey
@@ -47,3 +50,36 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     Session.begin_step(session)  # type: ignore[arg-type]
     assert reducer.rank == expected
     assert not Stage(StageKey(Part.LAYERS, 0), [], CPU).follows
+
+
+class EventSpans(Spans):
+    """A clock that moves by what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        start = self.mark()
+        self.now += seconds
+        self.add(start)
+
+
+def test_a_step_takes_what_all_its_reductions_take_together() -> None:
+    """Four chunks of a virtual pipeline, 1 s each: a stage takes 4 s, which is what the probe has found."""
+    stage = Stage(StageKey(Part.LAYERS, 0), [], CPU)
+    stage.spans = clock = EventSpans()
+    for step in range(5):
+        for _ in range(4):
+            clock.spend(1.0 if step else 30.0)  # the first step is slow
+        stage.end_step()
+    window = stage.take_window(math.nan)
+    assert window.reduce_seconds == 4.0
+    cost = StageCost(CommCost(0.0, 0.1), 4.0, 4.0)
+    config = EDGCConfig(window=10, rmin=16, rmax=64)
+    controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
+    controller.observe([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)])
+    assert controller.costs[0] == cost
