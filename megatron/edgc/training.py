@@ -247,11 +247,12 @@ class Session:
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices and not self._alone:
             host = {"scatters": self.args.use_distributed_optimizer, "half": gradient_bytes(self.args) == 2}
-            cost = (
-                probe.probe(candidates, config, communicator, device, **host)
-                if config.link_gbps is None
-                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, **host)
-            )
+            if config.link_gbps is None:
+                groups = [allocate(one.described, config, smallest_rank(config)) for one in main.named if one.described]
+                overlapped = self.args.overlap_grad_reduce
+                cost = probe.probe(groups, config, communicator, device, **host, overlapped=overlapped)
+            else:
+                cost = probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, **host)
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
 
         def setups(config: EDGCConfig) -> list[StageSetup]:
@@ -348,7 +349,7 @@ class Session:
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
         for stage in self.stages:
-            stage.dense_bytes += stage.dense_bytes_per_step
+            stage.end_step()
             for group in stage.groups:
                 group.keep_weights()
         if self.scaled and not self._all_finite():
@@ -449,6 +450,7 @@ class Session:
                 message_ranks=self._message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
+                costs=tuple(self.controller.costs),
             )
         report = self._broadcast(report)
         self._step_seconds = []
