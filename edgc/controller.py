@@ -56,7 +56,8 @@ class RankPlan:
     """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
-    stage's rank.
+    stage's rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds, rounding and
+    alignment, and ``ranks`` after the step limit.
     """
 
     version: int
@@ -65,6 +66,7 @@ class RankPlan:
     matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
     entropy: tuple[float, ...] = ()
     proposed: tuple[float | None, ...] = ()
+    targets: tuple[int | None, ...] = ()
     reasons: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,15 +176,15 @@ class Controller:
             if begins[place]:
                 self.anchor[place] = entropy[place]
         own = [self._own_target(place, proposed[place], begins[place]) for place in places]
-        ranks = [self._step(before, target) for before, (target, _) in zip(self.plan.ranks, own, strict=True)]
-        reasons = [reason for _, reason in own]
-        if self.config.align and ranks[0] is not None:
+        targets, reasons = [target for target, _ in own], [reason for _, reason in own]
+        first = self._step(self.plan.ranks[0], targets[0])
+        if self.config.align and first is not None:
             for place in places[1:]:
                 if self.anchor[place] is not None and not begins[place] and self._can_align(place):
-                    ranks[place] = self._step(self.plan.ranks[place], self._aligned(place, ranks[0]))
-                    reasons[place] = "alignment"
-        plan = replace(self.plan, entropy=entropy, proposed=proposed, reasons=tuple(reasons))
-        return self._adopt(iteration, plan, tuple(ranks))
+                    targets[place], reasons[place] = self._aligned(place, first), "alignment"
+        ranks = tuple(self._step(before, target) for before, target in zip(self.plan.ranks, targets, strict=True))
+        plan = replace(self.plan, entropy=entropy, proposed=proposed, targets=tuple(targets), reasons=tuple(reasons))
+        return self._adopt(iteration, plan, ranks)
 
     def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """Share the ranks out among matrices; the plan is a new one only if a rank changes."""

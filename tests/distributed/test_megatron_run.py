@@ -93,6 +93,13 @@ def test_the_log_tells_what_happened(edgc_run: tuple[Path, str]) -> None:
             assert math.isfinite(stage["entropy"])
             assert (stage["dp_bytes"] == stage["dp_bytes_dense"]) == (rank is None)
     assert 0 < windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"]
+    for before, after in zip(windows, windows[1:], strict=False):
+        entries = (after["plan"][name] for name in ("proposed", "targets", "ranks", "reasons"))
+        for stage, (proposed, target, rank, reason) in enumerate(zip(*entries, strict=True)):
+            assert (proposed is not None) == (reason == "entropy")
+            if reason == "entropy":
+                assert 4 <= target <= 12 and abs(rank - before["plan"]["ranks"][stage]) <= 8
+    assert "; proposed " in edgc_run[1]
 
 
 def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> None:

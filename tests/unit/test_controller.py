@@ -144,6 +144,25 @@ def test_falling_entropy_lowers_the_rank_step_by_step_down_to_rmin() -> None:
     assert ranks == [64, 56, 48, 40, 32, 24, 16, 16, 16]
 
 
+def test_the_plan_tells_what_entropy_proposed_what_bounds_left_of_it_and_what_the_step_limit_made_of_that() -> None:
+    c = controller(stages=2, align=True)
+    play(c, [*WARM, -5.2], backward=0.004)
+    assert c.plan.ranks == (56, 60)
+    assert c.plan.targets == (16, 60), "4 ms of backward at 1 ms a rank"
+    assert c.plan.proposed == (0.0, 0.0)
+    play(c, [-5.2], backward=0.004)
+    assert (c.plan.ranks, c.plan.targets) == ((48, 52), (16, 52))
+    c.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    play(c, [-5.2], backward=0.004)
+    assert (c.plan.ranks, c.plan.targets) == ((40, 60), (16, None))
+
+
+def test_the_step_limit_does_the_work_as_the_docs_say() -> None:
+    model = StageRankModel(((1024, 4096),))
+    assert model.adjusted_rank(64, 0.0, -0.051) == pytest.approx(16, abs=0.5)
+    assert model.adjusted_rank(64, 0.0, -0.068) == 0
+
+
 def test_a_small_fall_lands_where_the_model_says() -> None:
     entropy = -5.013
     expected = MODEL.adjusted_rank(64, -5.0, entropy)
