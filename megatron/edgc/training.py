@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.utils import get_model_config
+from megatron.training.training import update_train_iters
 from torch import Tensor, nn
 
 from edgc import probe
@@ -64,8 +66,8 @@ class Session:
 
     def __init__(self, config: EDGCConfig, args: Namespace):
         self.args = args
-        self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
-        config.check_run(self.iterations)
+        if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
+            config.check_run(args.train_iters)
         check_param_wire(config, args)
         check_embedding(config, args)
         if not compresses_messages(config, args):
@@ -96,6 +98,8 @@ class Session:
             others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in wrapped})
             raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
         self.chunks = wrapped
+        self.iterations = run_length(self.args)
+        self.config.check_run(self.iterations)
         device = next(chunks[0].parameters()).device
         self.model_config = get_model_config(chunks[0])
         tied = None
@@ -471,6 +475,13 @@ class Session:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def run_length(args: Namespace) -> int:
+    """Iterations of the run as Megatron counts them, by samples perhaps and with batches that grow on the way."""
+    counted = copy(args)  # Megatron itself fills in the count later, and takes a run that has one for another kind
+    update_train_iters(counted)
+    return int(counted.train_iters)
 
 
 def _all_gather(value: Any) -> list[Any]:
