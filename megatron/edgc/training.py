@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -328,15 +329,12 @@ class Session:
             dense = (None,) * len(self.plan.ranks)
             before, self._active = self._active, self.plan.ranks if iteration >= self.plan.first_iteration else dense
             closes_window = (iteration + 1) % self.config.window == 0
-            self._verify = closes_window or any(r is not None for r in set(self._active) - set(before))
+            self._verify = closes_window or compressed_anew(self._active, before)
             for stage in self.stages:
                 place = self.keys.index(stage.key)
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
-                rank = self._active[place]
-                if rank is None and stage.follows:  # no matrix, but of a compressed model
-                    rank = self._active[0]
+                stage.set_rank(self._active, place, matrix_ranks)
                 for reducer in stage.reducers:
-                    reducer.set_rank(rank, matrix_ranks)
                     reducer.verify = self._verify
             ranks = self.message_plan.ranks
             self._message_ranks = ranks if iteration >= self.message_plan.first_iteration else (None,) * len(ranks)
@@ -475,6 +473,11 @@ class Session:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) -> bool:
+    """Whether any stage has a rank that it did not have in the step before; of that nothing is known at first."""
+    return any(now not in (None, was) for now, was in zip_longest(active, before))
 
 
 def run_length(args: Namespace) -> int:

@@ -10,11 +10,11 @@ import torch
 from edgc.alignment import CommCost
 from edgc.allocation import Parameter, allocate
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, RankPlan, StageCost, StageObservation
+from edgc.controller import Controller, StageCost, StageObservation
 from edgc.engines.base import MatrixSpec
 from edgc.timing import Spans
 from megatron.edgc.stages import EmbeddingStage, Stage
-from megatron.edgc.training import Session
+from megatron.edgc.training import compressed_anew
 from megatron.edgc.windows import Part, StageKey
 
 CPU = torch.device("cpu")
@@ -31,25 +31,41 @@ class Reducer:
         self.rank = rank
 
 
-@pytest.mark.parametrize(("compressed", "expected"), [(True, None), (False, 64)])
+@pytest.mark.parametrize(
+    ("compressed", "active", "expected"),
+    [
+        (True, (64, 32, None), None),
+        (True, (64, 32, 16), 16),
+        (False, (64, 32, None), 64),
+        (False, (None, 32, None), None),
+        (False, (None, 32, 16), 16),
+    ],
+)
 def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_first_stage(
-    compressed: bool, expected: int | None
+    compressed: bool, active: tuple[int | None, ...], expected: int | None
 ) -> None:
     reducer = Reducer(EDGCConfig(compress_embeddings=compressed))
     tied = SimpleNamespace(dense_bytes=lambda: 0.0, reducer=reducer)
-    session = SimpleNamespace(
-        args=SimpleNamespace(curr_iteration=7),
-        _step=None,
-        _last_step=math.nan,
-        plan=RankPlan(1, 0, (64, None)),
-        message_plan=RankPlan(0, 0, ()),
-        keys=[StageKey(Part.LAYERS, 0), StageKey(Part.EMBEDDING, 0)],
-        stages=[EmbeddingStage(tied, CPU)],  # type: ignore[arg-type]
-        _loss_scale=lambda: None,
-    )
-    Session.begin_step(session)  # type: ignore[arg-type]
+    stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
+    stage.set_rank(active, 2, None)
     assert reducer.rank == expected
-    assert not Stage(StageKey(Part.LAYERS, 0), [], CPU).follows
+
+
+@pytest.mark.parametrize(
+    ("active", "before", "anew"),
+    [
+        ((None, None), (), False),
+        ((64, None), (), True),
+        ((64, 64), (64, None), True),  # the second stage has ended its warm-up, at the first one's rank
+        ((64, 64), (64, 64), False),
+        ((None, 64), (64, 64), False),
+        ((56, None), (64, None), True),
+    ],
+)
+def test_replicas_are_compared_when_any_stage_has_a_new_rank(
+    active: tuple[int | None, ...], before: tuple[int | None, ...], anew: bool
+) -> None:
+    assert compressed_anew(active, before) == anew
 
 
 class EventSpans(Spans):
