@@ -178,7 +178,7 @@ GROWING = ["--train-samples", "64", "--step-batch-size-schedule", "0:4 1024:8"]
 
 def without_batch_size() -> list[str]:
     place = TINY_GPT.index("--global-batch-size")
-    return [*TINY_GPT[:place], *TINY_GPT[place + 2 :]]
+    return ["--edgc-cpu", *TINY_GPT[:place], *TINY_GPT[place + 2 :]]
 
 
 def test_the_run_is_as_long_as_megatron_says_also_with_batches_that_grow(tmp_path: Path) -> None:
