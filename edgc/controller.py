@@ -56,7 +56,8 @@ class RankPlan:
     """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
-    stage's rank.
+    stage's rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds, rounding and
+    alignment, and ``ranks`` after the step limit.
     """
 
     version: int
@@ -65,15 +66,16 @@ class RankPlan:
     matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
     entropy: tuple[float, ...] = ()
     proposed: tuple[float | None, ...] = ()
-    reason: str = ""
+    targets: tuple[int | None, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "RankPlan":
-        lists = {name: tuple(fields[name]) for name in ("ranks", "matrix_ranks", "entropy", "proposed")}
-        return cls(**{**fields, **lists})
+        own: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**own)
 
 
 class Controller:
@@ -118,18 +120,20 @@ class Controller:
         self.message_ranks: list[int | None] = [None] * len(stages)
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
         self.micro_backward_seconds = math.nan
-        self.anchor: tuple[float, ...] | None = None  # entropy at which compression began, with rank rmax
+        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up
+        self.anchor: list[float | None] = [None] * len(stages)
         # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
         self.tolerated: list[float | None] = [None] * len(stages)
         self.plan = self._first_plan()
 
     def _first_plan(self) -> RankPlan:
+        nothing, places = (None,) * len(self.stages), range(len(self.stages))
         if self.config.engine == "dense":
-            return RankPlan(0, 0, (None,) * len(self.stages), reason="dense engine")
+            return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
         if self.config.dynamic:
-            return RankPlan(0, 0, (None,) * len(self.stages), reason="warm-up")
+            return RankPlan(0, 0, nothing, reasons=tuple(self._own_target(place, None)[1] for place in places))
         first = math.ceil(self.config.warmup_fraction * self.iterations)
-        return RankPlan(0, first, self._static_ranks(0), reason="static")
+        return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
         rank = self._static_rank(iteration)
@@ -164,18 +168,23 @@ class Controller:
             if self.config.engine == "dense":
                 return self.plan
             return self._adopt(iteration, self.plan, self._static_ranks(iteration))
-        entropy = self.history[-1]
-        if self.anchor is None:
-            ready = iteration >= self.config.warmup_fraction * self.iterations and self._stable()
-            if ready:
-                self.anchor = entropy
-            ranks = tuple(None if model is None or not ready else self.config.rmax for model in self.stages)
-            proposed: tuple[float | None, ...] = (None,) * len(self.stages)
-            reason = "entropy is stable" if ready else "warm-up"
-        else:
-            proposed = tuple(self._proposed(stage, entropy[stage]) for stage in range(len(self.stages)))
-            ranks, reason = self._constrained(proposed)
-        return self._adopt(iteration, replace(self.plan, entropy=entropy, proposed=proposed, reason=reason), ranks)
+        entropy, places = self.history[-1], range(len(self.stages))
+        proposed = tuple(self._proposed(place, entropy[place]) for place in places)
+        may_begin = iteration >= self.config.warmup_fraction * self.iterations
+        begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
+        for place in places:
+            if begins[place]:
+                self.anchor[place] = entropy[place]
+        own = [self._own_target(place, proposed[place], begins[place]) for place in places]
+        targets, reasons = [target for target, _ in own], [reason for _, reason in own]
+        first = self._step(self.plan.ranks[0], targets[0])
+        if self.config.align and first is not None:
+            for place in places[1:]:
+                if self.anchor[place] is not None and not begins[place] and self._can_align(place):
+                    targets[place], reasons[place] = self._aligned(place, first), "alignment"
+        ranks = tuple(self._step(before, target) for before, target in zip(self.plan.ranks, targets, strict=True))
+        plan = replace(self.plan, entropy=entropy, proposed=proposed, targets=tuple(targets), reasons=tuple(reasons))
+        return self._adopt(iteration, plan, ranks)
 
     def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """Share the ranks out among matrices; the plan is a new one only if a rank changes."""
@@ -196,26 +205,40 @@ class Controller:
             return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
         return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.min_saving)
 
-    def _stable(self) -> bool:
-        """Whether no stage's entropy changed by more than the threshold between the last two windows."""
-        if len(self.history) < 2:
+    def _stable(self, stage: int) -> bool:
+        """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.
+
+        A difference of entropies is the same in every unit of the gradient; a ratio is not.
+        """
+        if len(self.history) < 2 or self.stages[stage] is None:
             return False
-        # Written so that a NaN, which compares false, counts as not stable.
-        return all(
-            abs(now - before) < self.config.entropy_stability * abs(before)
-            for model, before, now in zip(self.stages, *self.history[-2:], strict=True)
-            if model is not None
-        )
+        before, now = (entropy[stage] for entropy in self.history[-2:])
+        # false for a NaN, and for -inf, the entropy of gradients that are all zero
+        return abs(now - before) < self.config.entropy_stability
+
+    def _own_target(self, stage: int, proposed: float | None, begins: bool = False) -> tuple[int | None, str]:
+        """The rank to which a stage's own entropy leads, within the bounds, and the reason."""
+        if self.stages[stage] is None:
+            return None, "never compressed"
+        if self.anchor[stage] is None:
+            return None, "warm-up"
+        if begins:
+            return self.config.rmax, "entropy is stable"
+        if proposed is None:
+            return self.plan.ranks[stage], "nothing measured"
+        return self._bounded(proposed), "entropy"
 
     def _proposed(self, stage: int, entropy: float) -> float | None:
         """CQM: the rank that drops the same norm as rmax did when compression began; None without an entropy."""
-        assert self.anchor is not None and self.config.rmax is not None
+        anchor, model = self.anchor[stage], self.stages[stage]
+        if anchor is None or model is None:
+            return None
+        assert self.config.rmax is not None
         if self.config.rank_model != "gaussian":
             return self._proposed_by_spectrum(stage)
-        model = self.stages[stage]
-        if model is None or not math.isfinite(entropy):
+        if not math.isfinite(entropy):
             return None
-        return model.adjusted_rank(self.config.rmax, self.anchor[stage], entropy)
+        return model.adjusted_rank(self.config.rmax, anchor, entropy)
 
     def _proposed_by_spectrum(self, stage: int) -> float | None:
         """CQM with measured spectra in place of normal entries; the first that are measured set what is tolerated."""
@@ -235,28 +258,19 @@ class Controller:
             return rank
         return rank_for_dropped(spectra, tolerated * unit)
 
-    def _constrained(self, proposed: Sequence[float | None]) -> tuple[tuple[int | None, ...], str]:
-        """Bounds, rounding, step limit, and alignment of the later stages to the first."""
-        assert self.config.rmin is not None and self.config.rmax is not None
-        own = [
-            before if wanted is None else self._step(before, self._bounded(wanted))
-            for before, wanted in zip(self.plan.ranks, proposed, strict=True)
-        ]
-        first, first_cost = own[0], self.costs[0]
-        if not self.config.align or first is None or first_cost is None or math.isnan(self.micro_backward_seconds):
-            return tuple(own), "entropy"
-        ranks = own[:1]
-        for stage, cost in enumerate(self.costs[1:], start=1):
-            if cost is None:
-                ranks.append(own[stage])
-                continue
-            slack = self._slack(stage)
-            aligned: int | None = None
-            if first_cost.seconds(first) + slack < cost.dense_seconds:
-                # eta is the stage's own: links and stages differ
-                aligned = aligned_rank(first, cost.compressed, slack, self.config.rmax)
-            ranks.append(self._step(self.plan.ranks[stage], aligned))
-        return tuple(ranks), "entropy and alignment"
+    def _can_align(self, stage: int) -> bool:
+        """Whether all is known that alignment of a later stage to the first depends on."""
+        return None not in (self.costs[0], self.costs[stage]) and not math.isnan(self.micro_backward_seconds)
+
+    def _aligned(self, stage: int, first: int) -> int | None:
+        """The rank at which a later stage ends together with the first one, which has rank ``first``; None: dense."""
+        first_cost, cost = self.costs[0], self.costs[stage]
+        assert first_cost is not None and cost is not None and self.config.rmax is not None
+        slack = self._slack(stage)
+        if first_cost.seconds(first) + slack >= cost.dense_seconds:
+            return None
+        # eta is the stage's own: links and stages differ
+        return aligned_rank(first, cost.compressed, slack, self.config.rmax)
 
     def _slack(self, stage: int) -> float:
         """Seconds from the stage's last backward pass to the first stage's: those between them, and the messages."""
@@ -286,7 +300,7 @@ class Controller:
         """Everything that later decisions depend on, as plain numbers and lists."""
         return {
             "history": [list(entropy) for entropy in self.history],
-            "anchor": None if self.anchor is None else list(self.anchor),
+            "anchor": list(self.anchor),
             "tolerated": list(self.tolerated),
             "micro_backward_seconds": self.micro_backward_seconds,
             "costs": [None if cost is None else asdict(cost) for cost in self.costs],
@@ -295,11 +309,14 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises ValueError if it is of another number of stages."""
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other stages or another release."""
+        own = self.state_dict()
+        if state.keys() != own.keys() or state["plan"].keys() != own["plan"].keys():
+            raise ValueError("controller state of another release of EDGC")
         if len(state["costs"]) != len(self.stages):
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}")
         self.history = [tuple(entropy) for entropy in state["history"]]
-        self.anchor = None if state["anchor"] is None else tuple(state["anchor"])
+        self.anchor = list(state["anchor"])
         self.tolerated = list(state["tolerated"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
         self.costs, self.message_costs = (

@@ -1,11 +1,13 @@
 """Reductions that run beside the backward pass: on a stream of their own, or message by message between its pieces."""
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from edgc.collectives import Steps, Work
 from edgc.reducer import run
+from edgc.timing import Spans
 
 
 class Overlap:
@@ -20,34 +22,62 @@ class Overlap:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pending: deque[Handle] = deque()
 
-    def start(self, reduction: Steps[None], keep: object = None) -> "Handle":
+    def start(self, reduction: Steps[None], keep: object = None, spans: Spans | None = None) -> "Handle":
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
         ``keep``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
         them long before the side stream is, and their memory must not be given away so early.
+
+        ``spans`` gets the time that the reduction takes: on CUDA from when the side stream begins with it to when its
+        last message is there, on a CPU that of its own work and waits.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream), torch.no_grad():
+                begin = spans.mark() if spans is not None else None
                 run(reduction)
-            return Handle(None, self.stream, keep)
+                if spans is not None:
+                    spans.add(begin)
+            return Handle(None, self.stream, keep, None)
         for earlier in self._pending:
             earlier.advance()
-        handle = Handle(reduction, None, None)
+        handle = Handle(reduction, None, None, spans)
         handle.advance()
         self._pending.append(handle)
         while self._pending and self._pending[0].done:
             self._pending.popleft()
         return handle
 
+    def start_own(self, collective: Callable[[], Work], spans: Spans) -> "Handle":
+        """Start a collective of the host's, where the host would: nothing but its time is taken, as by ``start``."""
+        if self.stream is None:
+            handle = Handle(_one_message(collective), None, None, spans)
+            handle.advance()
+            return handle
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            begin = spans.mark()
+        work = collective()
+        with torch.cuda.stream(self.stream):
+            work.wait()
+            spans.add(begin)
+        return Handle(None, self.stream, work, None)
+
+
+def _one_message(collective: Callable[[], Work]) -> Steps[None]:
+    yield collective()
+
 
 class Handle:
     """A reduction under way."""
 
-    def __init__(self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None, keep: object):
+    def __init__(
+        self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None, keep: object, spans: Spans | None
+    ):
         self._reduction = reduction
         self._stream = stream
         self._keep = keep
+        self._spans = spans
         self._message: Work | None = None
 
     @property
@@ -59,12 +89,15 @@ class Handle:
         """Take in the message under way and send the next one."""
         if self._reduction is None:
             return
+        begin = self._spans.mark() if self._spans is not None else None
         if self._message is not None:
             self._message.wait()
         with torch.no_grad():
             self._message = next(self._reduction, None)
         if self._message is None:
             self._reduction = None
+        if self._spans is not None:
+            self._spans.add(begin)
 
     def wait(self) -> None:
         """Until the sums may be used; on CUDA: by the current stream."""

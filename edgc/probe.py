@@ -6,16 +6,16 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
 from edgc.allocation import Allocation, pays
-from edgc.collectives import Communicator, all_reduce_bytes
+from edgc.collectives import Communicator, Steps, all_reduce_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import StageCost
 from edgc.engines import MatrixSpec
 from edgc.engines.base import cuts
 from edgc.engines.powersgd import STRONG_SHARE
+from edgc.overlap import Overlap
 from edgc.reducer import GradientReducer, run
 from edgc.wire import wire
 
@@ -74,45 +74,78 @@ def cost_in_bytes(
 
 
 def probe(
-    allocation: Allocation,
+    allocations: Sequence[Allocation],
     config: EDGCConfig,
     communicator: Communicator,
     device: torch.device,
     scatters: bool = False,
     half: bool = False,
+    overlapped: bool = False,
 ) -> StageCost:
-    """Time dense and compressed reductions of scratch copies of a stage's gradients.
+    """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
 
-    Every rank of the group must call this at the same time. Takes memory for two more fp32 gradients and the error
-    while it runs. The smallest of a few repetitions counts: anything above it is noise. ``scatters``: the host's own
-    reduction is a reduce-scatter; it counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
+    ``allocations``: of each group of gradients that is reduced by itself. They are reduced one after another, or, with
+    ``overlapped``, as ``Overlap`` does. Every rank of the process group must call this at the same time. Takes memory
+    for one more fp32 gradient while it runs, beside the state that training will have. The smallest of a few
+    repetitions counts: anything above it is noise. ``scatters``: the host's own reduction is a reduce-scatter; it
+    counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
-    matrices = allocation.matrices
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
-    reducer = GradientReducer(allocation, replace(config, iteration_sampling_rate=1e-6), communicator, device)
-    sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
-    generator = torch.Generator().manual_seed(config.seed)
-    flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
-    gradients = dict(zip(sizes, torch.split(flat, list(sizes.values())), strict=True))
-    shard = -(-len(flat) // communicator.ranks)
-    ends = zip(sizes, accumulate(sizes.values()), strict=True)
-    shards = {name: cuts(end - sizes[name], end, shard, communicator.ranks) for name, end in ends} if scatters else None
-    top = largest_rank(matrices, config.min_saving)
-    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
+    unmeasured = replace(config, iteration_sampling_rate=1e-6)
+    reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
+    groups = [_Group(reducer, device) for reducer in reducers]
+    overlap = Overlap(device) if overlapped else None
 
-    def reduction(rank: int | None) -> Callable[[], None]:
+    def fastest(work: Callable[[], None]) -> float:
+        return min(_seconds(work, groups, communicator, device) for _ in range(1 + REPETITIONS))
+
+    def host_alone() -> float:
+        own = [group.flat.bfloat16() if half else group.flat for group in groups]
+
         def reduce() -> None:
+            sums = (communicator.all_reduce(flat) for flat in own)
+            for work in list(sums) if overlapped else sums:
+                work.wait()
+
+        return fastest(reduce) * _host_share(scatters)
+
+    def at_rank(rank: int | None) -> float:
+        def reduce() -> None:
+            reductions = (group.reduction(scatters) for group in groups)
+            if overlap is None:
+                for reduction in reductions:
+                    run(reduction)
+            else:
+                for handle in [overlap.start(reduction) for reduction in reductions]:
+                    handle.wait()
+
+        for reducer in reducers:
             reducer.set_rank(rank)
-            run(reducer.reduce(gradients, iteration=1, shards=shards))
+        return fastest(reduce)
 
-        return reduce
+    host = host_alone()
+    dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
+    top = largest_rank([matrix for allocation in allocations for matrix in allocation.matrices], config.min_saving)
+    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
+    return StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
 
-    own = flat.bfloat16() if half else flat
-    all_reduce = _fastest(lambda: communicator.all_reduce(own).wait(), own, communicator)
-    host = all_reduce * _host_share(scatters)
-    dense = host if reducer.plain else _fastest(reduction(None), flat, communicator)
-    compressed = [_fastest(reduction(rank), flat, communicator) for rank in ranks]
-    return StageCost(CommCost.fit(ranks, compressed), dense, host)
+
+class _Group:
+    """A reducer and scratch gradients for it."""
+
+    def __init__(self, reducer: GradientReducer, device: torch.device):
+        self.reducer = reducer
+        sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
+        generator = torch.Generator().manual_seed(reducer.config.seed)
+        self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
+        self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
+        ranks = reducer.communicator.ranks
+        shard = -(-len(self.flat) // ranks)
+        ends = zip(sizes, accumulate(sizes.values()), strict=True)
+        self.shards = {name: cuts(end - sizes[name], end, shard, ranks) for name, end in ends}
+
+    def reduction(self, scatters: bool) -> Steps[None]:
+        return self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
 
 
 def _host_share(scatters: bool) -> float:
@@ -125,18 +158,17 @@ def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: floa
     return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 
-def _fastest(work: Callable[[], object], scratch: Tensor, communicator: Communicator) -> float:
-    device = scratch.device
-    fastest = float("inf")
-    for _ in range(1 + REPETITIONS):
-        scratch.clamp_(-1, 1)  # sums of sums of sums would overflow
-        communicator.all_reduce(torch.zeros(1, device=device)).wait()  # start together
-        _synchronise(device)
-        start = time.perf_counter()
-        work()
-        _synchronise(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+def _seconds(
+    work: Callable[[], None], groups: Sequence[_Group], communicator: Communicator, device: torch.device
+) -> float:
+    for group in groups:
+        group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
+    communicator.all_reduce(torch.zeros(1, device=device)).wait()  # start together
+    _synchronise(device)
+    start = time.perf_counter()
+    work()
+    _synchronise(device)
+    return time.perf_counter() - start
 
 
 def _synchronise(device: torch.device) -> None:

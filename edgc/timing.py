@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 
 class Spans:
-    """Durations of repeated pieces of work on one device."""
+    """Durations of repeated work on one device, each the sum of the spans that ``add`` and ``close`` put together."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
+        self._open: list[tuple[Any, Any]] = []
+        self._closed: list[list[tuple[Any, Any]]] = []
 
     def mark(self) -> Any:
-        """A moment in the device's work."""
+        """A moment in the device's work: on CUDA in that of the current stream."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -24,17 +25,25 @@ class Spans:
         return event
 
     def add(self, start: Any) -> None:
-        """Close the span that began at ``start``."""
-        self._spans.append((start, self.mark()))
+        """Add the span from ``start`` to now to the duration that is still open."""
+        self._open.append((start, self.mark()))
+
+    def close(self) -> None:
+        """End the open duration, if any span was added to it; the next span opens another one."""
+        if self._open:
+            self._closed.append(self._open)
+            self._open = []
 
     def take_seconds(self) -> list[float]:
-        """All durations since the last call. The one place that waits for the device."""
-        spans, self._spans = self._spans, []
+        """All durations that were closed since the last call. The one place that waits for the device."""
+        durations, self._closed = self._closed, []
+        return [sum(self._seconds(start, end) for start, end in spans) for spans in durations]
+
+    def _seconds(self, start: Any, end: Any) -> float:
         if not self._cuda:
-            return [end - start for start, end in spans]
-        if spans:
-            spans[-1][1].synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in spans]
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
 
 class BackwardTimer:
@@ -56,4 +65,8 @@ class BackwardTimer:
         start = self._spans.mark()
         # The engine calls back when the whole pass is done; modules and tensors offer no such hook.
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._spans.add(start))
+        engine.queue_callback(lambda: self._end(start))
+
+    def _end(self, start: Any) -> None:
+        self._spans.add(start)
+        self._spans.close()

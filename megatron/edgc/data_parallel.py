@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
-from edgc.collectives import Communicator, Steps, Traffic, together
+from edgc.collectives import Communicator, Steps, Traffic, Work, together
 from edgc.engines.base import Cuts, cuts
 from edgc.overlap import Overlap
 from edgc.reducer import GradientReducer, run
@@ -84,18 +85,28 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         if reducer.plain and len(gradients) == sum(len(bucket.params_list) for bucket in self.buckets):
             for bucket in self.buckets:
                 count_dense(reducer.communicator.traffic, self, bucket.grad_data)
-            super().start_grad_sync(force_all_reduce=force_all_reduce)
+            if overlapped:
+                own = partial(self._own_collective, force_all_reduce)
+                self.grad_reduce_handle = self.edgc_overlap.start_own(own, self.edgc_spans)
+            else:
+                self._own_collective(force_all_reduce)
         else:
             self._check_and_scale()
             shards = None if force_all_reduce else self.edgc_shards
             reduction = reducer.reduce(gradients, step.iteration, step.loss_scale, shards)
             if overlapped:
-                self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep=reducer.state_dict())
+                keep = reducer.state_dict()
+                self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep, self.edgc_spans)
             else:
                 with torch.no_grad():
                     run(reduction)
         if not overlapped:  # else the span would be that of starting it
             self.edgc_spans.add(start)
+
+    def _own_collective(self, force_all_reduce: bool | None) -> Work:
+        """Megatron's own reduction; with overlap, what to wait for."""
+        super().start_grad_sync(force_all_reduce=force_all_reduce)
+        return self.grad_reduce_handle
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the weights that the distributed optimizer has updated: as Megatron does, or their differences."""

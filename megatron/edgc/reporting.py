@@ -5,7 +5,7 @@ import platform
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
@@ -17,7 +17,7 @@ from edgc import __version__
 from edgc.allocation import Allocation
 from edgc.clipping import LIMIT
 from edgc.config import EDGCConfig
-from edgc.controller import NO_RANK, StageCost
+from edgc.controller import NO_RANK, RankPlan, StageCost
 from edgc.events import EventLog
 from megatron.edgc.stages import gradient_bytes
 from megatron.edgc.windows import StageKey, WindowReport
@@ -127,12 +127,10 @@ class Reporter:
         """One line for each stage, the scalars, and the event."""
         plan = report.plan
         for stage, seen in enumerate(report.stages):
-            proposed = plan.proposed[stage] if plan.proposed else None
             fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
                 f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
-                f"{self._rank(report.ranks[stage])} -> {self._rank(plan.ranks[stage])} ({plan.reason}"
-                f"{'' if proposed is None else f'; proposed {proposed:.1f}'}) | "
+                f"{_move(report.ranks, plan, stage, self._rank)} | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
@@ -145,11 +143,11 @@ class Reporter:
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan
         if ahead is not None:
-            for message, rank, next_rank in zip(report.messages, report.message_ranks, ahead.ranks, strict=True):
+            for place, message in enumerate(report.messages):
                 self._print(
-                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | {self._message_rank(rank)} -> "
-                    f"{self._message_rank(next_rank)} ({ahead.reason}) | sent {_bytes(message.bytes)} of "
-                    f"{_bytes(message.bytes_dense)}"
+                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | "
+                    f"{_move(report.message_ranks, ahead, place, self._message_rank)} | "
+                    f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
                 )
                 if message.spikes:
                     self._print(
@@ -194,6 +192,7 @@ class Reporter:
                 "residual": seen.residual,
                 "dp-bytes": seen.dp_bytes,
                 "reduce-seconds": seen.reduce_seconds,
+                **_wanted(report.plan, stage),
             }
             for name, value in scalars.items():
                 if math.isfinite(value):
@@ -219,6 +218,26 @@ class Reporter:
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
+
+
+def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
+    """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
+    notes = [plan.reasons[place]]
+    if plan.proposed and plan.proposed[place] is not None:
+        notes.append(f"proposed {plan.proposed[place]:.1f}")
+    if plan.targets and plan.targets[place] != plan.ranks[place]:
+        notes.append(f"target {name(plan.targets[place])}")
+    return f"{name(used[place])} -> {name(plan.ranks[place])} ({'; '.join(notes)})"
+
+
+def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:
+    """For TensorBoard: the ranks ahead as entropy alone proposes them, and before the step limit."""
+    wanted = {}
+    if plan.proposed and (proposed := plan.proposed[stage]) is not None:
+        wanted["rank-proposed"] = proposed
+    if plan.targets:
+        wanted["rank-target"] = float(plan.targets[stage] or 0)  # 0: dense
+    return wanted
 
 
 def _bytes(count: float) -> str:

@@ -116,6 +116,12 @@ RELIED_ON = (
     Relied(_BUCKETS, "shard_buffer", "called: says which part of a buffer is whose", ("7a8b8f5279e0",)),
     Relied(_MESSAGES, "_batched_p2p_ops", "called with messages in the place of tensors", ("ceda7c5bc430",)),
     Relied(_MESSAGES, "_p2p_ops", "called with messages in the place of tensors", ("d75eff74d927",)),
+    Relied(
+        "training/training.py",
+        "update_train_iters",
+        "called with a copy of the arguments: counts the iterations of the run",
+        names=("train_iters",),
+    ),
     Relied(_SCHEDULES, "get_schedule_table", "called: says which model chunk a message is from", ("f5cf9e7d2042",)),
     # their attributes are used
     Relied(

@@ -1,7 +1,7 @@
 """What one rank reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,16 @@ class Stage:
                 EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
             )
 
+    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
+        """Take the rank at this place among those that are in use."""
+        for reducer in self.reducers:
+            reducer.set_rank(active[place], matrix_ranks)
+
+    def end_step(self) -> None:
+        """Once a step, when all its reductions have ended."""
+        self.dense_bytes += self.dense_bytes_per_step
+        self.spans.close()
+
     def take_window(self, micro_backward_seconds: float) -> RankWindow:
         """What was seen since the last call."""
         measurements = [reducer.measurements.take() for reducer in self.reducers]
@@ -143,6 +153,11 @@ class EmbeddingStage(Stage):
         allocation = allocate(self.parameters, config, smallest_rank(config))
         communicator = Communicator(self.process_group, self.traffic)
         self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
+
+    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
+        """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
+        own = self.tied.reducer.allocation.matrices or active[place] is not None
+        super().set_rank(active, place if own else 0, matrix_ranks)
 
 
 def stages_of(

@@ -5,7 +5,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.utils import get_model_config
+from megatron.training.training import update_train_iters
 from torch import Tensor, nn
 
 from edgc import probe
@@ -64,8 +67,8 @@ class Session:
 
     def __init__(self, config: EDGCConfig, args: Namespace):
         self.args = args
-        self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
-        config.check_run(self.iterations)
+        if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
+            config.check_run(args.train_iters)
         check_param_wire(config, args)
         check_embedding(config, args)
         if not compresses_messages(config, args):
@@ -96,6 +99,8 @@ class Session:
             others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in wrapped})
             raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
         self.chunks = wrapped
+        self.iterations = run_length(self.args)
+        self.config.check_run(self.iterations)
         device = next(chunks[0].parameters()).device
         self.model_config = get_model_config(chunks[0])
         tied = None
@@ -247,11 +252,12 @@ class Session:
         cost, break_even = None, 0
         if config.dynamic and candidates.matrices and not self._alone:
             host = {"scatters": self.args.use_distributed_optimizer, "half": gradient_bytes(self.args) == 2}
-            cost = (
-                probe.probe(candidates, config, communicator, device, **host)
-                if config.link_gbps is None
-                else probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, **host)
-            )
+            if config.link_gbps is None:
+                groups = [allocate(one.described, config, smallest_rank(config)) for one in main.named if one.described]
+                overlapped = self.args.overlap_grad_reduce
+                cost = probe.probe(groups, config, communicator, device, **host, overlapped=overlapped)
+            else:
+                cost = probe.cost_of_link(candidates, config, communicator.ranks, config.link_gbps, **host)
             break_even = probe.break_even(cost, candidates.matrices, config.min_saving)
 
         def setups(config: EDGCConfig) -> list[StageSetup]:
@@ -323,15 +329,12 @@ class Session:
             dense = (None,) * len(self.plan.ranks)
             before, self._active = self._active, self.plan.ranks if iteration >= self.plan.first_iteration else dense
             closes_window = (iteration + 1) % self.config.window == 0
-            self._verify = closes_window or any(r is not None for r in set(self._active) - set(before))
+            self._verify = closes_window or compressed_anew(self._active, before)
             for stage in self.stages:
                 place = self.keys.index(stage.key)
                 matrix_ranks = self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None
-                rank = self._active[place]
-                if rank is None and stage.key.part is Part.EMBEDDING:  # no matrix, but of a compressed model
-                    rank = self._active[0]
+                stage.set_rank(self._active, place, matrix_ranks)
                 for reducer in stage.reducers:
-                    reducer.set_rank(rank, matrix_ranks)
                     reducer.verify = self._verify
             ranks = self.message_plan.ranks
             self._message_ranks = ranks if iteration >= self.message_plan.first_iteration else (None,) * len(ranks)
@@ -348,7 +351,7 @@ class Session:
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
         for stage in self.stages:
-            stage.dense_bytes += stage.dense_bytes_per_step
+            stage.end_step()
             for group in stage.groups:
                 group.keep_weights()
         if self.scaled and not self._all_finite():
@@ -449,6 +452,7 @@ class Session:
                 message_ranks=self._message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
+                costs=tuple(self.controller.costs),
             )
         report = self._broadcast(report)
         self._step_seconds = []
@@ -469,6 +473,18 @@ class Session:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) -> bool:
+    """Whether any stage has a rank that it did not have in the step before; of that nothing is known at first."""
+    return any(now not in (None, was) for now, was in zip_longest(active, before))
+
+
+def run_length(args: Namespace) -> int:
+    """Iterations of the run as Megatron counts them, by samples perhaps and with batches that grow on the way."""
+    counted = copy(args)  # Megatron itself fills in the count later, and takes a run that has one for another kind
+    update_train_iters(counted)
+    return int(counted.train_iters)
 
 
 def _all_gather(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from torch import Tensor
 
-from edgc.controller import RankPlan
+from edgc.controller import RankPlan, StageCost
 from edgc.statistics import GradientStatistics
 
 
@@ -83,7 +83,8 @@ class WindowReport:
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
     The byte counts are of the whole run so far, the mean over all ranks; ``param_bytes`` of the distributed
     optimizer's updated weights, ``pp_bytes`` of messages between pipeline stages. Of boundaries where low rank is
-    wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on.
+    wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on. ``costs`` of each stage as corrected
+    by what its reductions took in this window.
     """
 
     iteration: int
@@ -100,10 +101,11 @@ class WindowReport:
     message_ranks: tuple[int | None, ...] = ()
     message_plan: RankPlan | None = None
     messages: tuple[MessageWindow, ...] = ()
+    costs: tuple[StageCost | None, ...] = ()
 
 
 def merge(ranks: Sequence[RankWindow]) -> RankWindow:
-    """One stage from its ranks: means, but the shortest reduction, since the others also waited for a late peer."""
+    """One stage from its ranks: means, but the shortest reductions, since the others also waited for a late peer."""
     return RankWindow(
         stage=ranks[0].stage,
         entropy=mean_of_finite([r.entropy for r in ranks]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.events import read_events
-from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, launch, train
+from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, failure, launch, train
 
 # Without alignment no clock enters a decision, so two runs can be compared bit for bit.
 ITERATIONS = 24
@@ -93,6 +93,13 @@ def test_the_log_tells_what_happened(edgc_run: tuple[Path, str]) -> None:
             assert math.isfinite(stage["entropy"])
             assert (stage["dp_bytes"] == stage["dp_bytes_dense"]) == (rank is None)
     assert 0 < windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"]
+    for before, after in zip(windows, windows[1:], strict=False):
+        entries = (after["plan"][name] for name in ("proposed", "targets", "ranks", "reasons"))
+        for stage, (proposed, target, rank, reason) in enumerate(zip(*entries, strict=True)):
+            assert (proposed is not None) == (reason == "entropy")
+            if reason == "entropy":
+                assert 4 <= target <= 12 and abs(rank - before["plan"]["ranks"][stage]) <= 8
+    assert "; proposed " in edgc_run[1]
 
 
 def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> None:
@@ -163,6 +170,39 @@ def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ra
     (setup,) = start["stages"]
     elements = sum(8 * (rows + cols) for _, rows, cols in setup["matrices"]) + sum(e for _, e, _ in setup["rest"])
     assert windows[-1]["stages"][0]["dp_bytes"] == 2 * 4 * elements * 2 * 3 / 4  # two steps in fp32 among four ranks
+
+
+# 4 batches of 4 samples of 64 tokens, and then 6 of 8: 10 iterations, where 64 samples / 4 are 16
+GROWING = ["--train-samples", "64", "--step-batch-size-schedule", "0:4 1024:8"]
+
+
+def without_batch_size() -> list[str]:
+    place = TINY_GPT.index("--global-batch-size")
+    return ["--edgc-cpu", *TINY_GPT[:place], *TINY_GPT[place + 2 :]]
+
+
+def test_the_run_is_as_long_as_megatron_says_also_with_batches_that_grow(tmp_path: Path) -> None:
+    static = "--edgc --edgc-preset paper --edgc-static-rank 8 --edgc-warmup-fraction 0.5 --edgc-window 5"
+    arguments = [*without_batch_size(), *GROWING, *static.split(), "--edgc-log-dir", str(tmp_path)]
+    finished = launch(PRETRAIN, arguments, processes=2)
+    assert finished.returncode == 0, failure(finished.stdout)
+    assert re.findall(r"iteration +(\d+)/ +(\d+) ", finished.stdout)[-1] == ("10", "10")
+    start, *windows = read_events(tmp_path)
+    assert start["iterations"] == 10
+    assert [(event["iteration"], event["ranks"], event["last"]) for event in windows] == [
+        (5, [None], False),
+        (10, [8], True),
+    ]
+
+
+def test_a_window_that_a_run_with_growing_batches_never_fills_is_refused() -> None:
+    settings = "--edgc --edgc-preset paper --edgc-window 12"
+    finished = launch(PRETRAIN, [*without_batch_size(), *GROWING, *settings.split()], processes=2)
+    assert finished.returncode != 0
+    errors = [line for line in finished.stdout.splitlines() if "edgc: error: " in line]
+    assert errors == ["edgc: error: --edgc-window = 12: is longer than the run of 10 iterations"]
+    # the launcher's own traceback is there, but none of ours
+    assert "ConfigError" not in finished.stdout and "iteration        1/" not in finished.stdout
 
 
 LEVERS = shlex.split(

@@ -218,10 +218,11 @@ def test_the_residual_is_that_of_what_was_to_be_sent() -> None:
 def probed(rank: int) -> tuple[float, float, int]:
     config = EDGCConfig(iteration_sampling_rate=1.0)
     parameters = [Parameter(f"m{i}", (256, 256)) for i in range(4)] + [Parameter("bias", (256,))]
-    allocation = allocate(parameters, config, 4)
+    allocations = [allocate(parameters[:3], config, 4), allocate(parameters[3:], config, 4)]
     assert dist.group.WORLD is not None
-    cost = probe(allocation, config, Communicator(dist.group.WORLD, Traffic()), CPU)
-    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, allocation.matrices, 2.0)
+    communicator = Communicator(dist.group.WORLD, Traffic())
+    cost = probe(allocations, config, communicator, CPU, half=True, overlapped=True)
+    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, allocations[0].matrices, 2.0)
 
 
 def test_a_probe_times_both_reductions() -> None:

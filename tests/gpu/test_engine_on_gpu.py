@@ -69,11 +69,14 @@ def test_a_message_is_the_same_on_gpu_as_on_the_cpu(name: str) -> None:
 
 def test_probing_and_timing_use_the_devices_own_clock(communicator: Communicator) -> None:
     device = torch.device("cuda")
-    cost = probe(Allocation(MATRICES, ()), EDGCConfig(), communicator, device)
-    assert cost.dense_seconds > 0 and cost.compressed.seconds(8) > 0
+    for overlapped in (False, True):
+        groups = [Allocation((matrix,), ()) for matrix in MATRICES]
+        cost = probe(groups, EDGCConfig(), communicator, device, overlapped=overlapped)
+        assert cost.dense_seconds > 0 and cost.compressed.seconds(8) > 0
     spans = Spans(device)
     start = spans.mark()
     torch.cuda._sleep(1_000_000)
     spans.add(start)
+    spans.close()
     (seconds,) = spans.take_seconds()
     assert seconds > 1e-5

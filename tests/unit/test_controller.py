@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
 COST = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
 WINDOW = 100
-BASE = EDGCConfig(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.05)
+BASE = EDGCConfig(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.25)
 
 
 def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
@@ -59,12 +60,79 @@ def test_warm_up_goes_on_until_entropy_is_stable() -> None:
     assert first_stage(play(controller(), falling + [falling[-1]] * 2)) == [None] * 12 + [64, 64]
 
 
-def test_every_stage_must_be_stable() -> None:
+def windows(c: Controller, entropies: list[tuple[float, ...]], backward: float = math.nan) -> list[RankPlan]:
+    """Feed each stage its own entropy, one entry a window; the plans decided after each window."""
+    plans = []
+    for entropy in entropies:
+        c.observe([StageObservation(entropy=one, micro_backward_seconds=backward) for one in entropy])
+        plans.append(c.decide(len(c.history) * WINDOW))
+    return plans
+
+
+def test_every_stage_ends_its_own_warm_up() -> None:
     c = controller(stages=2, warmup_fraction=0.0)
-    for window, second in enumerate((-5.0, -6.0, -6.1)):
-        c.observe([StageObservation(entropy=-5.0), StageObservation(entropy=second)])
-        ranks = c.decide((window + 1) * WINDOW).ranks
-        assert ranks == ((64, 64) if window == 2 else (None, None))
+    plans = windows(c, [(-5.0, -5.0), (-5.0, -6.0), (-5.0, -6.1), (-5.0, -6.1)])
+    assert [plan.ranks for plan in plans] == [(None, None), (64, None), (64, 64), (64, 64)]
+    assert [plan.reasons for plan in plans] == [
+        ("warm-up", "warm-up"),
+        ("entropy is stable", "warm-up"),
+        ("entropy", "entropy is stable"),
+        ("entropy", "entropy"),
+    ]
+    assert c.anchor == [-5.0, -6.1]
+
+
+@pytest.mark.parametrize("unit", [0.0, 8.3, -8.0, 5.0])
+def test_the_unit_of_the_gradient_does_not_matter(unit: float) -> None:
+    """Gradients e^8.3 times larger have an entropy that is larger by 8.3, and the same plan."""
+    generator = random.Random(1)
+    history = [-8.0 + 6 * 0.8**window + 0.1 * generator.random() for window in range(30)]
+    c, shifted = (controller(stages=2, align=True, warmup_fraction=0.0) for _ in range(2))
+    expected = play(c, history, backward=0.004)
+    assert play(shifted, [entropy + unit for entropy in history], backward=0.004) == expected
+    assert expected[7:10] == [(None, None), (None, None), (64, 64)] and min(first or 64 for first, _ in expected) == 16
+
+
+@pytest.mark.parametrize("dead", [-math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("align", [True, False])
+def test_a_dead_stage_stays_dense_until_it_lives_and_holds_no_other_back(dead: float, place: int, align: bool) -> None:
+    c = controller(stages=2, warmup_fraction=0.0, align=align)
+    entropies: list[tuple[float, ...]] = [(-5.0, dead)] * 3 + [(-5.0, -7.0)] * 2
+    if place == 0:
+        entropies = [(last, first) for first, last in entropies]
+    plans = windows(c, entropies, backward=0.004)
+    dead_ranks = [plan.ranks[place] for plan in plans]
+    assert dead_ranks == [None, None, None, None, 64]
+    assert [plan.ranks[1 - place] for plan in plans] == [None, 64, 64, 64, 64]
+    assert plans[3].reasons[place] == "warm-up"
+
+
+def test_alignment_leaves_a_later_stage_its_warm_up() -> None:
+    c = controller(stages=3, align=True, rank_step=16, warmup_fraction=0.0)
+    stable = [(-5.0, math.nan, -5.0)] * 2
+    falling = [(-5.2, -6.0, -5.2), (-5.2, -7.0, -5.2), (-5.2, -7.1, -5.2), (-5.2, -7.1, -5.2)]
+    plans = windows(c, stable + falling, backward=0.004)
+    # 4 ms of backward at 1 ms a rank: the third stage has 8 ranks more than the first, the second begins at rmax
+    assert [plan.ranks for plan in plans[1:]] == [
+        (64, None, 64),
+        (48, None, 56),
+        (32, None, 40),
+        (16, 64, 24),
+        (16, 48, 24),
+    ]
+    assert plans[-2].reasons == ("entropy", "entropy is stable", "alignment")
+
+
+def test_while_the_first_stage_is_in_its_warm_up_the_others_follow_their_own_entropy() -> None:
+    c = controller(stages=2, align=True, rank_step=16, warmup_fraction=0.0)
+    first = [math.nan] * 5 + [-5.0] * 3
+    second = [-5.0, -5.0, -5.2, -5.2, -5.2, -5.2, -5.2, -5.2]
+    plans = windows(c, list(zip(first, second, strict=True)), backward=0.004)
+    assert [plan.ranks for plan in plans[1:6]] == [(None, 64), (None, 48), (None, 32), (None, 16), (None, 16)]
+    # the first stage begins at rmax; the second, which ends 4 ms earlier, is aligned to it from then on, step by step
+    assert [plan.ranks for plan in plans[6:]] == [(64, 32), (64, 48)]
+    assert plans[5].reasons == ("warm-up", "entropy") and plans[6].reasons == ("entropy is stable", "alignment")
 
 
 def test_flat_entropy_keeps_the_rank() -> None:
@@ -74,6 +142,25 @@ def test_flat_entropy_keeps_the_rank() -> None:
 def test_falling_entropy_lowers_the_rank_step_by_step_down_to_rmin() -> None:
     ranks = first_stage(play(controller(), [*WARM, *[-5.2] * 8]))[9:]
     assert ranks == [64, 56, 48, 40, 32, 24, 16, 16, 16]
+
+
+def test_the_plan_tells_what_entropy_proposed_what_bounds_left_of_it_and_what_the_step_limit_made_of_that() -> None:
+    c = controller(stages=2, align=True)
+    play(c, [*WARM, -5.2], backward=0.004)
+    assert c.plan.ranks == (56, 60)
+    assert c.plan.targets == (16, 60), "4 ms of backward at 1 ms a rank"
+    assert c.plan.proposed == (0.0, 0.0)
+    play(c, [-5.2], backward=0.004)
+    assert (c.plan.ranks, c.plan.targets) == ((48, 52), (16, 52))
+    c.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    play(c, [-5.2], backward=0.004)
+    assert (c.plan.ranks, c.plan.targets) == ((40, 60), (16, None))
+
+
+def test_the_step_limit_does_the_work_as_the_docs_say() -> None:
+    model = StageRankModel(((1024, 4096),))
+    assert model.adjusted_rank(64, 0.0, -0.051) == pytest.approx(16, abs=0.5)
+    assert model.adjusted_rank(64, 0.0, -0.068) == 0
 
 
 def test_a_small_fall_lands_where_the_model_says() -> None:
@@ -114,7 +201,7 @@ def test_a_window_without_a_finite_entropy_does_not_end_the_warm_up() -> None:
 
 def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
     c = controller(static_rank=32, rmin=None, rmax=None)
-    assert c.plan == RankPlan(0, 1000, (32,), reason="static")
+    assert c.plan == RankPlan(0, 1000, (32,), reasons=("static",))
     assert first_stage(play(c, [-5.0, -9.0, -1.0])) == [32, 32, 32]
 
 
@@ -234,6 +321,14 @@ def test_state_survives_json_and_goes_on_alike() -> None:
 def test_state_of_another_pipeline_is_refused() -> None:
     with pytest.raises(ValueError, match="controller state of 2 stages, this run has 3"):
         controller(stages=3).load_state_dict(controller(stages=2).state_dict())
+
+
+def test_state_of_another_release_is_refused() -> None:
+    old = controller().state_dict()
+    old["plan"]["reason"] = "warm-up"
+    del old["plan"]["reasons"]
+    with pytest.raises(ValueError, match="controller state of another release of EDGC"):
+        controller().load_state_dict(old)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -1,7 +1,12 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
 from edgc.collectives import Steps
 from edgc.overlap import Overlap
+from edgc.timing import Spans
 
 
 class Message:
@@ -55,3 +60,130 @@ def test_the_reduction_runs_without_autograd() -> None:
 
     Overlap(torch.device("cpu")).start(steps()).wait()
     assert not any(product.requires_grad for product in products)
+
+
+class EventSpans(Spans):
+    """A clock that counts what was logged."""
+
+    def __init__(self, log: list[str], device: str = "cpu"):
+        super().__init__(torch.device(device))
+        self._cuda = False
+        self.log = log
+
+    def mark(self) -> int:
+        return len(self.log)
+
+
+def test_a_reduction_is_timed_by_its_own_work_and_waits_and_by_nothing_in_between() -> None:
+    log: list[str] = []
+    spans, others = EventSpans(log), EventSpans(log)
+    overlap = Overlap(torch.device("cpu"))
+    a = overlap.start(reduction(log, "a", 2), spans=spans)
+    log += ["backward"] * 10
+    b = overlap.start(reduction(log, "b", 1), spans=others)  # takes the first one message further
+    log += ["backward"] * 10
+    overlap.start(reduction(log, "weights", 1)).wait()
+    a.wait()
+    b.wait()
+    for one in (spans, others):
+        one.close()
+    own = sum(entry.startswith("a") for entry in log)
+    assert own == 5 and spans.take_seconds() == [own]
+    assert others.take_seconds() == [3], "leaves, is there, ends"
+
+
+def test_a_collective_of_the_hosts_is_timed_and_left_alone_until_it_is_waited_for() -> None:
+    log: list[str] = []
+    spans = EventSpans(log)
+    overlap = Overlap(torch.device("cpu"))
+    own = overlap.start_own(lambda: Message(log, "own"), spans)
+    a = overlap.start(reduction(log, "a", 1))
+    assert log == ["own leaves", "a0 leaves"]
+    own.wait()
+    spans.close()
+    assert spans.take_seconds() == [2], "leaves, is there"
+    a.wait()
+    assert own.done and a.done
+
+
+class Streams:
+    """Stands for ``torch.cuda``: one line of work for each stream, and which one is current."""
+
+    def __init__(self, log: list[str]):
+        self.log, self.now = log, "backward's"
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802  # the name of torch.cuda's
+        return SimpleNamespace(wait_stream=lambda other: self.log.append(f"side stream waits for {other.name}"))
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(
+            name=self.now, wait_stream=lambda other: self.log.append(f"{self.now} stream waits for the side stream")
+        )
+
+    def stream(self, stream: Any) -> Any:
+        streams = self
+
+        class Current:
+            def __enter__(self) -> None:
+                streams.now = "side"
+
+            def __exit__(self, *error: Any) -> None:
+                streams.now = "backward's"
+
+        return Current()
+
+
+class Marks(EventSpans):
+    """Logs its marks, and the stream that they are of."""
+
+    def __init__(self, log: list[str], streams: Streams):
+        super().__init__(log, "cuda")
+        self.streams = streams
+
+    def mark(self) -> int:
+        self.log.append(f"event on the {self.streams.now} stream")
+        return len(self.log)
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def marks(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Marks:
+    streams = Streams(log)
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(streams, name))
+    return Marks(log, streams)
+
+
+def test_on_cuda_a_reduction_is_timed_on_the_side_stream(log: list[str], marks: Marks) -> None:
+    Overlap(torch.device("cuda")).start(reduction(log, "a", 1), spans=marks).wait()
+    assert log == [
+        "side stream waits for backward's",
+        "event on the side stream",
+        *("a0 leaves", "a0 is there", "a ends"),
+        "event on the side stream",
+        "backward's stream waits for the side stream",
+    ]
+    marks.close()
+    assert marks.take_seconds() == [4]
+
+
+def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed_on_the_side_stream(
+    log: list[str], marks: Marks
+) -> None:
+    class Own(Message):
+        def wait(self) -> None:
+            log.append(f"{marks.streams.now} stream waits for own")
+
+    Overlap(torch.device("cuda")).start_own(lambda: Own(log, f"own on the {marks.streams.now} stream"), marks).wait()
+    assert log == [
+        "side stream waits for backward's",
+        "event on the side stream",
+        "own on the backward's stream leaves",
+        "side stream waits for own",
+        "event on the side stream",
+        "backward's stream waits for the side stream",
+    ]

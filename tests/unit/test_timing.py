@@ -1,5 +1,6 @@
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,6 +71,53 @@ def test_spans_are_in_seconds_and_taken_once() -> None:
     start = spans.mark()
     time.sleep(0.02)
     spans.add(start)
+    assert spans.take_seconds() == [], "still open"
+    spans.close()
     (seconds,) = spans.take_seconds()
     assert 0.02 <= seconds < 20
     assert spans.take_seconds() == []
+
+
+def test_spans_that_are_closed_together_are_one_duration() -> None:
+    events: list[str] = []
+    spans = EventSpans(events)
+    for pieces in ([2, 1], [4], []):
+        for length in pieces:
+            start = spans.mark()
+            events.extend("piece" for _ in range(length))
+            spans.add(start)
+            events.append("between")
+        spans.close()
+    assert spans.take_seconds() == [3, 4], "a close without spans ends nothing"
+
+
+class Clock:
+    """Stands for ``torch.cuda.Event``: every event is recorded one second after the one before."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+        self.waited = False
+
+    def record(self) -> None:
+        Clock.now += 1
+        self.at = Clock.now
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: "Clock") -> float:
+        assert end.waited, "the device may not be there yet"
+        return 1000 * (end.at - self.at)
+
+
+def test_on_cuda_events_are_waited_for_only_when_durations_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    spans = Spans(torch.device("cuda"))
+    for _ in range(2):
+        for _ in range(3):
+            spans.add(spans.mark())
+        spans.close()
+    assert not any(end.waited for duration in spans._closed for _, end in duration)
+    assert spans.take_seconds() == [3.0, 3.0]

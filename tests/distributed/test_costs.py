@@ -1,0 +1,41 @@
+"""What DAC knows of the link: probed before training, and corrected by what reductions take in it."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgc.alignment import CommCost
+from edgc.controller import StageCost
+from edgc.events import read_events
+from tests.distributed.megatron_runs import REPOSITORY, train
+
+SLOW_LINK = REPOSITORY / "tests" / "distributed" / "slow_link_run.py"
+FOUR_CHUNKS = shlex.split(
+    "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --train-iters 12"
+)
+EDGC = shlex.split(
+    "--edgc --edgc-preset paper --edgc-window 4 --edgc-rmin 4 --edgc-rmax 12 --edgc-warmup-fraction 0.25 "
+    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 0.5"
+)
+
+
+def stage_cost(fields: dict[str, Any]) -> StageCost:
+    return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})
+
+
+@pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce"]], ids=["in turn", "overlapped"])
+def test_a_stage_of_four_chunks_takes_in_training_what_was_probed(overlap: list[str], tmp_path: Path) -> None:
+    train([*FOUR_CHUNKS, *overlap, *EDGC, "--edgc-log-dir", str(tmp_path)], script=SLOW_LINK)
+    start, *windows = read_events(tmp_path)
+    probed = [stage_cost(stage["cost"]) for stage in start["stages"]]
+    assert [window["ranks"] for window in windows[:2]] == [[None, None]] * 2 and None not in windows[2]["ranks"]
+    for window in windows:
+        for stage, (cost, rank) in enumerate(zip(probed, window["ranks"], strict=True)):
+            # four sums of a chunk, or of its two factors and the rest, of 40 ms each
+            assert cost.seconds(rank) > (0.16 if rank is None else 0.48)
+            seconds = window["stages"][stage]["reduce_seconds"]
+            assert seconds is not None and 0.6 < seconds / cost.seconds(rank) < 1.6
+            corrected = stage_cost(window["costs"][stage])
+            assert corrected != cost and corrected.seconds(rank) == pytest.approx(seconds)
