@@ -38,7 +38,7 @@ from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import RANKS, Checkpoints
-from megatron.edgc.compatibility import check_embedding, check_param_wire, compresses_messages
+from megatron.edgc.compatibility import check_param_wire, compresses_messages, fuses_embedding
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
@@ -67,7 +67,7 @@ class Session:
         self.iterations: int = args.train_iters or args.train_samples // args.global_batch_size
         config.check_run(self.iterations)
         check_param_wire(config, args)
-        check_embedding(config, args)
+        config = replace(config, fuse_embedding_sync=fuses_embedding(config, args))
         if not compresses_messages(config, args):
             config = replace(config, **OFF)
         self.requested = config
@@ -146,7 +146,8 @@ class Session:
                 self.message_controller = Controller(message_settings, self.iterations, specs, [None] * len(specs))
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back)
+        apart = self.stages[0].embedding
+        self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back, apart)
         Checkpoints(
             self.args,
             self.requested,
@@ -348,7 +349,7 @@ class Session:
     def after_reduction(self, iteration: int) -> None:
         """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
         for stage in self.stages:
-            stage.dense_bytes += stage.dense_bytes_per_step
+            stage.count_step()
             for group in stage.groups:
                 group.keep_weights()
         if self.scaled and not self._all_finite():
