@@ -138,7 +138,7 @@ def embedding_apart(args: Namespace) -> str:
     if args.pipeline_model_parallel_size == 1:
         return "needs a pipeline: --pipeline-model-parallel-size is 1"
     if args.mtp_num_layers:
-        return "does not work with --mtp-num-layers: the copy of the last stage is another parameter"
+        return "is not supported with --mtp-num-layers"
     if args.untie_embeddings_and_output_weights:
         return "does nothing with --untie-embeddings-and-output-weights"
     return ""

@@ -17,9 +17,10 @@ from torch import Tensor
 from edgc import __version__
 from edgc.allocation import Allocation
 from edgc.clipping import LIMIT
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, flag
 from edgc.controller import NO_RANK, StageCost
 from edgc.events import EventLog
+from megatron.edgc.compatibility import embedding_apart
 from megatron.edgc.stages import gradient_bytes
 from megatron.edgc.windows import StageKey, WindowReport
 
@@ -82,8 +83,10 @@ class Reporter:
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
         if embedding is not None:
-            what = f"{_bytes(embedding.nbytes)} a step: by Megatron, counted, not compressed"
-            lines.append(f"tied embedding summed over first and last stage: {what}")
+            what = f"by Megatron, counted, not compressed: {_bytes(embedding.nbytes)} a step"
+            why = embedding_apart(args)
+            why = f": {flag('fuse_embedding_sync')} {why}" if why else ""
+            lines.append(f"tied embedding summed over first and last stage {what}{why}")
         if messages is not None:
             how = f"rank {messages.rmin} to {messages.rmax}" if messages.dynamic else f"rank {messages.static_rank}"
             if not messages.low_rank:
