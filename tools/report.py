@@ -31,7 +31,7 @@ RUN_COLOURS = {"dense": "#555555", "edgc": "#D55E00"}
 STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 BYTES = (
     "Bytes are those that a process sends in the whole run, mean over all of them, and how many times fewer than the "
-    "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include the sum of a tied embedding "
+    "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include a tied embedding's sum "
     "between pipeline stages."
 )
 CAVEAT = "All ranks ran on one machine over loopback: the step times say nothing about a cluster."

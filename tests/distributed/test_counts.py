@@ -46,7 +46,9 @@ def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None
 def test_the_log_says_what_all_of_it_was(tmp_path: Path) -> None:
     flags = "--bf16 --use-distributed-optimizer --edgc --edgc-preset paper --edgc-static-rank 8 --edgc-window 2"
     output = train([*PIPELINE, *shlex.split(flags), "--edgc-log-dir", str(tmp_path)])
-    assert "tied embedding summed over first and last stage by Megatron, counted, not compressed: 65.5 kB a st" in output
+    assert (
+        "tied embedding summed over first and last stage by Megatron, counted, not compressed: 65.5 kB a st" in output
+    )
     start, *_, last = read_events(tmp_path)
     assert (start["embedding_sum"], start["gradient_bytes"]) == ("apart", 4)
     for suffix in ("", "_dense"):
