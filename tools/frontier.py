@@ -42,8 +42,8 @@ LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries
 
 
 # What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
-# it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. The field ``changes`` of a
-# line is how many of them its code had.
+# it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. A line's ``changes`` is
+# how many of them its code had.
 CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
     ("basis by QR", lambda engine, _: engine in LOW_RANK),
     ("only factors scaled", lambda engine, _: engine in LOW_RANK),

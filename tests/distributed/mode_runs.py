@@ -46,6 +46,7 @@ from edgc.reducer import GradientReducer  # noqa: E402
 from megatron.edgc.message_costs import message_shape  # noqa: E402
 from megatron.edgc.messages import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
+from megatron.edgc.stages import gradient_bytes  # noqa: E402
 
 
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
@@ -289,6 +290,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
         "state_bytes": sum(reducer.state_bytes() for stage in stages for reducer in stage.reducers),
+        "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
             *(sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)),
             *((0.0, 0.0) if messages is None else messages.byte_counts()),
