@@ -48,7 +48,6 @@ from megatron.edgc.messages import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
 from megatron.edgc.stages import gradient_bytes  # noqa: E402
 
-
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
 COLLECTIVES: tuple[tuple[Any, str], ...] = (
     *((dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor")),

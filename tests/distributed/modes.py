@@ -351,10 +351,10 @@ def page(seen: dict[str, Seen]) -> str:
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
         "- Triton's kernels ran in its interpreter.",
-        "- *fewer bytes*: of these four steps, the first of them in int8, against plain Megatron: gradients, with a tied "
-        "embedding's sum between stages, which EDGC fuses with the others unless a flag says no; *than bf16*: if plain "
-        "Megatron's were in bf16; *in all*: gradients, updated weights where they are gathered, messages where there are "
-        "stages, and each of the latter two.",
+        "- *fewer bytes*: of these four steps, the first of them in int8, against plain Megatron: gradients, with a "
+        "tied embedding's sum between stages, which EDGC fuses with the others unless a flag says no; *than bf16*: if "
+        "plain Megatron's were in bf16; *in all*: gradients, updated weights where they are gathered, and messages "
+        "where there are stages, then each of the latter two.",
         "",
         "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes | than bf16 | in all |",
         "|---|---|---|---|---|---|---|---|---|---|",
