@@ -4,6 +4,7 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
