@@ -33,7 +33,7 @@ _FEW_BITS = {
     "pp_engine": "int4",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
+    "paper": {"fuse_embedding_sync": False},  # as published
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "rank_share": 1 / 4},
     "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "rank_share": 5 / 32},
     "fast": {**_FRONT, **_FEW_BITS, "rest_wire": "int4", "warmup_fraction": 0.01, "rank_share": 3 / 32},
@@ -68,7 +68,7 @@ class EDGCConfig:
     preset: str | None = _knob(
         None,
         "defaults of the other settings: the paper's algorithm, EDGC's levers at three volumes, from many bytes to "
-        "few, or the rival Optimus-CC (default: balanced for powersgd, paper for other engines)",
+        "few, or the rival Optimus-CC (default: balanced for powersgd, none for other engines)",
         "name",
         "docs/frontier",
         tuple(PRESETS),
@@ -277,10 +277,11 @@ class EDGCConfig:
     pp_epilogue_only: bool = _knob(
         False, "compress only gradients that a stage has nothing to do but wait for", "switch", "as pp"
     )
-    fuse_embedding_sync: bool = _knob(
-        False,
-        "first and last pipeline stage sum the gradient of a tied embedding at once, over the data-parallel ranks of "
-        "both, instead of each over its own and then with each other",
+    fuse_embedding_sync: bool | None = _knob(
+        None,
+        "first and last pipeline stage sum the gradient of a tied embedding in one sum over the processes of both, "
+        "instead of each over its own and then with each other (default: wherever there is one, but with the engine "
+        "dense and the preset paper)",
         "switch",
         "Optimus-CC, ASPLOS 2023",
     )
@@ -376,7 +377,7 @@ class EDGCConfig:
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
         """The preset that ``given`` names, or the default one, overridden by what else it holds."""
-        usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else "paper"
+        usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         preset = given.get("preset", usual)
         settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
         void = ["static_rank"] if settings.get("engine", cls.engine) not in LOW_RANK else []

@@ -8,10 +8,12 @@ meta device, of which only shapes exist. With ``--write`` the tables take the pl
 that file, and the figures go to a JSON file of its name.
 
 - weights, gradients, optimizer: exact, by the types that the flags choose; Adam. Activations: Megatron's own estimate
-  for the first stage, which has most. EDGC: errors and kept factors at the largest of the ranks. What NCCL, CUDA and
-  the allocator take comes on top.
-- bytes of a step: those that one rank sends for its stage's gradients: Megatron's reduction, and low rank in the
-  formats of the method at each rank; and the messages from stage to stage, uncompressed.
+  for the first stage, which has most. EDGC: errors and kept factors at the largest of the ranks, twice where Megatron
+  may skip a step or run it again (a loss scale, checks of the loss): then EDGC keeps the state before the step. What
+  NCCL, CUDA and the allocator take comes on top.
+- bytes of a step: those that one process sends for its stage's gradients: Megatron's reduction, and low rank in the
+  formats of the method at each rank, each with the sum of a tied embedding between the first and the last stage; and
+  beside them the distributed optimizer's updated weights and the messages to other stages, as Megatron sends them.
 """
 
 import argparse
@@ -46,7 +48,11 @@ START = "<!-- tools/describe.py -->"
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """A GPU of one pipeline stage. Memory in bytes; ``sent``: bytes of a step by rank, None for Megatron's own."""
+    """A GPU of one pipeline stage. Memory in bytes.
+
+    Bytes of a step: ``sent`` for gradients by rank, ``dense`` for Megatron's own; ``gathered`` of updated weights and
+    ``messages`` to other stages.
+    """
 
     layers: int
     parameters: int
@@ -56,6 +62,8 @@ class StageNeeds:
     activations: int
     edgc: int
     sent: dict[str, float]
+    gathered: float
+    messages: float
 
     @property
     def memory(self) -> int:
@@ -77,6 +85,7 @@ class Needs:
     parallel: dict[str, int]
     micro_batches: int
     message_bytes: float
+    gradient_bytes: int  # of a value
     link_gbps: float | None
     stages: tuple[StageNeeds, ...]
 
@@ -120,6 +129,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
 
     from megatron.edgc.message_costs import message_shape
     from megatron.edgc.pretrain import parse
+    from megatron.edgc.stages import gradient_bytes
 
     if cluster.compute_capability is not None:
         major, minor = divmod(round(cluster.compute_capability * 10), 10)
@@ -130,7 +140,6 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--mock-data"]
     sys.argv = ["pretrain_gpt.py", *flags, *tokenizer, "--edgc"]
     args, session = parse(on_cpu=cluster.gpu == "none")
-    config = session.config  # as --edgc is among the flags
     description = gpt_config_from_args(args)
     # Only shapes are wanted: local layers have those of Transformer Engine's, and nothing is drawn at random.
     description.transformer_impl = "local"
@@ -142,6 +151,9 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     pipeline = args.pipeline_model_parallel_size
     estimate = compute_activation_memory if args.sequence_parallel else compute_activation_memory_without_sp
     activations = round(estimate(args, get_num_microbatches()))
+    rows, cols = message_shape(args)
+    bytes_per_value = 4 if args.params_dtype == torch.float32 else 2
+    message_bytes = float(get_num_microbatches() * rows * cols * bytes_per_value)
     stages = []
     for stage in range(pipeline):
         dist.init_process_group("fake", rank=stage * processes // pipeline, world_size=processes, store=FakeStore())
@@ -158,11 +170,10 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
                 pre_process=stage == 0,
                 post_process=stage == pipeline - 1,
             )
-        stages.append(_stage_needs(part, args, config, ranks, activations))
+        messages = message_bytes * _neighbours(stage, pipeline)
+        stages.append(_stage_needs(part, args, session, ranks, activations, messages))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    rows, cols = message_shape(args)
-    bytes_per_value = 4 if args.params_dtype == torch.float32 else 2
     return Needs(
         model=model.name,
         title=model.title,
@@ -179,33 +190,52 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
             "data": args.data_parallel_size,
         },
         micro_batches=get_num_microbatches(),
-        message_bytes=float(get_num_microbatches() * rows * cols * bytes_per_value),
+        message_bytes=message_bytes,
+        gradient_bytes=gradient_bytes(args),
         link_gbps=cluster.link_gbps,
         stages=tuple(stages),
     )
 
 
-def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], activations: int) -> StageNeeds:
+def _neighbours(stage: int, stages: int) -> int:
+    """How many other stages a stage, counted from 0, sends messages to."""
+    return (stage > 0) + (stage < stages - 1)
+
+
+def _stage_needs(
+    part: Any, args: Namespace, session: Any, ranks: Sequence[int], activations: int, messages: float
+) -> StageNeeds:
     import torch
 
     from edgc.allocation import allocate
-    from edgc.engines.powersgd import STORED
+    from edgc.collectives import all_reduce_bytes
+    from edgc.controller import StageCost
     from edgc.probe import cost_in_bytes
-    from edgc.wire import wire
+    from megatron.edgc.embedding import COPIES
     from megatron.edgc.stages import describe, gradient_bytes
 
-    parameters = [describe("", name, parameter) for name, parameter in part.named_parameters()]
-    elements = sum(parameter.elements for parameter in parameters)
+    config = session.config  # as --edgc is among the flags
+    parameters = {parameter: describe("", name, parameter) for name, parameter in part.named_parameters()}
+    elements = sum(parameter.elements for parameter in parameters.values())
     half = args.params_dtype != torch.float32
     copies = args.data_parallel_size * args.context_parallel_size
     gradient = gradient_bytes(args)
     owners = copies if args.use_distributed_optimizer else 1
-    allocation = allocate(parameters, config, min(ranks))
-    kept = wire(config.error_dtype).tensor_bytes(sum(matrix.rows * matrix.cols for matrix in allocation.matrices))
-    kept += config.basis_cycle * sum(
-        STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices
-    )
-    cost = cost_in_bytes(allocation, config, copies, args.use_distributed_optimizer, half=gradient == 2)
+
+    tied = None  # the copy of an embedding that is summed with another stage's
+    if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
+        tied = parameters.get(part.shared_embedding_or_output_weight())
+    again = 0.0 if tied is None else all_reduce_bytes(tied.elements * gradient, COPIES)
+    fused = tied is not None and config.fuse_embedding_sync
+    own = [parameter for parameter in parameters.values() if not (fused and parameter is tied)]
+
+    def cost(those: Sequence[Any], processes: int, scatters: bool) -> StageCost:
+        return cost_in_bytes(allocate(those, config, min(ranks)), config, processes, scatters, half=gradient == 2)
+
+    compressed = [cost(own, copies, args.use_distributed_optimizer)]
+    if fused:
+        compressed.append(cost([tied], COPIES * copies, False))
+    dense = cost(list(parameters.values()), copies, args.use_distributed_optimizer).host_seconds + again
     return StageNeeds(
         layers=len(part.decoder.layers),
         parameters=elements,
@@ -213,9 +243,30 @@ def _stage_needs(part: Any, args: Namespace, config: Any, ranks: Sequence[int], 
         gradients=elements * gradient,
         optimizer=elements * (12 if half else 8) // owners,
         activations=activations,
-        edgc=kept,
-        sent={"dense": cost.host_seconds, **{str(rank): cost.seconds(rank) for rank in ranks}},
+        edgc=_state(list(parameters.values()), config, ranks, session._repeatable()),
+        sent={
+            "dense": dense,
+            **{str(rank): sum(one.seconds(rank) for one in compressed) + (not fused) * again for rank in ranks},
+        },
+        gathered=elements * (2 if half else 4) * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
+        messages=messages,
     )
+
+
+def _state(parameters: Sequence[Any], config: Any, ranks: Sequence[int], twice: bool) -> int:
+    """Memory of errors and factors; ``twice``: with the state before the step."""
+    from edgc.allocation import allocate
+    from edgc.engines.powersgd import STORED
+    from edgc.wire import wire
+
+    allocation = allocate(parameters, config, min(ranks))
+    fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+    if not wire(config.rest_wire).exact:
+        fed_back += allocation.rest_elements
+    factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices)
+    error: int = wire(config.error_dtype).tensor_bytes(fed_back)
+    # a step replaces all errors and one factor of each matrix
+    return error * (1 + twice) + factor * (config.basis_cycle + twice)
 
 
 def table(found: Needs) -> str:
@@ -228,29 +279,40 @@ def table(found: Needs) -> str:
     lines = [
         f"### {found.title} on {found.processes} x {found.gpu}",
         "",
-        f"{size}; {parallel}; {found.micro_batches} micro-batches a step. Memory of a GPU in GiB, bytes that it sends "
-        "in a step for gradients in MB.",
+        f"{size}; {parallel}; {found.micro_batches} micro-batches a step. Memory of a GPU in GiB; MB that it sends in "
+        "a step: for gradients (with a tied embedding's sum between stages; in brackets: how many times fewer than "
+        "dense, and than all that a dense step sends) and for weights and messages.",
         "",
         "| stage | layers | parameters | weights | gradients | optimizer | activations | EDGC | sum | dense |"
-        + "".join(f" rank {rank} |" for rank in ranks),
-        "|" + "---|" * (10 + len(ranks)),
+        + "".join(f" rank {rank} |" for rank in ranks)
+        + " weights, messages |",
+        "|" + "---|" * (11 + len(ranks)),
     ]
     for number, stage in enumerate(found.stages, start=1):
         memory = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.edgc, stage.memory)
+        dense, others = stage.sent["dense"], stage.gathered + stage.messages
         sent = "".join(
-            f" {stage.sent[rank] / 1e6:,.0f} ({stage.sent['dense'] / max(stage.sent[rank], 1):.1f}x) |"
+            f" {stage.sent[rank] / 1e6:,.0f} ({dense / max(stage.sent[rank], 1):.1f}x, in all "
+            f"{(dense + others) / max(stage.sent[rank] + others, 1):.1f}x) |"
             for rank in ranks
         )
         lines.append(
             f"| {number} | {stage.layers} | {stage.parameters / 1e6:,.0f} M | "
             + " | ".join(f"{part / GIB:.1f}" for part in memory)
-            + f" | {stage.sent['dense'] / 1e6:,.0f} |{sent}"
+            + f" | {dense / 1e6:,.0f} |{sent} {stage.gathered / 1e6:,.0f}, {stage.messages / 1e6:,.0f} |"
         )
     most = max(stage.memory for stage in found.stages) / GIB
     room = f" of {found.memory_gib:g} GiB ({most / found.memory_gib:.0%})" if found.memory_gib else ""
     lines += ["", f"Most of a GPU's memory: {most:.1f} GiB{room}."]
     if found.parallel["pipeline"] > 1:
         lines[-1] += f" Messages to each neighbouring stage: {found.message_bytes / 1e6:,.0f} MB a step and direction."
+    mean = {key: sum(stage.sent[key] for stage in found.stages) / len(found.stages) for key in ("dense", ranks[0])}
+    others = sum(stage.gathered + stage.messages for stage in found.stages) / len(found.stages)
+    in_all = (mean["dense"] + others) / (mean[ranks[0]] + others)
+    lines[-1] += (
+        f" Mean of all GPUs at rank {ranks[0]}: {mean['dense'] / mean[ranks[0]]:.1f}x fewer bytes of gradients "
+        f"({mean['dense'] / mean[ranks[0]] * 2 / found.gradient_bytes:.1f}x than bf16 ones), {in_all:.1f}x in all."
+    )
     if found.link_gbps:
         dense, low = (max(stage.sent[key] for stage in found.stages) for key in ("dense", ranks[0]))
         seconds = [8 * sent / (found.link_gbps * 1e9) for sent in (dense, low)]

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,9 +28,9 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from edgc.config import PRESETS  # noqa: E402
+from edgc.config import LOW_RANK, PRESETS, EDGCConfig  # noqa: E402
 from tools import frontier_studies  # noqa: E402
-from tools.frontier_report import draw, fewer_bytes, markdown  # noqa: E402
+from tools.frontier_report import EMBEDDING_SUM, draw, markdown  # noqa: E402
 from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
 
 RUNS = REPOSITORY / "runs" / "frontier"
@@ -39,6 +39,16 @@ COMMAND = "command.json"  # in a run's folder once it has finished
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
 IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
 LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
+
+
+# What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
+# it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. A line's ``changes`` is
+# how many of them its code had.
+CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
+    ("basis by QR", lambda engine, _: engine in LOW_RANK),
+    ("only factors scaled", lambda engine, _: engine in LOW_RANK),
+    (EMBEDDING_SUM, lambda _, stages: stages > 1),
+)
 
 
 class ListError(Exception):
@@ -66,6 +76,11 @@ class Trial:
     @property
     def folder(self) -> Path:
         return RUNS / self.setting / f"{self.name}-seed{self.seed}"
+
+    @property
+    def engine(self) -> str:
+        given = [value for flag, value in pairwise((*self.settings, *self.flags)) if flag == "--edgc-engine"]
+        return given[-1] if given else EDGCConfig.engine
 
     def arguments(self) -> list[str]:
         """Everything after ``pretrain_gpt.py``, with paths relative to the repository."""
@@ -151,6 +166,7 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
     record = {
         "arguments": arguments,
         "preset": preset(arguments),
+        "changes": len(CHANGES),
         "machine": machine(bool(device)),
         **commit(),
         "started": round(time.time()),
@@ -175,22 +191,36 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
 
 
 def finished(trial: Trial, device: Sequence[str]) -> bool:
-    """Whether this very command has run to its end before, its preset meaning the same."""
+    """Whether this very command has run to its end before, its preset and the code meaning the same."""
     if not (trial.folder / COMMAND).is_file():
         return False
     record, arguments = json.loads((trial.folder / COMMAND).read_text()), [*device, *trial.arguments()]
-    return bool(record["arguments"] == arguments and record["preset"] == preset(arguments))
+    return bool(
+        record["arguments"] == arguments
+        and record["preset"] == preset(arguments)
+        and not changed(trial.engine, trial.pipeline_parallel, record.get("changes", 0))
+    )
 
 
 def preset(arguments: Sequence[str]) -> dict[str, Any]:
     """What the preset in these arguments, the last one if there are several, stands for today.
 
-    Without what it says of messages between stages, if there are none or a flag says it.
+    Without what it says of messages between stages, and of a tied embedding on two of them, if there are none or a flag
+    says it.
     """
     names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
     meaning = PRESETS[names[-1]] if names else {}
-    messages = "--pipeline-model-parallel-size" in arguments and "--edgc-pp" not in arguments
-    return {name: value for name, value in meaning.items() if messages or not name.startswith("pp")}
+    pipeline = "--pipeline-model-parallel-size" in arguments
+    embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
+    void = {name for name in meaning if name.startswith("pp") and (not pipeline or "--edgc-pp" in arguments)}
+    if not pipeline or embedding & set(arguments):
+        void.add("fuse_embedding_sync")
+    return {name: value for name, value in meaning.items() if name not in void}
+
+
+def changed(engine: str, stages: int, known: int) -> str:
+    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing."""
+    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages))
 
 
 def machine(on_cpu: bool) -> str:
@@ -239,6 +269,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "ranks": [window["ranks"] for window in measured.windows],
         "settings": shlex.join(trial.settings),
         "commit": record["commit"] + ("+" if record["modified"] else ""),
+        "changes": record["changes"],
         "versions": measured.start["versions"],
         "machine": record["machine"],
     }
@@ -289,15 +320,58 @@ def record_result(path: Path, line: dict[str, Any]) -> None:
     write(path, "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
 
 
-def recorded(trial: Trial, lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The line of this very trial, its preset meaning the same; None if there is none."""
-    wanted = {
-        **{key: getattr(trial, key) for key in IDENTITY},
-        "flags": shlex.join(trial.flags),
-        "settings": shlex.join(trial.settings),
-        "preset_settings": preset(trial.arguments()),
-    }
-    return next((line for line in lines if all(line[key] == value for key, value in wanted.items())), None)
+def page_lines(trials: Sequence[Trial], kept: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all runs of these trials' entries, also of other seeds.
+
+    A line that today's code would not give again has ``other``, what its flags and preset said then, or ``before``,
+    the changes that its code lacked.
+    """
+    entry = IDENTITY[:-1]
+    known = {tuple(getattr(trial, key) for key in entry): trial for trial in trials}
+    return [
+        {
+            **line,
+            "other": other_settings(line, known[place]),
+            "before": changed(line["engine"], line["pipeline_parallel"], line.get("changes", 0)),
+        }
+        for line in kept
+        if (place := tuple(line[key] for key in entry)) in known
+    ]
+
+
+def other_settings(line: Mapping[str, Any], trial: Trial) -> str:
+    """What the flags and the preset of a line said that this entry does not say today; empty if nothing."""
+    then = _by_flag(shlex.split(f"{line['settings']} {line['flags']}"))
+    now = _by_flag([*trial.settings, *trial.flags])
+    found = [" ".join(then[flag]) for flag in then if then[flag] != now.get(flag)]
+    found += [f"no {flag}" for flag in now if flag not in then]
+    meaning, today = line["preset_settings"], preset(trial.arguments())
+    for name in sorted(meaning.keys() | today.keys()):
+        before, after = (one.get(name, getattr(EDGCConfig, name)) for one in (meaning, today))
+        if before != after and name != "fuse_embedding_sync":  # that is one of the changes
+            found.append(f"{name} {before}")
+    return ", ".join(found)
+
+
+def _by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag with its values, the last one if it is given several times."""
+    found: dict[str, list[str]] = {}
+    for word in arguments:
+        if word.startswith("--"):
+            flag = word
+            found[flag] = []
+        found[flag].append(word)
+    return found
+
+
+def not_run(trials: Sequence[Trial], lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The trials that have no line at all, by entry."""
+    done = {identity(line) for line in lines}
+    seeds: dict[str, list[str]] = {}
+    for trial in trials:
+        if tuple(getattr(trial, key) for key in IDENTITY) not in done:
+            seeds.setdefault(f"{trial.name} of {trial.setting}", []).append(str(trial.seed))
+    return [f"{entry}, seed {', '.join(missing)}" for entry, missing in seeds.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -313,17 +387,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frontier: error: {error}", file=sys.stderr)
         return 2
     device = [] if arguments.gpu else ["--edgc-cpu"]
-    kept = read_results(DOCS / "results.jsonl")
-    lines, failed = [], False
+    failed = False
     for number, trial in enumerate(runs.trials, start=1):
+        if arguments.report:
+            break
         start = time.perf_counter()
         label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
-        if arguments.report:
-            if line := recorded(trial, kept):
-                lines.append(line)
-            else:
-                print(f"{label}: has no result, left out", flush=True)
-            continue
         try:
             folder = run(trial, device)
             measured = load_run(folder)
@@ -332,18 +401,21 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
         line = result(trial, measured, json.loads((folder / COMMAND).read_text()), bool(runs.study))
-        lines.append(line)
         record_result(DOCS / "results.jsonl", line)
+        fewer = line["dp_bytes_dense"] / line["dp_bytes"] if line["dp_bytes"] else 1
         print(
-            f"{label}: loss {measured.val_loss:.4f}, {fewer_bytes(line):.2f}x fewer bytes, "
-            f"{time.perf_counter() - start:.0f} s",
+            f"{label}: loss {measured.val_loss:.4f}, {fewer:.2f}x fewer bytes, {time.perf_counter() - start:.0f} s",
             flush=True,
         )
+    lines = page_lines(runs.trials, read_results(DOCS / "results.jsonl"))
+    missing = not_run(runs.trials, lines)
+    for text in missing:
+        print(f"frontier: not run yet: {text}", flush=True)
     if lines:
         if runs.study:
             page, picture = frontier_studies.page(runs.name, runs.title, runs.study, lines)
         else:
-            page, picture = markdown(runs.name, runs.title, lines, runs.comparisons), draw(lines)
+            page, picture = markdown(runs.name, runs.title, lines, runs.comparisons, missing), draw(lines)
         write(DOCS / f"{runs.name}.md", page.encode())
         write(DOCS / f"{runs.name}.png", picture)
         print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")

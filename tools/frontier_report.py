@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,6 +24,8 @@ FAMILIES = {
     "sparse": ("#009E73", "^", ("topk", "randomk")),
     "dense": ("#555555", "D", ("dense",)),
 }
+
+EMBEDDING_SUM = "embedding sum counted"  # the change before which bytes lack what Megatron sums between stages
 
 Line = Mapping[str, Any]
 
@@ -52,14 +54,21 @@ class Interval:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a list in one setting, over its seeds. ``gap`` is relative to the dense run of the same seed."""
+    """One entry of a list in one setting, over its seeds. ``gap`` is relative to the dense run of the same seed.
+
+    Runs that today's code would not give again are an entry apart, by what their flags and preset said: ``old`` is why.
+    """
 
     setting: str
     name: str
     engine: str
+    old: str
     gap: Interval
-    reduction: float  # bytes of the dense fp32 run over those of this one, whole run
+    by_seed: tuple[tuple[int, float], ...]  # (seed, gap)
+    reduction: float  # gradient bytes of the dense run over those of this one, whole run
+    total: float  # the same of gradients, gathered weights and messages together
     step_seconds: float
+    commits: tuple[str, ...]
     weights: float | None = None  # bytes of the dense run's gathered weights over those of this one, if there are any
     messages: float | None = None  # the same of messages between pipeline stages
     state: float | None = None  # bytes a parameter that is kept from step to step
@@ -78,31 +87,60 @@ def setting(line: Line) -> str:
 
 
 def entries(lines: Sequence[Line]) -> list[Entry]:
-    """The entries of all settings, most bytes first. Runs without a dense run of their seed are left out."""
-    references = {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense"}
-    dense = {key: line["val_loss"] for key, line in references.items()}
-    groups: dict[tuple[str, str], list[Line]] = {}
+    """The entries of all settings, most bytes first. Runs that are ``left_out`` are not in them."""
+    references = _references(lines)
+    groups: dict[tuple[str, str, str, bool], list[Line]] = {}
     for line in lines:
-        if (setting(line), line["seed"]) in dense:
-            groups.setdefault((setting(line), line["name"]), []).append(line)
-    found = [
-        Entry(
-            where,
-            name,
-            group[0]["engine"],
-            Interval.of([line["val_loss"] / dense[where, line["seed"]] - 1 for line in group]),
-            fmean(fewer_bytes(line) for line in group),
-            fmean(line["step_seconds"] for line in group),
-            fmean(references[where, line["seed"]]["param_bytes"] / line["param_bytes"] for line in group)
-            if "param_bytes" in group[0]
-            else None,
-            _mean([line["pp_bytes_dense"] / line["pp_bytes"] for line in group if "pp_bytes" in line]),
-            max((line["state_per_parameter"] for line in group if "state_per_parameter" in line), default=None),
+        if not left_out(line, lines):
+            groups.setdefault((setting(line), line["name"], line.get("other", ""), bool(old(line))), []).append(line)
+    found = []
+    for (where, name, _, _), group in groups.items():
+        pairs = [(line, references[where, line["seed"]]) for line in sorted(group, key=lambda line: int(line["seed"]))]
+        gaps = [line["val_loss"] / dense["val_loss"] - 1 for line, dense in pairs]
+        found.append(
+            Entry(
+                where,
+                name,
+                group[0]["engine"],
+                max(map(old, group), key=len),  # changes come one after another
+                Interval.of(gaps),
+                tuple((line["seed"], gap) for (line, _), gap in zip(pairs, gaps, strict=True)),
+                fmean(_fewer(dense["dp_bytes"], line["dp_bytes"]) for line, dense in pairs),
+                fmean(_fewer(total_bytes(dense), total_bytes(line)) for line, dense in pairs),
+                fmean(line["step_seconds"] for line in group),
+                tuple(sorted({_commit(line) for line in group})),
+                *(
+                    _mean([dense[key] / line[key] for line, dense in pairs if key in line and key in dense])
+                    for key in ("param_bytes", "pp_bytes")
+                ),
+                state=max(
+                    (line["state_per_parameter"] for line in group if "state_per_parameter" in line), default=None
+                ),
+            )
         )
-        for (where, name), group in groups.items()
-    ]
-    marked = [Entry(**{**vars(entry), "on_front": not any(_beats(other, entry) for other in found)}) for entry in found]
+    marked = [replace(entry, on_front=not any(_beats(other, entry) for other in found)) for entry in found]
     return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
+
+
+def _references(lines: Sequence[Line]) -> dict[tuple[str, int], Line]:
+    """The dense runs by setting and seed."""
+    return {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense" and "defect" not in line}
+
+
+def old(line: Line) -> str:
+    """Why today's code would not give this line again; empty if it would."""
+    return "; ".join(f"{what}: {line[key]}" for key, what in (("other", "with"), ("before", "before")) if line.get(key))
+
+
+def left_out(line: Line, lines: Sequence[Line]) -> str:
+    """Why a run is in no entry: a defect that is written in its line, or no dense run to set it against; else empty."""
+    if "defect" in line:
+        return str(line["defect"])
+    dense = _references(lines).get((setting(line), line["seed"]))
+    if dense is None:
+        return "there is no dense run of its seed"
+    counted = {EMBEDDING_SUM in one.get("before", "") for one in (line, dense)}
+    return "" if len(counted) == 1 else "it and the dense run of its seed do not count the same bytes"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -117,81 +155,139 @@ def _beats(other: Entry, entry: Entry) -> bool:
     return no_worse and (other.reduction > 1.01 * entry.reduction or other.gap.mean < entry.gap.mean)
 
 
-def fewer_bytes(line: Line) -> float:
-    """How many times fewer data-parallel bytes than Megatron's own way; 1 where one rank has none to send."""
-    return line["dp_bytes_dense"] / line["dp_bytes"] if line["dp_bytes"] else 1.0
+def total_bytes(line: Line) -> float:
+    """Of gradients, gathered weights and messages between stages."""
+    return float(line["dp_bytes"] + line.get("param_bytes", 0) + line.get("pp_bytes", 0))
 
 
-def difference(lines: Sequence[Line], first: str, second: str) -> dict[str, tuple[Interval, float]]:
-    """By setting: how much lower the loss of ``first`` is than that of ``second``, relative, and its bytes over its."""
-    runs = {(setting(line), line["name"], line["seed"]): line for line in lines}
-    pairs: dict[str, list[tuple[Line, Line]]] = {}
+def _fewer(dense: float, sent: float) -> float:
+    """How many times fewer; 1 where one process has none to send."""
+    return dense / sent if sent else 1.0
+
+
+def _commit(line: Line) -> str:
+    """Its first seven digits; a + where the checkout had local changes."""
+    return str(line["commit"])[:7] + "+" * str(line["commit"]).endswith("+")
+
+
+def difference(lines: Sequence[Line], first: str, second: str) -> dict[tuple[str, bool], tuple[Interval, float]]:
+    """How much lower the loss of ``first`` is than that of ``second``, relative, and its gradient bytes over its.
+
+    By setting, pairs of which one run is old apart from the others.
+    """
+    runs = {(setting(line), line["name"], line["seed"]): line for line in lines if not left_out(line, lines)}
+    pairs: dict[tuple[str, bool], list[tuple[Line, Line]]] = {}
     for (where, name, seed), line in runs.items():
         if name == first and (where, second, seed) in runs:
-            pairs.setdefault(where, []).append((line, runs[where, second, seed]))
+            other = runs[where, second, seed]
+            pairs.setdefault((where, bool(old(line) or old(other))), []).append((line, other))
     return {
-        where: (
+        key: (
             Interval.of([1 - a["val_loss"] / b["val_loss"] for a, b in both]),
-            fmean(fewer_bytes(b) / fewer_bytes(a) for a, b in both),
+            fmean(a["dp_bytes"] / b["dp_bytes"] for a, b in both),
         )
-        for where, both in pairs.items()
+        for key, both in pairs.items()
     }
 
 
-def markdown(name: str, title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]]) -> str:
+def markdown(
+    name: str, title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]], missing: Sequence[str] = ()
+) -> str:
     """The list's page: a table for each setting, the comparisons, and what the runs ran on."""
     page = [f"# {title}", ""]
     page += [
-        "Made by `tools/frontier.py`; raw lines in [results.jsonl](results.jsonl). Gap: validation loss against the",
-        "dense fp32 run of the same seed, mean over seeds ± half the 95 % confidence interval (Student's t, paired by",
-        "seed; none for one seed). Fewer bytes: data-parallel bytes of the dense run over those sent, the whole run",
-        "with its warm-up. ● marks the Pareto front. State, where it was logged: bytes a parameter that EDGC keeps on",
-        "a rank. Step times are medians on shared CPU cores over loopback: they say nothing about a cluster.",
+        "Made by `tools/frontier.py` of all runs of these entries in [results.jsonl](results.jsonl), every seed.",
+        "Gap: validation loss against the dense run of the same seed, mean over seeds ± half the 95 % confidence",
+        "interval (Student's t, paired by seed; none for one seed), and by seed. Fewer bytes: those that the dense run",
+        "sent for gradients over those sent, the whole run with its warm-up; than bf16: if the dense run had sent its",
+        "gradients in bf16; in all: gradients, gathered weights and messages between stages. ● marks the Pareto front.",
+        "State, where it was logged: bytes a parameter that EDGC keeps on a GPU. Step times are medians on shared CPU",
+        "cores over loopback: they say nothing about a cluster. An old row is of runs that would not be the same",
+        "today: its last column says why.",
         "",
         f"![Loss gap against volume reduction]({name}.png)",
         "",
     ]
     found = entries(lines)
     for where in dict.fromkeys(entry.setting for entry in found):
-        listed = [entry for entry in found if entry.setting == where]
-        columns = ["", "entry", "fewer bytes", "gap", "seeds", "state", "s/step"]
-        rows = [
-            [
-                "●" if entry.on_front else "",
-                entry.name,
-                entry.fewer(),
-                entry.gap.percent(),
-                str(entry.gap.seeds),
-                "-" if entry.state is None else f"{entry.state:.2f}",
-                f"{entry.step_seconds:.2f}",
-            ]
-            for entry in listed
-        ]
-        if all(entry.state is None for entry in listed):
-            for row in (columns, *rows):
-                del row[5]
-        page += [f"## {where}", ""]
-        page += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+        here = [line for line in lines if setting(line) == where]
+        page += [f"## {where}", "", *_table([entry for entry in found if entry.setting == where], here), ""]
+        page += [f"Flags of all{_whose(text, here)} runs: `{text}`" for text in _shared(here)]
         page.append("")
     if comparisons:
         page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]
         for first, second in comparisons:
             page += [
-                f"| {first} | {second} | {where} | {gain.percent()} | {size:.2f}x |"
-                for where, (gain, size) in difference(lines, first, second).items()
+                f"| {first}{', old' * is_old} | {second} | {where} | {gain.percent()} | {size:.2f}x |"
+                for (where, is_old), (gain, size) in difference(lines, first, second).items()
             ]
         page.append("")
     flags = {(line["name"], line["flags"]) for line in lines}
     page += ["## Flags", "", "| entry | flags |", "|---|---|"]
     page += [f"| {entry} | `{text}` |" for entry, text in sorted(flags)]
-    return "\n".join([*page, "", *provenance(lines), ""])
+    page.append("")
+    if dropped := [(line, why) for line in lines if (why := left_out(line, lines))]:
+        page += ["## Left out", "", "| entry | setting | seed | loss | commit | why |", "|---|---|---|---|---|---|"]
+        page += [
+            f"| {line['name']} | {setting(line)} | {line['seed']} | {line['val_loss']:.4f} | {_commit(line)} | {why} |"
+            for line, why in dropped
+        ]
+        page.append("")
+    if missing:
+        page += [f"Not run yet: {'; '.join(missing)}.", ""]
+    return "\n".join([*page, *provenance(lines), ""])
+
+
+def _table(listed: Sequence[Entry], lines: Sequence[Line]) -> list[str]:
+    """The table of one setting; columns that say nothing there are left out."""
+    half = 1.0 if any("--grad-reduce-in-bf16" in text for text in _shared(lines)) else 0.5
+    cells = [
+        {
+            "": "●" if entry.on_front else "",
+            "entry": entry.name,
+            "fewer bytes": entry.fewer(),
+            "than bf16": f"{half * entry.reduction:.1f}x",
+            "in all": f"{entry.total:.1f}x",
+            f"gap to dense in {precision(lines)}": entry.gap.percent(),
+            "by seed (%)": ", ".join(f"{seed}: {100 * gap:+.2f}" for seed, gap in entry.by_seed),
+            "state": "-" if entry.state is None else f"{entry.state:.2f}",
+            "s/step": f"{entry.step_seconds:.2f}",
+            "commit": ", ".join(entry.commits),
+            "old": entry.old,
+        }
+        for entry in listed
+    ]
+    if all(entry.weights is None and entry.messages is None for entry in listed):
+        cells = [{key: cell for key, cell in row.items() if key != "in all"} for row in cells]
+    if all(entry.state is None for entry in listed):
+        cells = [{key: cell for key, cell in row.items() if key != "state"} for row in cells]
+    if not any(entry.old for entry in listed):
+        cells = [{key: cell for key, cell in row.items() if key != "old"} for row in cells]
+    rows = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _shared(lines: Sequence[Line]) -> list[str]:
+    """The flags that all runs of a setting had, those of today first."""
+    return list(dict.fromkeys(line["settings"] for line in sorted(lines, key=lambda line: bool(old(line)))))
+
+
+def _whose(text: str, lines: Sequence[Line]) -> str:
+    """`` old`` for flags that no other runs have."""
+    return "" if any(line["settings"] == text and not old(line) for line in lines) else " old"
+
+
+def precision(lines: Sequence[Line]) -> str:
+    """What the dense runs of a setting compute in."""
+    kinds = {kind for text in _shared(lines) for kind in ("bf16", "fp16") if f"--{kind}" in text.split()}
+    return " and ".join(sorted(kinds)) or "fp32"
 
 
 def provenance(lines: Sequence[Line]) -> list[str]:
     """What the runs ran on."""
     machines = sorted({line["machine"] for line in lines})
     versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
-    commits = sorted({line["commit"][:7] + "+" * line["commit"].endswith("+") for line in lines})
+    commits = sorted({_commit(line) for line in lines})
     return [f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}. Commits: {', '.join(commits)}."]
 
 
@@ -217,19 +313,21 @@ def to_png(figure: Figure) -> bytes:
 
 def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
     for family, (colour, marker, engines) in FAMILIES.items():
-        members = [entry for entry in found if entry.engine in engines]
-        if not members:
-            continue
-        axes.errorbar(
-            [entry.reduction for entry in members],
-            [100 * entry.gap.mean for entry in members],
-            yerr=[100 * entry.gap.half_width if math.isfinite(entry.gap.half_width) else 0 for entry in members],
-            fmt=marker,
-            color=colour,
-            elinewidth=1,
-            capsize=2,
-            label=family,
-        )
+        for is_old in (False, True):
+            members = [entry for entry in found if entry.engine in engines and bool(entry.old) == is_old]
+            if not members:
+                continue
+            axes.errorbar(
+                [entry.reduction for entry in members],
+                [100 * entry.gap.mean for entry in members],
+                yerr=[100 * entry.gap.half_width if math.isfinite(entry.gap.half_width) else 0 for entry in members],
+                fmt=marker,
+                color=colour,
+                alpha=0.5 if is_old else 1,
+                elinewidth=1,
+                capsize=2,
+                label=f"{family}, old" if is_old else family,
+            )
     front = [entry for entry in found if entry.on_front]
     axes.plot(
         [entry.reduction for entry in front],
@@ -246,7 +344,7 @@ def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
             textcoords="offset points",
             fontsize=7,
         )
-    axes.set(title=where, xlabel="data-parallel bytes, times fewer than dense fp32", ylabel="validation-loss gap (%)")
+    axes.set(title=where, xlabel="gradient bytes, times fewer than dense", ylabel="validation-loss gap (%)")
     axes.set_xscale("log")
     reductions = [entry.reduction for entry in found] or [1.0]
     least, most = min(reductions), max(reductions)

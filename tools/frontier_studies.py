@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from tools.frontier_report import Line, entries, provenance, setting, to_png  # noqa: E402
+from tools.frontier_report import Line, entries, old, provenance, setting, to_png  # noqa: E402
 
 Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
 # a gap below this is what a user would accept: it decides the smallest rank that the study of ranks suggests
@@ -27,10 +27,27 @@ ACCEPTED_GAP = 0.01
 
 def page(name: str, title: str, study: str, lines: Sequence[Line]) -> tuple[str, bytes]:
     """The study's page and its plot as PNG."""
+    lines = [line for line in lines if "defect" not in line and "windows" in line]
     figure, table = STUDIES[study](lines)
     text = [f"# {title}", "", f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`; raw lines in"]
-    text += ["[results.jsonl](results.jsonl).", "", f"![{title}]({name}.png)", "", *table, "", *provenance(lines), ""]
+    text += [
+        "[results.jsonl](results.jsonl).",
+        "",
+        f"![{title}]({name}.png)",
+        "",
+        *table,
+        "",
+        *_old(lines),
+        *provenance(lines),
+        "",
+    ]
     return "\n".join(text), to_png(figure)
+
+
+def _old(lines: Sequence[Line]) -> list[str]:
+    """Which runs would not be the same today, and why."""
+    found = [f"- {line['name']}, {setting(line)}: {old(line)}" for line in lines if old(line)]
+    return ["Old runs, which would not be the same today:", "", *found, ""] if found else []
 
 
 def stage_name(line: Line, stage: int) -> str:

@@ -29,6 +29,11 @@ from edgc.events import EventLog, read_events  # noqa: E402
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 RUN_COLOURS = {"dense": "#555555", "edgc": "#D55E00"}
 STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+BYTES = (
+    "Bytes are those that a process sends in the whole run, mean over all of them, and how many times fewer than the "
+    "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include a tied embedding's sum "
+    "between pipeline stages."
+)
 CAVEAT = "All ranks ran on one machine over loopback: the step times say nothing about a cluster."
 
 
@@ -48,7 +53,7 @@ class Run:
 
     @property
     def dp_bytes(self) -> float:
-        """Bytes sent for data-parallel gradients in the whole run, the mean over all ranks."""
+        """Bytes sent for gradients in the whole run, the mean over all processes."""
         return float(self.windows[-1]["dp_bytes"])
 
     @property
@@ -61,6 +66,11 @@ class Run:
         """The same for messages between pipeline stages, and without compression; 0 without a pipeline."""
         last = self.windows[-1]
         return float(last.get("pp_bytes", 0)), float(last.get("pp_bytes_dense", 0))
+
+    @property
+    def total_bytes(self) -> float:
+        """Gradients, gathered weights and messages together."""
+        return self.dp_bytes + self.param_bytes + self.pp_bytes[0]
 
     @property
     def state_per_parameter(self) -> float | None:
@@ -122,7 +132,7 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
     def figures(run: Run) -> dict[str, Any]:
         others = {"param_bytes": run.param_bytes, "pp_bytes": run.pp_bytes[0]}
         sent = {"dp_bytes": run.dp_bytes, **{name: count for name, count in others.items() if count}}
-        return {"val_loss": run.val_loss, **sent, "step_seconds": run.step_seconds}
+        return {"val_loss": run.val_loss, **sent, "total_bytes": run.total_bytes, "step_seconds": run.step_seconds}
 
     return {
         "dense": figures(dense),
@@ -132,7 +142,10 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
             "entropy": [[stage["entropy"] for stage in window["stages"]] for window in edgc.windows],
             "stages": edgc.stages,
         },
-        "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes if dense.dp_bytes else 1.0,  # one rank sends none
+        # one process alone sends nothing
+        "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes if dense.dp_bytes else 1.0,
+        "total_bytes_ratio": edgc.total_bytes / dense.total_bytes if dense.total_bytes else 1.0,
+        "gradient_bytes": dense.start.get("gradient_bytes", 4),  # of a value; older logs do not tell
         "val_loss_gap": edgc.val_loss / dense.val_loss - 1,
         "iterations": edgc.start["iterations"],
         "settings": edgc.start["config"],
@@ -152,19 +165,37 @@ def processor() -> str:
 
 def table(summary: dict[str, Any]) -> list[list[str]]:
     """The comparison as rows of text, a header first."""
-    rows = [["", "validation loss", "gap", "DP bytes sent per rank", "fewer bytes", "s/step"]]
+    dense, bf16 = summary["dense"], 2 / summary["gradient_bytes"]
+
+    def fewer(run: dict[str, Any], key: str, share: float = 1.0) -> str:
+        # one process alone sends nothing
+        return f"{share * dense[key] / run[key] if run[key] else share:.2f}x"
+
+    others = [key for key in ("param_bytes", "pp_bytes") if key in summary["edgc"]]
+    names = {"param_bytes": "weights", "pp_bytes": "messages"}
+    header = ["", "validation loss", "gap", "gradients", "fewer", "than bf16", *(names[key] for key in others)]
+    rows = [[*header, "total", "fewer", "s/step"]]
     for name in ("dense", "edgc"):
         run = summary[name]
-        gap, fewer = ("", "1x") if name == "dense" else (f"{summary['val_loss_gap']:+.2%}", "")
-        fewer = fewer or f"{1 / summary['dp_bytes_ratio']:.2f}x"
-        sent = f"{run['dp_bytes'] / 1e6:,.1f} MB"
-        rows.append([name, f"{run['val_loss']:.4f}", gap, sent, fewer, f"{run['step_seconds']:.3f}"])
-    for key, what in (("param_bytes", "weights"), ("pp_bytes", "pipeline messages")):
-        if key in summary["edgc"]:
-            rows[0].append(f"{what} sent per rank")
-            for row in rows[1:]:
-                row.append(f"{summary[row[0]].get(key, 0) / 1e6:,.1f} MB")
+        rows.append(
+            [
+                name,
+                f"{run['val_loss']:.4f}",
+                "" if name == "dense" else f"{summary['val_loss_gap']:+.2%}",
+                _megabytes(run["dp_bytes"]),
+                fewer(run, "dp_bytes"),
+                fewer(run, "dp_bytes", bf16),
+                *(_megabytes(run.get(key, 0)) for key in others),
+                _megabytes(run["total_bytes"]),
+                fewer(run, "total_bytes"),
+                f"{run['step_seconds']:.3f}",
+            ]
+        )
     return rows
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"
 
 
 def as_text(rows: list[list[str]]) -> str:
@@ -205,7 +236,7 @@ def draw(dense: Run, edgc: Run) -> bytes:
         megabytes = [0.0] + [window["dp_bytes"] / 1e6 for window in run.windows]
         sent.plot(iterations, megabytes, color=colour, linewidth=2, label=f"{run.name}, {megabytes[-1]:,.0f} MB")
     loss.set(title="Loss", ylabel="cross-entropy (nats per token)")
-    sent.set(title="Data-parallel gradient traffic", ylabel="MB sent per rank since the start")
+    sent.set(title="Gradient traffic", ylabel="MB sent by a process since the start")
     for axes in (entropy, ranks, loss, sent):
         axes.set_xlabel("iteration")
         axes.grid(alpha=0.3)
@@ -263,7 +294,7 @@ th:first-child, td:first-child {{ text-align: left; font-weight: 600 }} img {{ m
 </style>
 <h1>EDGC against dense, same tokens</h1>
 <table>{line(header, "th")}{"".join(line(row, "td") for row in rows)}</table>
-<p>{CAVEAT}</p>
+<p>{BYTES} {CAVEAT}</p>
 <img alt="Entropy, ranks, loss and bytes over iterations"
  src="data:image/png;base64,{base64.b64encode(picture).decode()}">
 <h2>Ranks</h2><ul>{paths}</ul>
@@ -297,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     print(as_text(table(summary)))
     for stage, name in enumerate(edgc.stages):
         print(f"{name}: {rank_path(summary['edgc']['ranks'], stage)}")
+    print(BYTES)
     print(CAVEAT)
     print(f"written: {folder / 'report.html'}, {folder / 'report.png'}, {folder / 'summary.json'}")
     return 0

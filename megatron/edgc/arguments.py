@@ -25,8 +25,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         default = "" if value is None or knob.name == "preset" else f" Default: {value}."
         meta = knob.metadata
         text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
-        if hints[knob.name] is bool:
-            # both, since a preset may have switched it on
+        if _scalar(hints[knob.name]) is bool:
+            # both, since a preset may have switched it on, and None leaves it to the run
             name = knob.name.replace("_", "-")
             for prefix, action, help in (("", "store_true", text), ("no-", "store_false", f"do without --edgc-{name}")):
                 group.add_argument(

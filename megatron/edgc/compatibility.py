@@ -121,9 +121,24 @@ def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
     return not found
 
 
-def check_embedding(config: EDGCConfig, args: Namespace) -> None:
-    """Raise ``ConfigError`` if a tied embedding is to be summed at once where there are no two copies of it."""
-    if config.fuse_embedding_sync and args.pipeline_model_parallel_size == 1:
-        raise ConfigError("--edgc-fuse-embedding-sync needs a pipeline: --pipeline-model-parallel-size is 1")
-    if config.fuse_embedding_sync and args.untie_embeddings_and_output_weights:
-        raise ConfigError("--edgc-fuse-embedding-sync does nothing with --untie-embeddings-and-output-weights")
+def fuses_embedding(config: EDGCConfig, args: Namespace) -> bool:
+    """Whether the two copies of a tied embedding are summed in one sum. Raises ``ConfigError`` where that is asked for
+    but cannot be.
+    """
+    obstacle = embedding_apart(args)
+    if config.fuse_embedding_sync and obstacle:
+        raise ConfigError(f"--edgc-fuse-embedding-sync: {obstacle}")
+    if config.fuse_embedding_sync is None:
+        return config.engine != "dense" and not obstacle
+    return config.fuse_embedding_sync
+
+
+def embedding_apart(args: Namespace) -> str:
+    """Why a run cannot have one sum for the two copies of a tied embedding; empty if it can."""
+    if args.pipeline_model_parallel_size == 1:
+        return "needs a pipeline: --pipeline-model-parallel-size is 1"
+    if args.mtp_num_layers:
+        return "is not supported with --mtp-num-layers"
+    if args.untie_embeddings_and_output_weights:
+        return "does nothing with --untie-embeddings-and-output-weights"
+    return ""

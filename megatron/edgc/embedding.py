@@ -27,6 +27,7 @@ from megatron.edgc.data_parallel import Step, count_dense, process_group
 from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages
+COPIES = 2  # Megatron sums them over one process of the first and one of the last stage
 
 # the package's attribute of that name is the function, not the module
 _module: Any = sys.modules[finalize_model_grads.__module__]
@@ -39,14 +40,10 @@ class TiedEmbedding:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self.weight: torch.nn.Parameter | None = None
-        holder = None
-        if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
-            holder = chunks[0]
-        elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            holder = chunks[-1]
-        if holder is not None:
-            self.weight = unwrap_model(holder).shared_embedding_or_output_weight()
-            self._group, self._bucket = _place(holder, self.weight)
+        copy = tied_copy(chunks)
+        if copy is not None:
+            chunk, self.weight = copy
+            self._group, self._bucket = _place(chunk, self.weight)
         self.process_group = self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
@@ -72,7 +69,7 @@ class TiedEmbedding:
         """What Megatron's two sums send in a step."""
         traffic = Traffic()
         count_dense(traffic, self._group, self.gradient())
-        traffic.count_all_reduce(self.gradient(), 2)
+        traffic.count_all_reduce(self.gradient(), COPIES)
         return traffic.bytes
 
     def attach(self, reducer: GradientReducer, spans: Spans, step: Callable[[], Step]) -> None:
@@ -101,6 +98,27 @@ class TiedEmbedding:
         with torch.no_grad():
             run(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
         self._spans.add(start)
+
+
+def tied_copy(
+    chunks: Sequence[DistributedDataParallel],
+) -> tuple[DistributedDataParallel, torch.nn.Parameter] | None:
+    """The word embedding whose gradient is summed with that of another stage, and its chunk, if this process has one.
+
+    Position embeddings are on the first stage alone: Megatron's sum of them is over one process.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return None
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        chunk = chunks[0]
+    elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        chunk = chunks[-1]
+    else:
+        return None
+    model = unwrap_model(chunk)
+    if not (model.share_embeddings_and_output_weights or model.config.mtp_num_layers):
+        return None
+    return chunk, model.shared_embedding_or_output_weight()
 
 
 def _place(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> tuple[_ParamAndGradBucketGroup, Any]:

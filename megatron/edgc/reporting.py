@@ -12,13 +12,15 @@ from statistics import median
 
 import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer
+from torch import Tensor
 
 from edgc import __version__
 from edgc.allocation import Allocation
 from edgc.clipping import LIMIT
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, flag
 from edgc.controller import NO_RANK, RankPlan, StageCost
 from edgc.events import EventLog
+from megatron.edgc.compatibility import embedding_apart
 from megatron.edgc.stages import gradient_bytes
 from megatron.edgc.windows import StageKey, WindowReport
 
@@ -45,10 +47,12 @@ class Reporter:
         left_dense: Sequence[str],
         messages: EDGCConfig | None,
         message_costs: Mapping[int, StageCost],
+        embedding: Tensor | None,
     ) -> None:
         """What is compressed, what stays dense and why; ``left_dense``: of a stage that is never compressed.
 
-        ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them.
+        ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them;
+        ``embedding``: the gradient of a tied embedding whose copies Megatron itself sums, if there is one.
         """
         config = self.config
         args = self.args
@@ -78,6 +82,11 @@ class Reporter:
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
+        if embedding is not None:
+            what = f"by Megatron, counted, not compressed: {_bytes(embedding.nbytes)} a step"
+            why = embedding_apart(args)
+            why = f": {flag('fuse_embedding_sync')} {why}" if why else ""
+            lines.append(f"tied embedding summed over first and last stage {what}{why}")
         if messages is not None:
             how = f"rank {messages.rmin} to {messages.rmax}" if messages.dynamic else f"rank {messages.static_rank}"
             if not messages.low_rank:
@@ -93,6 +102,8 @@ class Reporter:
             config=asdict(config),
             iterations=self.iterations,
             world_size=dist.get_world_size(),
+            gradient_bytes=value_bytes,
+            embedding_sum="fused" if self.config.fuse_embedding_sync else None if embedding is None else "apart",
             stages=[
                 {
                     "name": str(key),
@@ -172,6 +183,8 @@ class Reporter:
                 )
             for message in report.messages:
                 self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
+            for line in _totals(report, gradient_bytes(self.args)):
+                self._print(f"edgc | {line}")
         self._tensorboard(report)
         event = asdict(report)
         for message, seen in zip(event["messages"], report.messages, strict=True):
@@ -179,7 +192,8 @@ class Reporter:
         for stage, seen in zip(event["stages"], report.stages, strict=True):
             stage["stage"] = str(seen.stage)
             del stage["energies"]  # all spectra would swell the log
-        self.events.write("window", last=last, **event)
+        totals = {"total_bytes": report.total_bytes, "total_bytes_dense": report.total_bytes_dense}
+        self.events.write("window", last=last, **event, **totals)
 
     def _tensorboard(self, report: WindowReport) -> None:
         writer = get_tensorboard_writer()
@@ -238,6 +252,19 @@ def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:
     if plan.targets:
         wanted["rank-target"] = float(plan.targets[stage] or 0)  # 0: dense
     return wanted
+
+
+def _totals(report: WindowReport, value_bytes: int) -> list[str]:
+    """The run's bytes a process, against those of Megatron's own way; its gradients have values of so many bytes."""
+    sent, dense = report.dp_bytes, report.dp_bytes_dense
+    lines = [f"gradients: sent {_bytes(sent)} of {_bytes(dense)}"]
+    if sent:
+        fewer = {kind: size / value_bytes * dense / sent for kind, size in (("fp32", 4), ("bf16", 2))}
+        lines[0] += f", {fewer['fp32']:.1f}x fewer than in fp32, {fewer['bf16']:.1f}x fewer than in bf16"
+    sent, dense = report.total_bytes, report.total_bytes_dense
+    fewer_in_all = f", {dense / sent:.1f}x fewer" if sent else ""
+    what = "gradients, updated weights, messages between stages"
+    return [*lines, f"total ({what}): sent {_bytes(sent)} of {_bytes(dense)}{fewer_in_all}"]
 
 
 def _bytes(count: float) -> str:

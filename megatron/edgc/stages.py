@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from edgc.allocation import Parameter, allocate
 from edgc.collectives import Communicator, Traffic
@@ -19,7 +20,7 @@ from edgc.reducer import GradientReducer
 from edgc.timing import Spans
 from edgc.wire import wire
 from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
-from megatron.edgc.embedding import TIED, TiedEmbedding
+from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_of_finite, median_or_nan, merge_statistics
 
 Names = dict[torch.nn.Parameter, str]
@@ -40,10 +41,14 @@ class Named:
 
 
 class Stage:
-    """The bucket groups of one rank that share a rank plan, taken over once ``attach`` has been called."""
+    """The bucket groups of one rank that share a rank plan, taken over once ``attach`` has been called.
 
-    def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device):
+    ``embedding``: the gradient of a tied embedding that Megatron itself sums again, with the copy on another stage.
+    """
+
+    def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
         self.key = key
+        self.embedding = embedding
         self.named = named
         self.traffic = Traffic()  # of gradients
         self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and Megatron's own way
@@ -55,6 +60,8 @@ class Stage:
             for bucket in one.group.buckets:
                 for parameter in one.names.keys() & bucket.param_to_index.keys():
                     count_dense(dense, one.group, bucket.grad_data[slice(*bucket.param_to_index[parameter])])
+        if embedding is not None:
+            dense.count_all_reduce(embedding, COPIES)
         self.dense_bytes_per_step = dense.bytes
         self.dense_bytes = 0.0
         self._window_start = (0.0, 0.0)
@@ -90,8 +97,13 @@ class Stage:
             reducer.set_rank(active[place], matrix_ranks)
 
     def end_step(self) -> None:
-        """Once a step, when all its reductions have ended."""
+        """Once a step, when all its reductions have ended: count what Megatron's own way would have sent.
+
+        Megatron's sum of a tied embedding's two copies is sent beside the buckets.
+        """
         self.dense_bytes += self.dense_bytes_per_step
+        if self.embedding is not None:
+            self.traffic.count_all_reduce(self.embedding, COPIES)
         self.spans.close()
 
     def take_window(self, micro_backward_seconds: float) -> RankWindow:
@@ -129,7 +141,7 @@ class Stage:
 
 
 class EmbeddingStage(Stage):
-    """The tied embedding, whose copies on the first and the last stage are summed at once."""
+    """The tied embedding, whose copies on the first and the last stage EDGC sums in one sum."""
 
     def __init__(self, tied: TiedEmbedding, device: torch.device):
         super().__init__(StageKey(Part.EMBEDDING, 0), [], device)
@@ -167,14 +179,17 @@ def stages_of(
     tied: TiedEmbedding | None = None,
 ) -> list[Stage]:
     """This rank's stages: that of its pipeline stage first, also if no other rank holds a copy of it; its experts, if
-    others do; the tied embedding, if it is summed apart and this rank has it.
+    others do; the tied embedding, if EDGC sums it and this rank has it.
     """
     stages = []
     apart = tied.weight if tied is not None else None
+    copy = tied_copy(chunks) if tied is None else None
+    embedding: Tensor | None = None if copy is None else getattr(copy[1], "main_grad", None)  # none if it is frozen
     for part in (Part.LAYERS, Part.EXPERTS):
         named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
         if named and (part is Part.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
-            stages.append(Stage(StageKey(part, pipeline_stage), named, device))
+            key = StageKey(part, pipeline_stage)
+            stages.append(Stage(key, named, device, embedding if part is Part.LAYERS else None))
     if tied is not None and tied.weight is not None:
         stages.append(EmbeddingStage(tied, device))
     return stages

@@ -41,7 +41,7 @@ from edgc.overlap import Overlap
 from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import RANKS, Checkpoints
-from megatron.edgc.compatibility import check_embedding, check_param_wire, compresses_messages
+from megatron.edgc.compatibility import check_param_wire, compresses_messages, fuses_embedding
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
@@ -70,11 +70,11 @@ class Session:
         if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
             config.check_run(args.train_iters)
         check_param_wire(config, args)
-        check_embedding(config, args)
+        fused = fuses_embedding(config, args)
         if not compresses_messages(config, args):
             config = replace(config, **OFF)
         self.requested = config
-        self.config = replace(config, pp="backward") if config.pp == "auto" else config
+        self.config = replace(config, pp="backward" if config.pp == "auto" else config.pp, fuse_embedding_sync=fused)
         # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
         self.scaled = bool(args.fp16 or args.loss_scale)
         self.controller: Controller | None = None  # on global rank 0 alone, as the next one
@@ -103,10 +103,7 @@ class Session:
         self.config.check_run(self.iterations)
         device = next(chunks[0].parameters()).device
         self.model_config = get_model_config(chunks[0])
-        tied = None
-        if self.config.fuse_embedding_sync:
-            tied = TiedEmbedding(wrapped)
-            tied.install(seam)
+        tied = TiedEmbedding(wrapped) if self.config.fuse_embedding_sync else None
         self.stages = stages_of(wrapped, parallel_state.get_pipeline_model_parallel_rank(), device, tied)
 
         if self.config.kernels == "fused" and triton_kernels(device) is None:
@@ -114,6 +111,8 @@ class Session:
                 "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
             )
         self.config, setups = self._plan_run(device)
+        if tied is not None and self.config.fuse_embedding_sync:
+            tied.install(seam)
         if self._alone:  # Megatron's own sum and gather over one rank change nothing; rounding would
             self.config = replace(self.config, dense_wire="fp32", param_wire=None)
         sent_back = self._message_costs(device)
@@ -151,7 +150,8 @@ class Session:
                 self.message_controller = Controller(message_settings, self.iterations, specs, [None] * len(specs))
         self._adopt_plans()
         self.reporter = Reporter(self.config, self.args, self.iterations)
-        self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back)
+        apart = self.stages[0].embedding
+        self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back, apart)
         Checkpoints(
             self.args,
             self.requested,
@@ -294,6 +294,10 @@ class Session:
             )
             if config.pp_follows:
                 Reporter.warn("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
+            if self.requested.fuse_embedding_sync is None:  # then Megatron's own sums will do, overlapped and scattered
+                config = replace(config, fuse_embedding_sync=False)
+                self.stages = stages_of(self.chunks, parallel_state.get_pipeline_model_parallel_rank(), device)
+                known = setups(config)
             return replace(
                 config,
                 engine="dense",

@@ -81,8 +81,9 @@ class WindowReport:
     """A closed window as every rank gets it from rank 0.
 
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
-    The byte counts are of the whole run so far, the mean over all ranks; ``param_bytes`` of the distributed
-    optimizer's updated weights, ``pp_bytes`` of messages between pipeline stages. Of boundaries where low rank is
+    The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
+    Megatron's own sum of a tied embedding's two copies; ``param_bytes`` of the distributed optimizer's updated weights;
+    ``pp_bytes`` of messages between pipeline stages; ``total_bytes`` of all three. Of boundaries where low rank is
     wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on. ``costs`` of each stage as corrected
     by what its reductions took in this window.
     """
@@ -102,6 +103,14 @@ class WindowReport:
     message_plan: RankPlan | None = None
     messages: tuple[MessageWindow, ...] = ()
     costs: tuple[StageCost | None, ...] = ()
+
+    @property
+    def total_bytes(self) -> float:
+        return self.dp_bytes + self.param_bytes + self.pp_bytes
+
+    @property
+    def total_bytes_dense(self) -> float:
+        return self.dp_bytes_dense + self.param_bytes_dense + self.pp_bytes_dense
 
 
 def merge(ranks: Sequence[RankWindow]) -> RankWindow:

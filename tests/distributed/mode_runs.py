@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_reduce as own_all_reduce  # of the checks, not counted
 
 from megatron.edgc import cpu
 
@@ -30,6 +31,7 @@ cpu.redirect()
 
 import megatron.training.training as megatron_training  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 import edgc.allocation  # noqa: E402
@@ -44,6 +46,13 @@ from edgc.reducer import GradientReducer  # noqa: E402
 from megatron.edgc.message_costs import message_shape  # noqa: E402
 from megatron.edgc.messages import PipelineMessages  # noqa: E402
 from megatron.edgc.pretrain import train  # noqa: E402
+from megatron.edgc.stages import gradient_bytes  # noqa: E402
+
+# what gradients are summed with, by whomever; Megatron has a name of its own for the last one
+COLLECTIVES: tuple[tuple[Any, str], ...] = (
+    *((dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor")),
+    (param_and_grad_buffer, "dist_reduce_scatter_func"),
+)
 
 
 class Watch:
@@ -58,6 +67,8 @@ class Watch:
         # of gradients for the stage before: the chunks whose backward passes made them, and those they were taken for
         self.chunks: tuple[list[int], list[int]] = ([], [])
         self.apart: list[str] = []  # state that differs within a data-parallel group
+        self.finalizing = False
+        self.finalize_bytes = 0.0  # that this process has sent for gradients after its backward passes, by whomever
 
     def around(self, reduce: Any) -> Any:
         def watched(
@@ -127,6 +138,27 @@ class Watch:
 
         model.set_input_tensor = set_input_tensor
 
+    def around_collective(self, collective: Any) -> Any:
+        """Of those within Megatron's ``finalize_model_grads``: what this process sends, as edgc.collectives counts."""
+
+        def watched(*tensors: Tensor, **options: Any) -> Any:
+            if self.finalizing:
+                ranks, sent = dist.get_world_size(options.get("group")), tensors[-1].nbytes
+                share = {"all_reduce": 2 / ranks, "all_gather_into_tensor": 1}.get(collective.__name__, 1 / ranks)
+                self.finalize_bytes += sent * (ranks - 1) * share
+            return collective(*tensors, **options)
+
+        return watched
+
+    def around_finalize(self, finalize: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.finalizing = True
+            result = finalize(*args, **kwargs)
+            self.finalizing = False
+            return result
+
+        return watched
+
     def _compare(self, reducer: GradientReducer) -> None:
         state = reducer.state_dict()
         shared = {
@@ -148,7 +180,7 @@ def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -
     start, stop = cuts[reducer.communicator.rank : reducer.communicator.rank + 2]
     whole = torch.zeros_like(gradient)
     whole.view(-1)[start:stop] = gradient.reshape(-1)[start:stop]
-    dist.all_reduce(whole, group=reducer.communicator.group)
+    own_all_reduce(whole, group=reducer.communicator.group)
     return whole
 
 
@@ -158,7 +190,7 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
     for name, tensor in put_in.items():
         kept = reducer.feedback.packed.get(name)
         part = tensor.double() if kept is None else tensor + kept.values().view_as(tensor).double()
-        dist.all_reduce(part, group=reducer.communicator.group)
+        own_all_reduce(part, group=reducer.communicator.group)
         total[name] = part
     return total
 
@@ -175,6 +207,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         megatron.edgc.training.message_costs = lambda *args: {1: cost}
     if "break_even" in case:
         megatron.edgc.training.break_even = lambda cost: case["break_even"]
+    finalize, collectives = megatron.edgc.training.finalize_model_grads, [getattr(*place) for place in COLLECTIVES]
+    megatron.edgc.training.finalize_model_grads = watch.around_finalize(finalize)
+    for place, collective in zip(COLLECTIVES, collectives, strict=True):
+        setattr(*place, watch.around_collective(collective))
     chunk_of = PipelineMessages._chunk
     PipelineMessages._chunk = watch.around_chunk(chunk_of)  # type: ignore[method-assign]
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
@@ -213,6 +249,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         edgc.allocation.pays = edgc.probe.pays = pays
         megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even
         megatron.edgc.training.message_costs = message_costs
+        megatron.edgc.training.finalize_model_grads = finalize
+        for place, collective in zip(COLLECTIVES, collectives, strict=True):
+            setattr(*place, collective)
         MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
         PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
     stages = [] if session is None else session.stages
@@ -246,9 +285,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "message_ranks": watch.message_ranks,
         "chunks": watch.chunks,
         "apart": watch.apart,
+        "finalize_bytes": watch.finalize_bytes,
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
         "state_bytes": sum(reducer.state_bytes() for stage in stages for reducer in stage.reducers),
+        "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
             *(sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)),
             *((0.0, 0.0) if messages is None else messages.byte_counts()),

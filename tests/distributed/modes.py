@@ -41,7 +41,13 @@ class Mode:
     format: str = "torch_dist"
     pp: str = "off"  # messages between stages that travel in low rank
     ranks: int = RANKS
-    reduces: bool = True  # whether gradients are: there are several data-parallel ranks
+    reduces: bool = True  # whether any gradients are: there are several data-parallel ranks, or a tied embedding
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the two copies of a tied embedding are summed in one sum."""
+        tied = "--pipeline-model-parallel-size" in self.flags and "--untie" not in self.flags
+        return tied and "--edgc-no-fuse-embedding-sync" not in self.edgc
 
 
 MODES = {
@@ -52,12 +58,13 @@ MODES = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
         format="torch",
     ),
-    "pipeline, embeddings tied": Mode("--pipeline-model-parallel-size 2", format="torch"),
-    "pipeline, tied embeddings summed at once": Mode("--pipeline-model-parallel-size 2", "--edgc-fuse-embedding-sync"),
-    "virtual pipeline, distributed optimizer, all overlapped, tied embeddings summed at once": Mode(
+    "pipeline": Mode("--pipeline-model-parallel-size 2"),
+    "pipeline, tied embeddings in Megatron's two sums": Mode(
+        "--pipeline-model-parallel-size 2", "--edgc-no-fuse-embedding-sync", format="torch"
+    ),
+    "virtual pipeline, distributed optimizer, all overlapped": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        "--edgc-fuse-embedding-sync",
         format="torch",
     ),
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
@@ -96,7 +103,12 @@ MODES = {
         ranks=8,
     ),
     "four stages, no copies of them, gradients between stages in low rank": Mode(
-        "--num-layers 4 --pipeline-model-parallel-size 4", pp="backward", reduces=False
+        "--num-layers 4 --pipeline-model-parallel-size 4", pp="backward"
+    ),
+    "four stages, no copies of them, embeddings untied, gradients between stages in low rank": Mode(
+        "--num-layers 4 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
+        pp="backward",
+        reduces=False,
     ),
     "pipeline, tensor and sequence parallel, gradients between stages in low rank": Mode(
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", pp="backward", ranks=8
@@ -198,6 +210,8 @@ class Seen:
     apart: tuple[str, ...] = ()  # state or parameters that differ where they must not
     resumed_alike: bool = False
     ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's; 0 where none are sent
+    bf16_ratio: float = float("nan")  # the same if plain Megatron's were in bf16
+    total_ratio: float = float("nan")  # the same of gradients, gathered weights and messages together
     param_ratio: float = float("nan")  # the same of gathered weights
     message_ratio: float = float("nan")  # the same of messages between stages
     stages: tuple[str, ...] = ()
@@ -213,9 +227,9 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    fused = [flag for flag in ("--edgc-fuse-embedding-sync", "--edgc-kernels fused") if flag in mode.edgc]
+    shared = "--edgc-fuse-embedding-sync " * mode.fuses + "--edgc-kernels fused" * ("--edgc-kernels fused" in mode.edgc)
     messages = [] if mode.pp == "off" else ["--edgc-pp", mode.pp, "--edgc-pp-rank"]
-    full = [*FULL_RANK, *(messages and [*messages, "64"]), *shlex.split(" ".join(fused))]
+    full = [*FULL_RANK, *(messages and [*messages, "64"]), *shlex.split(shared)]
     edgc = [
         *base,
         *COMPRESSED,
@@ -259,6 +273,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         for result in run:
             if "failed" in result:
                 return Seen(failed=f"{part}: {result['failed']}")
+    sent = [sum(column) for column in zip(*(result["bytes"] for result in saved), strict=True)]
     return Seen(
         distance=max(
             distance(a["parameters"], b["parameters"]) / distance(a["parameters"], a["initial"])
@@ -276,9 +291,11 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])
             for a, b in zip(saved, resumed, strict=True)
         ),
-        ratio=sum(r["bytes"][1] for r in saved) / max(1, sum(r["bytes"][0] for r in saved)),
-        param_ratio=sum(r["bytes"][3] for r in saved) / max(1, sum(r["bytes"][2] for r in saved)),
-        message_ratio=sum(r["bytes"][5] for r in saved) / max(1, sum(r["bytes"][4] for r in saved)),
+        ratio=sent[1] / max(1, sent[0]),
+        bf16_ratio=sent[1] * 2 / saved[0]["gradient_bytes"] / max(1, sent[0]),
+        total_ratio=sum(sent[1::2]) / max(1, sum(sent[::2])),
+        param_ratio=sent[3] / max(1, sent[2]),
+        message_ratio=sent[5] / max(1, sent[4]),
         stages=tuple(dict.fromkeys(stage for result in saved for stage in result["stages"])),
         state=max(result["state_bytes"] / result["elements"] for result in saved),
         dense=dense[0]["parameters"],
@@ -334,24 +351,28 @@ def page(seen: dict[str, Seen]) -> str:
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
         "- Triton's kernels ran in its interpreter.",
-        "- *fewer bytes*: of these four steps, the first of them in int8: gradients, updated weights where they "
-        "are gathered, messages where there are stages.",
+        "- *fewer bytes*: of these four steps, the first of them in int8, against plain Megatron: gradients, with a "
+        "tied embedding's sum between stages, which EDGC fuses with the others unless a flag says no; *than bf16*: if "
+        "plain Megatron's were in bf16; *in all*: gradients, updated weights where they are gathered, and messages "
+        "where there are stages, then each of the latter two.",
         "",
-        "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes | than bf16 | in all |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in seen.items():
         mode = MODES[name]
         pp = "" if mode.pp == "off" else f"--edgc-pp {mode.pp}"
         flags = " ".join(part for part in (mode.flags, mode.edgc, pp, f"--ckpt-format {mode.format}") if part)
         if one.failed:
-            lines.append(f"| {name} | `{flags}` | failed | | | | | |")
+            lines.append(f"| {name} | `{flags}` | failed | | | | | | | |")
             continue
-        ratios = {"": one.ratio, "weights ": one.param_ratio, "messages ": one.message_ratio}
-        fewer = ", ".join(f"{what}{ratio:.1f}x" for what, ratio in ratios.items() if ratio)
+        ratios = {"": one.total_ratio, "weights ": one.param_ratio, "messages ": one.message_ratio}
+        in_all = ", ".join(f"{what}{ratio:.1f}x" for what, ratio in ratios.items() if ratio)
+        fewer = [f"{ratio:.1f}x" if ratio else "-" for ratio in (one.ratio, one.bf16_ratio)]
         lines.append(
             f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
-            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {fewer} |"
+            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {fewer[0]} | {fewer[1]} | "
+            f"{in_all} |"
         )
     lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]

@@ -109,8 +109,11 @@ def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> N
             matrices = sum(rows * cols for _, rows, cols in setup["matrices"])
             factors = sum((rank or 0) * (rows + cols) for _, rows, cols in setup["matrices"])
             dense = sum(elements for _, elements, _ in setup["rest"])
-            # fp32, four steps a window, 2 (W-1)/W = 1 for two data-parallel ranks
-            assert stage["dp_bytes"] == 4 * 4 * (dense + (factors if rank else matrices))
+            # which first and last stage sum once more, with each other
+            tied = ("embedding.word_embeddings.weight", "output_layer.weight")
+            (embedding,) = (elements for name, elements, _ in setup["rest"] if name in tied)
+            # fp32, four steps a window, 2 (W-1)/W = 1 for two processes
+            assert stage["dp_bytes"] == 4 * 4 * (dense + embedding + (factors if rank else matrices))
 
 
 def test_one_seed_gives_one_result_bit_for_bit(edgc_run: tuple[Path, str], tmp_path: Path) -> None:
@@ -221,9 +224,10 @@ def test_all_levers_at_once_on_a_pipeline(tmp_path: Path) -> None:
         shapes = {name: rows + cols for name, rows, cols in start["stages"][stage]["matrices"]}
         assert plan.keys() == shapes.keys()  # random tokens give all matrices much the same spectrum
         assert sum(plan[name] * shapes[name] for name in plan) <= 16 * sum(shapes.values())
-    last = windows[-1]["stages"][0]
+    last, *_, embedding = windows[-1]["stages"]
     kinds = last["statistics"]
-    assert {"linear_fc1.weight", "linear_fc1.bias", "word_embeddings.weight"} <= kinds.keys()
+    assert {"linear_fc1.weight", "linear_fc1.bias"} <= kinds.keys()
+    assert (embedding["stage"], *embedding["statistics"]) == ("tied embedding", "word_embeddings.weight")
     assert all(kind["histogram_entropy"] <= kind["gaussian_entropy"] + 0.05 for kind in kinds.values())
     assert last["dp_bytes_dense"] / last["dp_bytes"] > 6
 
@@ -246,7 +250,7 @@ def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
     start, *windows = read_events(tmp_path)
     # 5/32 of a width of 64, in fours
     assert (start["config"]["preset"], start["config"]["static_rank"]) == ("balanced", 8)
-    assert windows[-1]["ranks"] == [8, 8]
+    assert windows[-1]["ranks"] == [8, 8, 8]  # of two stages and the tied embedding
     last = windows[-1]["stages"][0]
     assert last["dp_bytes_dense"] / last["dp_bytes"] > 10
     # half of the messages are activations, which stay as they are; gradients in bf16 take four times as much as in int4

@@ -29,7 +29,12 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
 
 def test_experts_are_a_stage_of_the_plan_and_model_chunks_are_not(seen: dict[str, Seen]) -> None:
     assert seen["experts"].stages == ("stage 1", "stage 1 experts")
-    assert seen["virtual pipeline"].stages == ("stage 1", "stage 2")
+    assert seen["virtual pipeline"].stages == ("stage 1", "stage 2", "tied embedding")
+
+
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.reduces])
+def test_the_copies_of_a_tied_embedding_have_one_sum_unless_a_flag_says_no(seen: dict[str, Seen], name: str) -> None:
+    assert ("tied embedding" in seen[name].stages) == MODES[name].fuses
 
 
 def test_context_parallel_ranks_train_the_same_model(seen: dict[str, Seen]) -> None:

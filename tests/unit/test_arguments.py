@@ -22,7 +22,8 @@ def test_every_setting_is_a_flag_with_help_unit_default_and_source() -> None:
 def test_flags_become_settings_of_the_right_type() -> None:
     flags = "--edgc --edgc-preset paper --edgc-rmax 64 --edgc-warmup-fraction 0.2 --edgc-no-align --edgc-log-dir x"
     config = config_from_args(parse(*flags.split()))
-    assert config == EDGCConfig(preset="paper", rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
+    paper = {"preset": "paper", "fuse_embedding_sync": False}
+    assert config == EDGCConfig(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
 def test_a_wire_format_may_be_called_a_dtype() -> None:
@@ -32,8 +33,8 @@ def test_a_wire_format_may_be_called_a_dtype() -> None:
 
 def test_without_flags_the_default_preset_holds() -> None:
     assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
-    assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig(preset="paper")
-    assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig(preset="paper", engine="int4")
+    assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig.from_preset({"preset": "paper"})
+    assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig(engine="int4")
     assert config_from_args(parse()) is None
 
 
@@ -47,4 +48,8 @@ def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
     assert config is not None and not config.equalise and config.basis_cycle > 1
     plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
-    assert plain == EDGCConfig(preset="paper", equalise=True)
+    assert plain == EDGCConfig(preset="paper", fuse_embedding_sync=False, equalise=True)
+    assert config.fuse_embedding_sync is None  # the run decides
+    for prefix, wanted in (("", True), ("no-", False)):
+        given = config_from_args(parse("--edgc", f"--edgc-{prefix}fuse-embedding-sync"))
+        assert given is not None and given.fuse_embedding_sync is wanted

@@ -4,6 +4,7 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,16 +202,26 @@ def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
         compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
 
 
-def test_a_tied_embedding_is_summed_at_once_only_where_it_has_two_copies(arguments: Namespace) -> None:
-    config = EDGCConfig(fuse_embedding_sync=True)
+def test_the_copies_of_a_tied_embedding_are_summed_in_one_sum_where_that_can_be(arguments: Namespace) -> None:
     tied = {**vars(arguments), "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
-    compatibility.check_embedding(config, Namespace(**tied))
+    asked, default = EDGCConfig(fuse_embedding_sync=True), EDGCConfig()
+    assert compatibility.fuses_embedding(asked, Namespace(**tied))
+    assert compatibility.fuses_embedding(default, Namespace(**tied))
     for change, said in (
         ({"pipeline_model_parallel_size": 1}, "needs a pipeline"),
         ({"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
     ):
-        with pytest.raises(ConfigError, match=f"--edgc-fuse-embedding-sync .*{said}"):
-            compatibility.check_embedding(config, Namespace(**{**tied, **change}))
+        unfit = Namespace(**{**tied, **change})
+        with pytest.raises(ConfigError, match=f"--edgc-fuse-embedding-sync: .*{said}"):
+            compatibility.fuses_embedding(asked, unfit)
+        assert not compatibility.fuses_embedding(default, unfit)
+    off: tuple[dict[str, Any], ...] = ({"engine": "dense"}, {"preset": "paper"}, {"fuse_embedding_sync": False})
+    for settings in off:
+        assert not compatibility.fuses_embedding(EDGCConfig.from_preset(settings), Namespace(**tied))
+        given = EDGCConfig.from_preset({**settings, "fuse_embedding_sync": True})
+        assert compatibility.fuses_embedding(given, Namespace(**tied))
+    assert compatibility.fuses_embedding(EDGCConfig.from_preset({"engine": "int4"}), Namespace(**tied))
 
 
 def test_the_package_requires_the_tested_version_or_a_newer_one() -> None:

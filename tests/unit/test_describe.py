@@ -50,6 +50,36 @@ def test_models_are_as_large_as_their_names_and_fit(found: list[dict[str, Any]])
             assert 0 < stage["sent"]["32"] < stage["sent"]["128"] < stage["sent"]["dense"]
 
 
+def test_all_bytes_of_a_step_are_there_and_a_state_that_is_kept_twice(found: list[dict[str, Any]]) -> None:
+    for model, (hidden, scaled) in zip(found, [(4480, False), (1920, True)], strict=True):
+        data, tensor = model["parallel"]["data"], model["parallel"]["tensor"]
+        padded = -(-VOCABULARY // (128 * tensor)) * 128 * tensor
+        embedding = 4 * padded * hidden / tensor
+        for place, stage in enumerate(model["stages"]):
+            ends = place in (0, 3)  # the copies of the tied embedding, summed over the two of them in fp32
+            reduced = 2 * stage["gradients"] * (data - 1) / data
+            assert stage["sent"]["dense"] == reduced + ends * embedding
+            assert stage["messages"] == model["message_bytes"] * (1 if ends else 2)
+            assert stage["gathered"] == 0
+            if ends:  # the paper's preset leaves both sums of the embedding to Megatron
+                assert stage["sent"]["32"] > model["stages"][1]["sent"]["32"] + embedding * (1 + 2 * (data - 1) / data)
+        # fp16 with a loss scale keeps the errors of the step before, in fp32 of the matrices of all layers
+        matrices = 12 * hidden**2 * model["stages"][1]["layers"] / tensor
+        assert 4 * matrices < model["stages"][1]["edgc"] / (1 + scaled) < 1.02 * 4 * matrices
+
+
+def test_a_fused_sum_and_gathered_weights_are_counted() -> None:
+    page = described("gpt2_12.1b", "--use-distributed-optimizer", "--edgc-preset", "balanced").stdout
+    first, second, *_, last = [row.split(" | ") for row in page.splitlines() if row[:3] in ("| 1", "| 2", "| 3", "| 4")]
+    dense = {row[0]: float(row[9].replace(",", "")) for row in (first, second, last)}
+    low = {row[0]: float(row[10].replace(",", "").split()[0]) for row in (first, second, last)}
+    # a reduce-scatter, and the embedding's own sum; fused, its factors cost less than a tenth of that
+    assert dense["| 2"] == pytest.approx(10119 / 2, rel=1e-3) and dense["| 1"] > dense["| 2"] + 452
+    assert low["| 1"] < low["| 2"] + 45
+    gathered, messages = (float(part.strip(" |").replace(",", "")) for part in second[12].split(", "))
+    assert gathered == pytest.approx(1446 * 2 * 7 / 8, rel=1e-3) and messages == pytest.approx(2 * 294, rel=1e-2)
+
+
 def test_the_committed_page_holds_what_the_tool_says_today(found: list[dict[str, Any]]) -> None:
     assert json.loads((REPOSITORY / "docs" / "paper-runs.json").read_text()) == found
 

@@ -89,6 +89,7 @@ def line(name: str, seed: int, val_loss: float, megabytes: float, **other: Any) 
         "name": name,
         "engine": "dense" if name == "dense" else "powersgd",
         "flags": f"--flag-of {name}",
+        "settings": "--shared",
         "commit": "0123456789+",
         "seed": seed,
         "iterations": 10,
@@ -96,7 +97,7 @@ def line(name: str, seed: int, val_loss: float, megabytes: float, **other: Any) 
         "pipeline_parallel": 1,
         "val_loss": val_loss,
         "dp_bytes": megabytes * 1e6,
-        "dp_bytes_dense": 100e6,
+        "dp_bytes_dense": 120e6,  # the dense run's own bytes count, not what another run takes them for
         "step_seconds": 0.5,
         "machine": "box",
         "versions": {"torch": "1"},
@@ -138,21 +139,52 @@ def test_confidence_intervals_cover_what_they_say() -> None:
 
 
 def test_a_difference_is_that_of_common_seeds() -> None:
-    ((where, (gain, size)),) = difference(LINES, "good", "worse").items()
-    assert where == "m, DP 2, 10 iterations"
+    ((key, (gain, size)),) = difference(LINES, "good", "worse").items()
+    assert key == ("m, DP 2, 10 iterations", False)
     assert gain.mean == pytest.approx(1 - 2.02 / 2.04) and size == pytest.approx(0.5)
 
 
 def test_the_page_and_the_plot() -> None:
     page = markdown("mine", "A title", LINES, [("good", "worse")])
-    assert "| ● | good | 10.0x | +0.50 % ± 6.35 | 2 | 0.50 |" in page
-    assert "|  | worse | 5.0x | +2.00 % | 1 | 0.50 |" in page
+    assert "| ● | good | 10.0x | 5.0x | +0.50 % ± 6.35 | 1: +1.00, 2: +0.00 | 0.50 | 0123456+ |" in page
+    assert "|  | worse | 5.0x | 2.5x | +2.00 % | 1: +2.00 | 0.50 | 0123456+ |" in page
+    assert "| gap to dense in fp32 | by seed (%) |" in page and "Flags of all runs: `--shared`" in page
+    assert "| orphan | other, DP 2, 10 iterations | 1 | 2.0000 | 0123456+ | there is no dense run of its seed |" in page
     assert "| good | worse | m, DP 2, 10 iterations | +0.98 % | 0.50x |" in page
     assert "mine.png" in page and "| small | `--flag-of small` |" in page
     assert "Commits: 0123456+." in page
     other = markdown("mine", "A title", [*LINES, line("small", 1, 2.2, 5, model="other", flags="--other")], [])
     assert "| small | `--flag-of small` |" in other and "| small | `--other` |" in other
     assert draw(LINES).startswith(b"\x89PNG")
+
+
+def test_all_bytes_stand_beside_those_of_gradients() -> None:
+    mixed = {"param_bytes": 60e6, "pp_bytes": 40e6, "pp_bytes_dense": 40e6, "settings": "--bf16 --shared"}
+    lines = [line("dense", 1, 2.0, 100, **mixed), line("good", 1, 2.0, 10, **{**mixed, "param_bytes": 30e6})]
+    page = markdown("mine", "A title", lines, [])
+    assert "| than bf16 | in all | gap to dense in bf16 |" in page
+    assert "| good | 10.0x, weights 2.0x, messages 1.0x | 5.0x | 2.5x | +0.00 % |" in page
+    half = [{**one, "settings": "--bf16 --grad-reduce-in-bf16"} for one in lines]  # what dense sends is in bf16 then
+    assert "| good | 10.0x, weights 2.0x, messages 1.0x | 10.0x | 2.5x |" in markdown("mine", "A title", half, [])
+
+
+def test_runs_of_an_older_meaning_are_rows_apart_and_defects_are_left_out_with_their_reason() -> None:
+    lines = [
+        *LINES,
+        line("good", 2, 4.4, 10, other="basis_cycle 4", before="basis by QR"),
+        line("worse", 2, 4.08, 20, before="basis by QR", defect="the machine ran out of memory"),
+        line("small", 2, 4.4, 5, before="embedding sum counted"),
+    ]
+    del lines[3]  # seed 2 of good as it is today
+    page = markdown("mine", "A title", lines, [("good", "dense")], ["good of m, seed 3"])
+    assert "| good | 10.0x | 5.0x | +1.00 % | 1: +1.00 | 0.50 | 0123456+ |  |" in page
+    assert "| +10.00 % | 2: +10.00 | 0.50 | 0123456+ | with: basis_cycle 4; before: basis by QR |" in page
+    assert "| good, old | dense | m, DP 2, 10 iterations | -10.00 % |" in page
+    assert "| worse | m, DP 2, 10 iterations | 2 | 4.0800 | 0123456+ | the machine ran out of memory |" in page
+    assert "| small | m, DP 2, 10 iterations | 2 | 4.4000 | 0123456+ | it and the dense run of its seed do not" in page
+    assert "Not run yet: good of m, seed 3." in page
+    assert {entry.name: entry.by_seed for entry in entries(lines)}["worse"] == ((1, pytest.approx(0.02)),)
+    assert draw(lines).startswith(b"\x89PNG")
 
 
 def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
@@ -230,16 +262,19 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     arguments = trial.arguments()
     assert frontier.preset(arguments) == PRESETS["fast"] and frontier.preset(arguments[:-2]) == {}
     # what a preset says of messages between stages does not matter where a flag says it, nor without a pipeline
+    assert frontier.preset(["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"])
+    assert frontier.preset(["--edgc-preset", "paper"]) == {}
     gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
     assert frontier.preset([*arguments, "--edgc-pp", "off"]) == gradients
     assert frontier.preset(["--edgc-preset", "fast"]) == gradients
     assert not frontier.finished(trial, [])
     trial.folder.mkdir(parents=True)
     try:
-        for kept in ({"preset": PRESETS["fast"]}, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}):
-            record = {"arguments": arguments, "preset": PRESETS["fast"], **kept}
+        today = {"preset": PRESETS["fast"]}
+        for kept in (today, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}):
+            record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(frontier.CHANGES), **kept}
             (trial.folder / frontier.COMMAND).write_text(json.dumps(record))
-            assert frontier.finished(trial, []) == (kept == {"preset": PRESETS["fast"]})
+            assert frontier.finished(trial, []) == (kept is today)
     finally:
         shutil.rmtree(frontier.RUNS)
 
@@ -288,13 +323,26 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     lines = [
         kept(first),
         kept(second, flags="--edgc-engine int4"),
-        kept(third, preset_settings=PRESETS["safe"]),  # what the preset meant then
+        kept(first, seed=7),  # of no seed in the list
+        kept(third, preset_settings=PRESETS["safe"], engine="powersgd", changes=1),  # what the preset meant then
+        kept(first, name="of another list"),
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert frontier.main(["--config", str(path), "--report"]) == 0
-    printed = capsys.readouterr().out
-    assert "dense seed 2: has no result, left out" in printed and "ours seed 3: has no result, left out" in printed
-    assert "seed 1" not in printed and "| dense | 1.0x | +0.00 % | 1 |" in (tmp_path / "mine.md").read_text()
-    today = kept(third, preset_settings=PRESETS["fast"])
-    assert frontier.recorded(third, [*lines, today]) is today
+    assert "not run yet" not in capsys.readouterr().out
+    page = (tmp_path / "mine.md").read_text()
+    assert "| ● | dense | 1.0x | 0.5x | +0.00 % ± 0.00 | 1: +0.00, 7: +0.00 |" in page
+    assert "| 2: +0.00 | 0.50 | 0123456+ | with: --edgc-engine int4 |" in page
+    assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
+    (old,) = (one for one in frontier.page_lines([third], lines) if one["name"] == "ours")
+    assert "warmup_fraction 0.025" in old["other"] and "rank_share 0.25" in old["other"]
+    assert old["before"] == "only factors scaled, embedding sum counted"
+    today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(frontier.CHANGES))
+    assert frontier_report.old(frontier.page_lines([third], [today])[0]) == ""
+    (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert frontier.main(["--config", str(path), "--report"]) == 0
+    missing = (
+        "not run yet: dense of small-dp2-pp1-10, seed 2\nfrontier: not run yet: ours of large-dp2-pp2-10, seed 3\n"
+    )
+    assert missing in capsys.readouterr().out
     assert not (frontier.REPOSITORY / "runs" / "no-such-folder").exists()

@@ -23,7 +23,8 @@ RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 def write_run(folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True) -> None:
     log = EventLog(str(folder))
     kinds = [{"name": f"stage {n}", "matrices": [["w", 8, 8]], "rest": [], "cost": None} for n in (1, 2)]
-    log.write("start", config={"window": 10, "seed": 7}, iterations=40, stages=kinds, world_size=4, versions={})
+    start = {"iterations": 40, "stages": kinds, "world_size": 4, "versions": {}, "gradient_bytes": 4}
+    log.write("start", config={"window": 10, "seed": 7}, **start)
     for window, ranks in enumerate(RANKS, start=1):
         stages = [{"entropy": -float(window)}, {"entropy": None}]
         log.write(
@@ -56,14 +57,22 @@ def runs(tmp_path: Path) -> Path:
 def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(runs)]) == 0
     summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
-    assert summary["dense"] == {"val_loss": 2.0, "dp_bytes": 100e6, "pp_bytes": 1.2e6, "step_seconds": 3.0}
+    assert summary["dense"] == {
+        "val_loss": 2.0,
+        "dp_bytes": 100e6,
+        "pp_bytes": 1.2e6,
+        "total_bytes": 101.2e6,
+        "step_seconds": 3.0,
+    }
     edgc = summary["edgc"]
     assert edgc["val_loss"] == pytest.approx(2.01) and (edgc["dp_bytes"], edgc["step_seconds"]) == (25e6, 1.5)
     assert edgc["ranks"] == RANKS and edgc["entropy"] == [[-1, None], [-2, None], [-3, None], [-4, None]]
-    assert summary["dp_bytes_ratio"] == 0.25
+    assert summary["dp_bytes_ratio"] == 0.25 and summary["total_bytes_ratio"] == pytest.approx(26.2 / 101.2)
     assert summary["val_loss_gap"] == pytest.approx(0.005)
     out = capsys.readouterr().out
-    assert re.search(r"edgc +2\.0100 +\+0\.50% +25\.0 MB +4\.00x +1\.500 +1\.2 MB", out)
+    assert re.search(r"gradients +fewer +than bf16 +messages +total +fewer +s/step", out)
+    assert re.search(r"dense +2\.0000 +100\.0 MB +1\.00x +0\.50x +1\.2 MB +101\.2 MB +1\.00x +3\.000", out)
+    assert re.search(r"edgc +2\.0100 +\+0\.50% +25\.0 MB +4\.00x +2\.00x +1\.2 MB +26\.2 MB +3\.86x +1\.500", out)
     assert "stage 1: dense for 1 window, rank 16 for 1 window, rank 8 for 2 windows" in out
     assert "stage 2: dense for 1 window, rank 16 for 1 window, rank 12 for 1 window, dense for 1 window" in out
 
