@@ -368,6 +368,8 @@ class GradientReducer:
         Every process of the group must call this after a reduction with ``verify`` set. Raises ``ReplicaMismatch``.
         """
         names = sorted(self.specs)
+        if not names:
+            return
         device = self.finite.device if self.finite is not None else torch.device("cpu")
         digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=device)
         places = {name: place for place, name in enumerate(names)}

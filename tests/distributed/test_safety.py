@@ -275,6 +275,9 @@ def empty_parameters(rank: int) -> list[str]:
             local = {p.name: torch.ones(p.shape) for p in parameters}
             run(under_test.reduce(local, 0))
             seen.append("ok" if bool(torch.isfinite(local["w"]).all()) else "not finite")
+    without = reducer(**of_preset("balanced"))  # as a bucket that holds a tied embedding alone
+    run(without.reduce({}, 0))
+    without.compare_replicas(0)
     for levels in ((0,), (4, {"w": 0})):
         with pytest.raises(ValueError, match="rank 0: the rank of a matrix must be at least 1"):
             reducer(*parameters, **of_preset("balanced")).set_rank(*levels)  # type: ignore[arg-type]
