@@ -176,8 +176,9 @@ class GradientReducer:
         self.finite = None
         if self.repeatable:
             self.roll_back(iteration)
+            if iteration != self._iteration:
+                self._measured = self.measurements.copy()
             self._iteration, self._before = iteration, self.state_dict()
-            self._measured = self.measurements.copy()
 
     @property
     def plain(self) -> bool:
@@ -362,6 +363,10 @@ class GradientReducer:
             else:
                 self._skipped = iteration
 
+    def measured_before(self, iteration: int) -> Measurements:
+        """The measurements without those of this iteration, also where a window has taken them since."""
+        return self._measured if self.repeatable and iteration == self._iteration else self.measurements
+
     def compare_replicas(self, iteration: int) -> None:
         """Compare ranks, factors, scales and the last sums with the other processes of the group; the host waits.
 
@@ -404,13 +409,13 @@ class GradientReducer:
             yield name, total
 
     def share_errors(self, totals: Mapping[str, Tensor], iteration: int) -> None:
-        """Take this rank's part of sums that ``settle_errors`` gave at this iteration."""
+        """Take this rank's part of sums, on any device, that ``settle_errors`` gave at this iteration."""
         self._seed_rounding("settle", iteration)
         for name in sorted(totals):
             self._take_part(name, totals[name])
 
     def _take_part(self, name: str, total: Tensor) -> None:
-        part = total / self.communicator.ranks
+        part = total.to(self._generator.device) / self.communicator.ranks
         self.feedback.packed[name] = Packed(part, self.feedback.wire, self._generator)
 
     def _seed_rounding(self, *occasion: object) -> int:

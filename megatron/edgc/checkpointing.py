@@ -1,41 +1,56 @@
-"""EDGC's state in Megatron's checkpoints: a folder ``edgc`` beside Megatron's own files, the same for every format.
+"""EDGC's state in Megatron's checkpoints: an entry ``edgc`` of the state dict that Megatron saves and loads itself.
 
-Of each stage of the plan, for each tensor- and expert-parallel rank, the data-parallel ranks write one file each: the
-error feedback as its *sum* over them, shared out by parameter, the state of engine and equaliser likewise, and what
-each of them has measured since the last window. Where messages between stages are compressed, each rank writes a file
-with what it has left unsent of its own. ``index.json`` comes last and names every file with its size, so that a
-folder without it is an incomplete one. Megatron neither reads nor minds the folder.
+So Megatron writes it with everything else, asynchronously if asked to, into every kind of checkpoint it knows, declares
+a checkpoint complete only with it, and removes it with the rest. Plain Megatron does not ask for the entry.
+
+The entry has an ``index``, the same on all processes, and a ``state`` by key. Of each stage of the plan, for each
+tensor- and expert-parallel rank, the state holds the error feedback as its *sum* over the data-parallel processes, the
+other parts of the reducers' state, and what each process has measured since the last window; where messages between
+stages are compressed, what each process has left unsent.
 """
 
-import json
-import shutil
+import math
+import os
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+from megatron.core.msc_utils import maybe_msc
+from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import training as megatron_training
-from megatron.training.checkpointing import get_checkpoint_name
+from megatron.training.checkpointing import CheckpointType
 
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.controller import Controller
-from edgc.reducer import Measurements
-from edgc.statistics import GradientStatistics
-from edgc.wire import Packed, Wire
+from edgc.wire import Packed
 from megatron.edgc.messages import PipelineMessages
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import Stage
+from megatron.edgc.state import (
+    ERROR,
+    in_words,
+    mean_bytes,
+    measurements_of,
+    message_place,
+    parallel_sizes,
+    place_of,
+    plain,
+    replica_group,
+    stage_state,
+    unpacked,
+)
 from megatron.edgc.windows import Part, StageKey
 
-FOLDER = "edgc"
-VERSION = 2
+ENTRY = "edgc"
+VERSION = 3
 RANKS = "rmin", "rmax", "static_rank"
 MESSAGES = "pp", "pp_engine", "pp_rank"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
@@ -72,128 +87,252 @@ class Checkpoints:
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None  # on global rank 0 alone
     messages_dropped: bool = False  # of what a load found on this rank
+    _entry: dict[str, Any] | None = None  # of the save under way
+    _found: tuple[Any, ...] | None = None  # what Megatron has read first of the checkpoint to load
+    _before: tuple[int, Sequence[Any]] = (-1, ())  # the last step that closed a window, and the controllers before it
 
     def install(self, seam: Seam, on_loaded: Callable[[], None]) -> None:
-        """Stand around the two functions of Megatron's training loop; ``on_loaded`` is called after a load."""
+        """Add the entry to what Megatron saves and loads; ``on_loaded`` is called after a load."""
 
         def save_with_edgc(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("non_persistent_ckpt"):
-                Reporter.warn("non-persistent checkpoints hold no EDGC state")
+            local = bool(kwargs.get("non_persistent_ckpt")) and self.args.non_persistent_ckpt_type == "local"
+            # Collectives: with the format torch not every process generates a state dict.
+            self._entry = self.state_dict(iteration, local)
+            try:
                 return save(iteration, *args, **kwargs)
-            checkpoint = Path(get_checkpoint_name(self.args.save, iteration, return_base_dir=True))
-            # Before Megatron declares the checkpoint complete, but not yet in its folder, which it wants empty.
-            self.save(_beside(checkpoint), iteration)
-            result = save(iteration, *args, **kwargs)
-            if dist.get_rank() == 0:
-                shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
-                _beside(checkpoint).rename(checkpoint / FOLDER)
-            return result
+            finally:
+                self._entry = None
 
-        def load_with_edgc(*args: Any, **kwargs: Any) -> Any:
-            result = load(*args, **kwargs)
-            iteration = result[0]
-            if iteration and not self.args.finetune:
-                checkpoint = Path(get_checkpoint_name(self.args.load, iteration, return_base_dir=True))
+        def generate_with_edgc(*args: Any, **kwargs: Any) -> Any:
+            state_dict = generate(*args, **kwargs)
+            if self._entry is not None:
+                state_dict[ENTRY] = self._entry
+            return state_dict
+
+        def read_with_edgc(
+            load_dir: Any, args: Namespace, rank0: bool = False, sharded_state_dict: Any = None, **kwargs: Any
+        ) -> Any:
+            if rank0:
+                found = read(load_dir, args, rank0=True, sharded_state_dict=sharded_state_dict, **kwargs)
+                self._found = found
+                return found
+            first, self._found, index = self._found, None, None
+            if sharded_state_dict is not None and first is not None and _goes_on(first, args):
+                index = _on_all_ranks(lambda: self._usable(first[0].get(ENTRY), _folder(first)))
+                if index is not None:
+                    sharded_state_dict[ENTRY] = {"state": self._requests(index)}
+            found = read(load_dir, args, rank0=False, sharded_state_dict=sharded_state_dict, **kwargs)
+            if not _goes_on(found, args):
+                return found
+            entry, folder = found[0].pop(ENTRY, None), _folder(found)
+            if sharded_state_dict is None:
+                index = _on_all_ranks(lambda: self._usable(entry, folder))
+            if index is not None:
                 self.messages_dropped = False
-                _on_all_ranks(lambda: self.load(checkpoint, iteration))
+                _on_all_ranks(lambda: self.load_state_dict(index, entry["state"], folder))
                 everywhere: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everywhere, self.messages_dropped)
                 if any(everywhere):
                     Reporter.warn(
-                        f"{checkpoint.name} has other messages between stages, or of other replicas: what was left "
-                        "unsent of them starts anew"
+                        f"{os.path.basename(folder)} has other messages between stages, or of other replicas: what was "
+                        "left unsent of them starts anew"
                     )
-                on_loaded()
-            return result
+            on_loaded()
+            return found
 
         save = seam.replace(megatron_training, "save_checkpoint", save_with_edgc)
-        load = seam.replace(megatron_training, "load_checkpoint", load_with_edgc)
+        generate = seam.replace(megatron_checkpointing, "generate_state_dict", generate_with_edgc)
+        read = seam.replace(megatron_checkpointing, "_load_base_checkpoint", read_with_edgc)
 
-    def save(self, folder: Path, iteration: int) -> None:
-        """Write all state. From here on the live run has its errors divided evenly, as a resumed one will."""
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # what an earlier attempt has left
-        dist.barrier()
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {}
+    def keep_controllers(self, iteration: int) -> None:
+        """Before the controllers decide at the end of this step's window: Megatron may save without the step."""
+        self._before = iteration, self._controllers()
+
+    def _controllers(self) -> list[Any]:
+        both = self.controller, self.message_controller
+        return [None if controller is None else controller.state_dict() for controller in both]
+
+    def state_dict(self, iteration: int, local: bool = False) -> dict[str, Any]:
+        """The entry. From here on the live run has its errors divided evenly, as a resumed one will.
+
+        ``iteration`` steps are in the checkpoint. Where Megatron doubts a result, it saves after the reduction of the
+        next step and before its optimizer step: what that reduction has done is undone here.
+
+        What all data-parallel processes have alike one of them keeps, on the CPU, each about as much as the others. A
+        ``local`` checkpoint is read where it was written, by all of them; the format ``torch`` is written by one.
+        """
         for stage in self.stages:
-            name = f"{_place(stage)}-{dist.get_rank(stage.process_group)}.pt"
-            torch.save(_stage_state(stage, iteration), folder / name)
-            files[name] = (folder / name).stat().st_size
+            for reducer in stage.reducers:
+                reducer.roll_back(iteration)
         if self.messages is not None:
-            name = f"{_message_place()}-{_replica()}.pt"
-            torch.save(self.messages.state_dict(), folder / name)
-            files[name] = (folder / name).stat().st_size
-        everywhere: list[Any] = [None] * dist.get_world_size()
+            self.messages.roll_back(iteration)
+        if iteration == self.args.curr_iteration and not self.stages[0].reducers[0].repeatable:
+            Reporter.warn(
+                f"this checkpoint is without step {iteration + 1}, but EDGC's state in it is that of after its "
+                "reduction: the state before a step is kept only with a loss scale or where Megatron checks for spikes"
+            )
+        sharded = self.args.ckpt_format == "torch_dist"
+        every, writes = local or not sharded, sharded or _writes_torch()
+        state: dict[str, Any] = {}
+        layouts = {}
+        for stage in self.stages:
+            place, group = place_of(stage), stage.process_group
+            own, ranks = dist.get_rank(group), dist.get_world_size(group)
+            layout = {}
+            kept = [0] * ranks  # bytes
+            for name, contents, message in stage_state(stage, iteration):
+                layout[name] = contents
+                keeper = kept.index(min(kept))
+                kept[keeper] += message.nbytes
+                if keeper == own or (every and writes):
+                    key, message = f"{place}.{name}", message.to("cpu", copy=True)
+                    state[key] = _tensor(key, message, own if local else 0) if sharded else message
+            if own == 0:
+                layouts[place] = [ranks, layout]
+            measured = [plain(reducer.measured_before(iteration)) for reducer in stage.reducers]
+            state |= _of_each(f"{place}.measurements", measured, group, sharded)
+        if self.messages is not None:
+            state |= _of_each(message_place(), self.messages.state_dict(iteration), replica_group(), sharded)
+        return {"index": self._index(iteration, layouts), "state": state if writes else {}}
+
+    def _index(self, iteration: int, layouts: Mapping[str, Any]) -> dict[str, Any]:
+        """What a load has to know before it reads any state: plain values, the same on all processes."""
         counts = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
         if self.messages is not None:
             counts.append(("messages", *self.messages.byte_counts()))
-        dist.all_gather_object(everywhere, (files, counts))
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object((layouts, counts), everywhere if dist.get_rank() == 0 else None)
+        box: list[Any] = [None]
         if self.controller is not None:
-            index = {
-                "version": VERSION,
-                "iteration": iteration,
-                "parallel": _parallel(self.args),
-                "engine": self.requested.engine,
-                "resolved": {name: getattr(self.config, name) for name in RESOLVED},
-                "stages": [str(key) for key in self.keys],
-                "controller": self.controller.state_dict(),
-                "messages": self._message_plan(),
-                "bytes": _mean_bytes([count for _, counts in everywhere for count in counts]),
-                "files": {name: size for one, _ in everywhere for name, size in one.items()},
-            }
-            partial = folder / "index.json.partial"
-            partial.write_text(json.dumps(index, indent=1))
-            partial.replace(folder / "index.json")
-        dist.barrier()
+            kept, of_messages = self._before[1] if iteration == self._before[0] else self._controllers()
+            box = [
+                {
+                    "version": VERSION,
+                    "iteration": iteration,
+                    "parallel": parallel_sizes(self.args),
+                    "engine": self.requested.engine,
+                    "resolved": {name: getattr(self.config, name) for name in RESOLVED},
+                    "stages": [str(key) for key in self.keys],
+                    "controller": kept,
+                    "messages": self._message_plan(of_messages),
+                    "replicas": 0 if self.messages is None else dist.get_world_size(replica_group()),
+                    "bytes": mean_bytes([count for _, counts in everywhere for count in counts]),
+                    "places": {place: layout for one, _ in everywhere for place, layout in one.items()},
+                }
+            ]
+        dist.broadcast_object_list(box, src=0)
+        index: dict[str, Any] = box[0]
+        return index
 
-    def _message_plan(self) -> dict[str, Any] | None:
+    def _message_plan(self, controller: dict[str, Any] | None) -> dict[str, Any] | None:
         if self.messages is None or self.message_controller is None:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
             "requested": {name: getattr(self.requested, name) for name in (*MESSAGES, *RANKS)},
             "resolved": {name: getattr(self.message_controller.config, name) for name in RESOLVED},
-            "controller": self.message_controller.state_dict(),
+            "controller": controller,
         }
 
-    def load(self, checkpoint: Path, iteration: int) -> None:
-        """Go on where the checkpoint was written. Raises ``ConfigError`` for state that is there but cannot be used."""
-        folder = checkpoint / FOLDER
-        if not folder.is_dir():
-            folder = _beside(checkpoint)  # the run ended before it was moved
+    def _usable(self, entry: dict[str, Any] | None, folder: str) -> dict[str, Any] | None:
+        """The index, if this run can go on with the entry. Raises ``ConfigError`` if it should, but cannot."""
+        name = os.path.basename(folder)
         if self.config.reset_state:
-            Reporter.warn(f"starting without the EDGC state of {checkpoint.name}, as asked for")
-            return
-        if not folder.is_dir():
-            Reporter.warn(f"{checkpoint.name} was written without EDGC: its state starts anew")
-            return
-        index = self._index(folder)
-        if index["parallel"] != _parallel(self.args):
-            Reporter.warn(
-                f"the EDGC state of {checkpoint.name} is for {_words(index['parallel'])}, this run has "
-                f"{_words(_parallel(self.args))}: its state starts anew"
+            Reporter.warn(f"starting without the EDGC state of {name}, as asked for")
+            return None
+        if entry is None:
+            if maybe_msc.os.path.exists(os.path.join(folder, ENTRY, "index.json")):
+                raise ConfigError(f"{folder}: the EDGC state is that of an earlier release; {GO_ON}")
+            Reporter.warn(f"{name} was written without EDGC: its state starts anew")
+            return None
+        index: dict[str, Any] = entry["index"]
+        if index["version"] != VERSION:
+            raise ConfigError(
+                f"{folder}: the EDGC state is of version {index['version']}, this release reads {VERSION}; {GO_ON}"
             )
-            return
-        # What a probe of the link decided then and now may differ; errors are good for any engine.
-        alike = index["resolved"]["engine"] == self.config.engine
-        if not alike:
+        if index["engine"] != self.requested.engine:
+            raise ConfigError(
+                f"{folder} is of the engine {index['engine']}, this run has {self.requested.engine}; {GO_ON}"
+            )
+        if index["parallel"] != parallel_sizes(self.args):
             Reporter.warn(
-                f"{checkpoint.name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of "
-                "its EDGC state only the error feedback is used"
+                f"the EDGC state of {name} is for {in_words(index['parallel'])}, this run has "
+                f"{in_words(parallel_sizes(self.args))}: its state starts anew"
+            )
+            return None
+        # What a probe of the link decided then and now may differ; errors are good for any engine.
+        if not self._alike(index):
+            Reporter.warn(
+                f"{name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of its EDGC "
+                "state only the error feedback is used"
             )
         if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
             Reporter.warn(
-                f"{checkpoint.name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding "
-                "starts anew"
+                f"{name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding starts anew"
             )
         for stage in self.stages:
-            self._load_stage(stage, folder, index, iteration, alike)
-        self._load_messages(folder, index)
-        if self.controller is None or not alike:
+            specs = {name: spec for reducer in stage.reducers for name, spec in reducer.specs.items()}
+            errors = (one for key, one in self._layout(stage, index).items() if key.startswith(ERROR))
+            for parameter, (shape, _, _) in (item for one in errors for item in one.items()):
+                if parameter not in specs:
+                    raise ConfigError(
+                        f"{folder}: {stage.key} has an error of {parameter}, which this model lacks; {GO_ON}"
+                    )
+                found, own = math.prod(shape), specs[parameter].rows * specs[parameter].cols
+                if found != own:
+                    raise ConfigError(
+                        f"{folder}: the error of {parameter} has {found} values, this model's {own}; {GO_ON}"
+                    )
+        return index
+
+    def _alike(self, index: Mapping[str, Any]) -> bool:
+        """Whether more than the errors is of use."""
+        return bool(index["resolved"]["engine"] == self.config.engine)
+
+    def _layout(self, stage: Stage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What this run takes of a stage's state: by its key, what ``_described`` says of each tensor in it."""
+        _, layout = index["places"].get(place_of(stage), (0, {}))
+        alike, moved = self._alike(index), (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys)
+        return {
+            key: contents
+            for key, contents in layout.items()
+            if (not (moved and key.endswith(TIED_NAMES)) if key.startswith(ERROR) else alike)
+        }
+
+    def _measured_alike(self, stage: Stage, index: Mapping[str, Any]) -> bool:
+        """Other processes have measured other things: then the window starts anew."""
+        ranks, _ = index["places"].get(place_of(stage), (0, {}))
+        return self._alike(index) and bool(ranks == dist.get_world_size(stage.process_group))
+
+    def _requests(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """What this process needs of the state, in Megatron's terms."""
+        requests: dict[str, Any] = {}
+        for stage in self.stages:
+            place, own = place_of(stage), dist.get_rank(stage.process_group)
+            for name, contents in self._layout(stage, index).items():
+                size = sum(size for _, _, size in contents.values())
+                key = f"{place}.{name}"
+                requests[key] = _tensor(key, torch.empty(size, dtype=torch.uint8, device="cpu"), own)
+            if self._measured_alike(stage, index):
+                key = f"{place}.measurements.{own}"
+                requests[key] = _object(key, None)
+        if self._same_replicas(index):
+            key = f"{message_place()}.{dist.get_rank(replica_group())}"
+            requests[key] = _object(key, None)
+        return requests
+
+    def _same_replicas(self, index: Mapping[str, Any]) -> bool:
+        return self.messages is not None and bool(index["replicas"] == dist.get_world_size(replica_group()))
+
+    def load_state_dict(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
+        """Go on where ``state_dict`` was taken."""
+        for stage in self.stages:
+            self._load_stage(stage, index, state, folder)
+        self._load_messages(index, state, folder)
+        if self.controller is None or not self._alike(index):
             return
         if index["stages"] != [str(key) for key in self.keys]:
-            Reporter.warn(f"{checkpoint.name} has other stages than this run: the controller starts anew")
+            Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
         resolved = {name: value for name, value in index["resolved"].items() if getattr(self.requested, name) is None}
         self._load_controller(self.controller, index["controller"], resolved, folder)
@@ -203,7 +342,7 @@ class Checkpoints:
         controller: Controller,
         state: dict[str, Any],
         settings: dict[str, Any],
-        folder: Path,
+        folder: str,
     ) -> None:
         """With it go the ``settings`` that a probe of the link had decided then."""
         try:
@@ -212,19 +351,17 @@ class Checkpoints:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
         controller.config = replace(controller.config, **settings)
 
-    def _load_messages(self, folder: Path, index: dict[str, Any]) -> None:
+    def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
         if self.messages is None:
             return
-        name = f"{_message_place()}-{_replica()}.pt"
-        if sum(known.rpartition("-")[0] == _message_place() for known in index["files"]) == _replicas():
-            state = torch.load(folder / name, weights_only=True)
+        own = None
+        if self._same_replicas(index):
+            own = state[f"{message_place()}.{dist.get_rank(replica_group())}"]
+        if own is not None and self.messages.fits(own):
+            self.messages.load_state_dict(own)
         else:
-            state = None
-        if state is not None and self.messages.fits(state):
-            self.messages.load_state_dict(state)
-        else:
-            self.messages_dropped = bool(self.messages.directions or (state is not None and state["senders"]))
+            self.messages_dropped = bool(self.messages.directions or (own is not None and own["senders"]))
             self.messages.restore_bytes(*index["bytes"].get("messages", (0.0, 0.0)))
         controller, kept = self.message_controller, index.get("messages")
         if controller is None or kept is None:
@@ -242,177 +379,87 @@ class Checkpoints:
         resolved = kept["resolved"] if timed and then == now else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
-    def _index(self, folder: Path) -> dict[str, Any]:
-        """The index, once all that it names is known to be there and whole."""
-        try:
-            index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} was not written to its end ({error}); {GO_ON}") from error
-        if index["version"] != VERSION:
-            raise ConfigError(f"{folder} is of version {index['version']}, this release reads {VERSION}; {GO_ON}")
-        for name, size in index["files"].items():
-            found = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if found is None:
-                raise ConfigError(f"{folder}: {name} is missing; {GO_ON}")
-            if found != size:
-                raise ConfigError(f"{folder}: {name} is cut short: {found} of {size} bytes; {GO_ON}")
-        if index["engine"] != self.requested.engine:
-            raise ConfigError(
-                f"{folder} is of the engine {index['engine']}, this run has {self.requested.engine}; {GO_ON}"
-            )
-        return index
-
-    def _load_stage(self, stage: Stage, folder: Path, index: dict[str, Any], iteration: int, alike: bool) -> None:
-        place = _place(stage)
-        names = sorted(name for name in index["files"] if name.rpartition("-")[0] == place)
-        if not names:  # experts that had no copies to reduce over
+    def _load_stage(self, stage: Stage, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
+        place = place_of(stage)
+        if place not in index["places"]:  # experts that had no copies to reduce over
             Reporter.warn(f"{folder} has nothing of {stage.key}: its state starts anew")
             return
-        states = [torch.load(folder / name, map_location=stage.device, weights_only=True) for name in names]
-        errors = {name: total for state in states for name, total in state["error"].items()}
-        if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
-            errors = {name: total for name, total in errors.items() if not name.endswith(TIED_NAMES)}
-        shapes = {name: (spec.rows, spec.cols) for reducer in stage.reducers for name, spec in reducer.specs.items()}
-        for name, total in errors.items():
-            if name not in shapes:
-                raise ConfigError(f"{folder}: {stage.key} has an error of {name}, which this model lacks; {GO_ON}")
-            rows, cols = shapes[name]
-            if total.numel() != rows * cols:
-                raise ConfigError(
-                    f"{folder}: the error of {name} has {total.numel()} values, this model's {rows * cols}; {GO_ON}"
-                )
+        layout = self._layout(stage, index)
+
+        def restored(name: str, device: torch.device) -> dict[str, Packed]:
+            return unpacked(state[f"{place}.{name}"], layout[name], device) if name in layout else {}
+
+        parts = {part: restored(part, stage.device) for part in stage.reducers[0].state_dict()}
         for reducer in stage.reducers:
-            if alike:
-                kept = {
-                    part: {
-                        key: _unpacked(packed)
-                        for state in states
-                        for key, packed in state[part].items()
-                        if key.rpartition(":")[0] in reducer.specs
+            if self._alike(index):
+                reducer.load_state_dict(
+                    {
+                        part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
+                        for part, packed in parts.items()
                     }
-                    for part in ("engine", "equaliser")
-                }
-                reducer.load_state_dict({"error": {}, **kept})
-            reducer.share_errors({name: total for name, total in errors.items() if name in reducer.specs}, iteration)
-        measured = states[dist.get_rank(stage.process_group) % len(states)]["measurements"]
-        # Other ranks or buckets have measured other things: the window then starts anew.
-        if alike and len(states) == dist.get_world_size(stage.process_group) and len(measured) == len(stage.reducers):
-            for reducer, measurements in zip(stage.reducers, measured, strict=True):
-                reducer.measurements = _measurements(measurements)
+                )
+            names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
+            # on the CPU: the reducer moves one after another
+            totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
+            reducer.share_errors(totals, index["iteration"])
+        if self._measured_alike(stage, index):
+            measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
+            if len(measured) == len(stage.reducers):  # other buckets have measured other things, too
+                for reducer, measurements in zip(stage.reducers, measured, strict=True):
+                    reducer.measurements = measurements_of(measurements)
         stage.restore_bytes(*index["bytes"][str(stage.key)])
 
 
-def _beside(checkpoint: Path) -> Path:
-    """Where EDGC's state is until Megatron has written the checkpoint."""
-    return checkpoint.with_name(f"{checkpoint.name}.{FOLDER}")
+def _goes_on(found: tuple[Any, ...], args: Namespace) -> bool:
+    """Whether a run is to go on from what Megatron's ``_load_base_checkpoint`` has returned."""
+    state_dict, _, release, _ = found
+    return not (state_dict is None or release or args.finetune)
 
 
-def _on_all_ranks(work: Callable[[], None]) -> None:
+def _folder(found: tuple[Any, ...]) -> str:
+    """The checkpoint's, of the same."""
+    _, name, _, kind = found
+    return os.path.dirname(os.path.dirname(name)) if kind is CheckpointType.LEGACY else str(name)
+
+
+def _on_all_ranks[T](work: Callable[[], T]) -> T:
     """Raise on every rank what one of them raises: the others would wait for it."""
-    message = None
+    message, result = None, None
     try:
-        work()
+        result = work()
     except ConfigError as error:
         message = str(error)
-    except Exception as error:  # whatever a file that is not what it should be makes of torch.load
+    except Exception as error:  # whatever a state that is not what it should be leads to
         message = f"the EDGC state cannot be read ({type(error).__name__}: {error}); {GO_ON}"
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, message)
     for found in messages:
         if found is not None:
             raise ConfigError(found)
+    return result  # type: ignore[return-value]  # there was no exception
 
 
-def _stage_state(stage: Stage, iteration: int) -> dict[str, Any]:
-    """What this data-parallel rank writes of a stage; its errors are divided anew on the way."""
-    own, ranks = dist.get_rank(stage.process_group), dist.get_world_size(stage.process_group)
-    state: dict[str, Any] = {"error": {}, "engine": {}, "equaliser": {}, "measurements": []}
-    place = 0
-    for reducer in stage.reducers:
-        for name, total in reducer.settle_errors(iteration):
-            if place % ranks == own:
-                state["error"][name] = total.cpu()
-            place += 1
-        kept = reducer.state_dict()
-        for part in ("engine", "equaliser"):
-            for key, packed in kept[part].items():
-                if place % ranks == own:
-                    state[part][key] = _packed(packed)
-                place += 1
-        state["measurements"].append(_plain(reducer.measurements))
+def _tensor(key: str, data: torch.Tensor, replica: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(f"{ENTRY}.{key}", data, replica_id=replica)
+
+
+def _object(key: str, data: Any) -> ShardedObject:
+    return ShardedObject(f"{ENTRY}.{key}", data, (1,), (0,))
+
+
+def _of_each(key: str, own: Any, group: dist.ProcessGroup, sharded: bool) -> dict[str, Any]:
+    """State that each process of a group has for itself; of all of them where not each one writes."""
+    rank = dist.get_rank(group)
+    if sharded:
+        return {f"{key}.{rank}": _object(f"{key}.{rank}", own)}
+    state = {}
+    for sender in range(dist.get_world_size(group)):  # one after another: a device need not hold all
+        box = [own if sender == rank else None]
+        dist.broadcast_object_list(box, group=group, group_src=sender)
+        state[f"{key}.{sender}"] = box[0]
     return state
 
 
-def _packed(packed: Packed) -> dict[str, Any]:
-    wire = packed.wire
-    return {
-        "message": packed.message.cpu().clone(),  # not all that shares its memory
-        "shape": list(packed.shape),
-        "wire": [wire.bits, wire.stochastic, wire.hadamard, wire.floating],
-    }
-
-
-def _unpacked(state: dict[str, Any]) -> Packed:
-    return Packed.restored(state["message"], torch.Size(state["shape"]), Wire(*state["wire"]))
-
-
-def _plain(measurements: Measurements) -> dict[str, Any]:
-    return {
-        "entropy": [float(value) for value in measurements.entropy],
-        "residual": [float(value) for value in measurements.residual],
-        "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
-        "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
-    }
-
-
-def _measurements(state: dict[str, Any]) -> Measurements:
-    statistics = [{name: GradientStatistics(**one) for name, one in step.items()} for step in state["statistics"]]
-    return Measurements(state["entropy"], state["residual"], state["energies"], statistics)
-
-
-def _place(stage: Stage) -> str:
-    """Where a stage's state belongs, whatever the number of data-parallel ranks."""
-    key = stage.key
-    if key.part is Part.EMBEDDING:
-        return f"embedding-tp{parallel_state.get_tensor_model_parallel_rank()}"
-    if key.part is Part.EXPERTS:
-        tensor = parallel_state.get_expert_tensor_parallel_rank()
-        expert = parallel_state.get_expert_model_parallel_rank()
-        return f"stage{key.pipeline_stage}-experts-tp{tensor}-ep{expert}"
-    return f"stage{key.pipeline_stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
-
-
-def _message_place() -> str:
-    """The same for stages and tensor-parallel ranks as of ``_place``."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    return f"messages{stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
-
-
-def _replica() -> int:
-    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
-
-
-def _replicas() -> int:
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-
-
-def _parallel(args: Namespace) -> dict[str, int]:
-    """The sizes that decide which parameters, and which parts of them, a rank holds."""
-    return {
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "virtual pipeline": args.virtual_pipeline_model_parallel_size or 1,
-        "expert": args.expert_model_parallel_size,
-        "expert tensor": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-    }
-
-
-def _words(parallel: dict[str, int]) -> str:
-    return ", ".join(f"{name}-parallel size {size}" for name, size in parallel.items())
-
-
-def _mean_bytes(counts: list[tuple[Any, ...]]) -> dict[str, list[float]]:
-    by_stage: dict[str, list[tuple[float, ...]]] = {}
-    for stage, *values in counts:
-        by_stage.setdefault(stage, []).append(tuple(values))
-    return {stage: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for stage, rows in by_stage.items()}
+def _writes_torch() -> bool:
+    """Whether this process writes a file of a checkpoint in the format ``torch``: Megatron's own rule."""
+    return parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_data_parallel_rank() == 0

@@ -41,6 +41,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "EDGC's state in a checkpoint does not tell apart the ranks that hold the shards of a weight",
         lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
     ),
+    (
+        "--ckpt-assume-constant-structure",
+        "EDGC's state in a checkpoint changes with the ranks",
+        lambda a: a.ckpt_assume_constant_structure,
+    ),
 )
 
 

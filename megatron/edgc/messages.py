@@ -82,7 +82,8 @@ class PipelineMessages:
         self._wrong: Tensor | None = None
         self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
         self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
-        self._measured: dict[Direction, int] = {}  # entries of entropy before the step
+        self._entropy_before: dict[Direction, list[float | Tensor]] = {}  # before the step under way
+        self._repeated = False
 
     def begin(self) -> None:
         """A step begins, or is run again."""
@@ -90,7 +91,9 @@ class PipelineMessages:
         if self.repeatable:
             self.roll_back(iteration)
             self._before = {key: sender.state_dict() for key, sender in self.senders.items()}
-            self._measured = {direction: len(values) for direction, values in self.entropy.items()}
+        self._repeated = iteration == self._iteration
+        if not self._repeated:
+            self._entropy_before = {direction: list(seen) for direction, seen in self.entropy.items()}
         self._iteration = iteration
         self._messages.clear()
 
@@ -111,7 +114,7 @@ class PipelineMessages:
             return tensor
         step = self.step()
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
-        if self.sampler.measures(step.iteration):
+        if self.sampler.measures(step.iteration) and not self._repeated:  # a step is measured once
             self._measure(direction, matrix, step)
         form = self._format(direction, self.stage, place, tensor.shape, tensor.dtype)
         chunk = self._chunk(direction, place)
@@ -185,16 +188,18 @@ class PipelineMessages:
         self.entropy[direction].append(ESTIMATORS[self.config.entropy_estimator](sample))
 
     def roll_back(self, iteration: int) -> None:
-        """Undo what this iteration has done to the senders. Needs ``repeatable``."""
-        if iteration == self._iteration:
+        """Undo what this iteration has done to the senders. Does nothing without ``repeatable``."""
+        if self.repeatable and iteration == self._iteration:
             self.senders = {key: sender for key, sender in self.senders.items() if key in self._before}
             for key, state in self._before.items():
                 self.senders[key].load_state_dict(state)
-            for direction, count in self._measured.items():
-                del self.entropy[direction][count:]
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, and what this window has seen so far: plain values and CPU tensors."""
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """What the next step depends on, and what its window has seen before it: plain values and CPU tensors.
+
+        ``iteration`` is the next step. One that was rolled back has measured nothing.
+        """
+        entropy = self._entropy_before if iteration == self._iteration else self.entropy
         return {
             "senders": {
                 f"{direction}:{chunk}": {
@@ -202,7 +207,7 @@ class PipelineMessages:
                 }
                 for (direction, chunk), sender in self.senders.items()
             },
-            "entropy": {direction: [float(value) for value in seen] for direction, seen in self.entropy.items()},
+            "entropy": {direction: [float(value) for value in seen] for direction, seen in entropy.items()},
             "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
         }
 
@@ -253,7 +258,6 @@ class PipelineMessages:
                     )
                 )
                 self.entropy[direction] = []
-                self._measured[direction] = 0
         self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
         return windows
 

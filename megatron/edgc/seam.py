@@ -62,14 +62,26 @@ RELIED_ON = (
     Relied(
         "training/training.py",
         "",
-        "save_checkpoint and load_checkpoint are replaced in its names; the step under way is args.curr_iteration",
-        names=("save_checkpoint", "load_checkpoint", "finalize_model_grads_func", "curr_iteration"),
+        "save_checkpoint is replaced in its names; the step under way is args.curr_iteration",
+        names=("save_checkpoint", "finalize_model_grads_func", "curr_iteration"),
     ),
     Relied(
         "training/checkpointing.py",
         "save_checkpoint",
-        "its replacement reads these arguments",
-        names=("iteration", "non_persistent_ckpt"),
+        "its replacement reads these arguments; generate_state_dict is replaced; what writes the format torch",
+        names=("iteration", "non_persistent_ckpt", "generate_state_dict", "dp_rank", "expt_dp_rank"),
+    ),
+    Relied(
+        "training/checkpointing.py",
+        "load_checkpoint",
+        "_load_base_checkpoint is replaced",
+        names=("_load_base_checkpoint",),
+    ),
+    Relied(
+        "training/checkpointing.py",
+        "_load_base_checkpoint",
+        "its replacement reads these arguments and what it returns",
+        names=("load_dir", "rank0", "sharded_state_dict", "state_dict", "checkpoint_name", "release", "ckpt_type"),
     ),
     Relied("training/models/base.py", "ModelConfig", "EDGC is installed by a hook", names=("post_wrap_hooks",)),
     # overridden in a subclass

@@ -152,7 +152,7 @@ class Session:
         self.reporter = Reporter(self.config, self.args, self.iterations)
         apart = self.stages[0].embedding
         self.reporter.start(self.keys, allocations, costs, left_dense, message_settings, sent_back, apart)
-        Checkpoints(
+        self.checkpoints = Checkpoints(
             self.args,
             self.requested,
             self.config,
@@ -161,7 +161,8 @@ class Session:
             self.controller,
             self.messages,
             self.message_controller,
-        ).install(seam, self._resume)
+        )
+        self.checkpoints.install(seam, self._resume)
         return chunks
 
     def _left_dense(self, key: StageKey) -> str:
@@ -428,6 +429,7 @@ class Session:
         if self.controller is not None:
             stages = tuple(merge(stage) for stage in _by_stage(seen))
             if decide:
+                self.checkpoints.keep_controllers(completed - 1)
                 message_ranks = self._gradient_message_ranks()
                 self.controller.observe(
                     [

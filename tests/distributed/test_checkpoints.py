@@ -1,18 +1,28 @@
-"""EDGC's state in checkpoints: across data-parallel sizes, to and from plain Megatron, and when it is damaged."""
+"""EDGC's state in checkpoints: of every kind that Megatron writes, across data-parallel sizes, to and from plain
+Megatron, at a step that Megatron doubts, and where the state is of another run."""
 
-import json
+import shlex
 import shutil
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import COMPRESSED, LOW_RANK, results
 
 # The length of the run is the scheduler's business, and differs here.
 BASE = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--override-opt-param-scheduler"]
+# Ranks of gradients and messages that follow the measurements of each window of two steps.
+DYNAMIC = shlex.split(
+    "--edgc --edgc-preset paper --edgc-rmin 4 --edgc-rmax 20 --edgc-window 2 --edgc-warmup-fraction 0 "
+    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-no-align "
+    "--edgc-pp both --edgc-link-gbps 1 --pipeline-model-parallel-size 2 --global-batch-size 16 --lr 1e-2"
+)
 Left = dict[str, list[dict[str, Any]]]
 
 
@@ -34,10 +44,13 @@ def four(folder: Path) -> Left:
     """On four ranks: what is saved, and plain Megatron's exchange with it."""
     runs = [
         case("four", 3, "--save", folder / "four", "--save-interval", 3),
-        case("asynchronous", 3, "--save", folder / "asynchronous", "--save-interval", 3, "--async-save"),
+        case("legacy", 3, "--save", folder / "legacy", "--save-interval", 3, "--ckpt-format", "torch"),
         case("plain", 3, "--save", folder / "plain", "--save-interval", 3, edgc=False),
+        case("plain legacy", 3, "--save", folder / "old", "--save-interval", 3, "--ckpt-format", "torch", edgc=False),
         case("from plain", 4, "--load", folder / "plain"),
         case("to plain", 4, "--load", folder / "four", edgc=False),
+        case("from plain legacy", 4, "--load", folder / "old", "--ckpt-format", "torch"),
+        case("to plain legacy", 4, "--load", folder / "legacy", "--ckpt-format", "torch", edgc=False),
         case("to a pipeline", 4, "--load", folder / "four", "--pipeline-model-parallel-size", 2),
     ]
     return results(runs, folder)
@@ -47,51 +60,11 @@ def four(folder: Path) -> Left:
 def two(folder: Path, four: Left) -> Left:
     """On two ranks: four's state, and a state for four."""
     runs = [
-        case("two of four", 3, "--load", folder / "four"),
-        case("two", 3, "--save", folder / "two", "--save-interval", 3),
+        case("two of four", 3, "--load", folder / "four", "--ckpt-fully-parallel-load"),
+        case("two of legacy", 3, "--load", folder / "legacy", "--ckpt-format", "torch"),
+        case("two", 3, "--save", folder / "two", "--save-interval", 3, "--no-ckpt-fully-parallel-save"),
     ]
     return results(runs, folder, ranks=2)
-
-
-DAMAGE = {
-    "missing": "is missing",
-    "cut short": "is cut short",
-    "unfinished": "was not written to its end",
-    "another engine": "is of the engine int4, this run has powersgd",
-    "another model": "which this model lacks",
-}
-
-
-def damage(edgc: Path, how: str) -> None:
-    index = json.loads((edgc / "index.json").read_text())
-    file = edgc / "stage0-tp0-1.pt"
-    if how == "missing":
-        file.unlink()
-    elif how == "cut short":
-        file.write_bytes(file.read_bytes()[:1000])
-    elif how == "unfinished":
-        (edgc / "index.json").unlink()
-    elif how == "another engine":
-        (edgc / "index.json").write_text(json.dumps({**index, "engine": "int4"}))
-    elif how == "another model":
-        state = torch.load(file, weights_only=True)
-        state["error"] = {f"other.{name}": total for name, total in state["error"].items()}
-        torch.save(state, file)
-        index["files"][file.name] = file.stat().st_size
-        (edgc / "index.json").write_text(json.dumps(index))
-
-
-@pytest.fixture(scope="module")
-def later(folder: Path, two: Left) -> Left:
-    """On four ranks again: two's state, and damaged copies of four's."""
-    runs = [case("four of two", 3, "--load", folder / "two")]
-    for how in DAMAGE:
-        copy = folder / how
-        shutil.copytree(folder / "four", copy)
-        damage(copy / "iter_0000003" / "edgc", how)
-        runs.append(case(how, 4, "--load", copy))
-    runs.append(case("without", 4, "--load", folder / "missing", "--edgc-reset-state"))
-    return results(runs, folder)
 
 
 def whole(left: Left, name: str) -> list[dict[str, Any]]:
@@ -100,9 +73,64 @@ def whole(left: Left, name: str) -> list[dict[str, Any]]:
     return left[name]
 
 
+def resumed_alike(left: Left, one: str, other: str) -> None:
+    """The second run went on somewhere in the first one, and ended with the same bits."""
+    for a, b in zip(whole(left, one), whole(left, other), strict=True):
+        assert 0 < b["reductions"] < a["reductions"]
+        assert a["parameters"].keys() == b["parameters"].keys()
+        assert [name for name in a["parameters"] if not torch.equal(a["parameters"][name], b["parameters"][name])] == []
+
+
+REFUSED = {
+    "another engine": "is of the engine powersgd, this run has int4",
+    "another model": "has an error of output_layer.weight, which this model lacks",
+    "another size": "the error of embedding.position_embeddings.weight has 4096 values, this model's 8192",
+    "another version": "the EDGC state is of version 2, this release reads 3",
+    "a folder": "the EDGC state is that of an earlier release",
+    "incomplete": "the EDGC state cannot be read (KeyError: 'stage0-tp0.engine')",
+}
+
+
+def change_legacy(file: Path, how: str) -> None:
+    saved = torch.load(file, weights_only=False)  # it holds the run's arguments
+    if how == "another version":
+        saved["edgc"]["index"]["version"] = 2
+    else:
+        del saved["edgc"]["state"]["stage0-tp0.engine"]
+    torch.save(saved, file)
+
+
+@pytest.fixture(scope="module")
+def later(folder: Path, two: Left) -> Left:
+    """On four ranks again: two's state, and states that are not this run's."""
+    int4 = ["--edgc-engine", "int4", "--edgc-preset", "paper"]
+    untied = ["--untie-embeddings-and-output-weights"]
+    shutil.copytree(folder / "plain", folder / "a folder")
+    (folder / "a folder" / "iter_0000003" / "edgc").mkdir()
+    (folder / "a folder" / "iter_0000003" / "edgc" / "index.json").write_text('{"version": 2}')
+    for how in ("another version", "incomplete"):
+        shutil.copytree(folder / "legacy", folder / how)
+        change_legacy(folder / how / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", how)
+    legacy = ["--ckpt-format", "torch"]
+    runs = [
+        case("four of two", 3, "--load", folder / "two"),
+        case("another engine", 4, "--load", folder / "four", *COMPRESSED, *int4, edgc=False),
+        case("untied", 3, "--save", folder / "untied", "--save-interval", 3, *untied),
+        case("another model", 4, "--load", folder / "untied"),
+        case("another size", 4, "--load", folder / "four", "--max-position-embeddings", 128),
+        case("another version", 4, "--load", folder / "another version", *legacy),
+        case("a folder", 4, "--load", folder / "a folder"),
+        case("incomplete", 4, "--load", folder / "incomplete", *legacy),
+        case("without", 4, "--load", folder / "a folder", "--edgc-reset-state"),
+        case("without legacy", 4, "--load", folder / "incomplete", "--edgc-reset-state", *legacy),
+    ]
+    return results(runs, folder)
+
+
 def test_the_sum_of_errors_survives_another_data_parallel_size(four: Left, two: Left, later: Left) -> None:
     for saved, loaded in (
         (whole(four, "four"), whole(two, "two of four")),
+        (whole(four, "legacy"), whole(two, "two of legacy")),
         (whole(two, "two"), whole(later, "four of two")),
     ):
         owed = saved[0]["owed"]
@@ -115,11 +143,24 @@ def test_the_sum_of_errors_survives_another_data_parallel_size(four: Left, two: 
 
 
 def test_plain_megatron_and_edgc_read_each_others_checkpoints(folder: Path, four: Left) -> None:
-    for name in ("from plain", "to plain"):
+    for name in ("from plain", "to plain", "from plain legacy", "to plain legacy"):
         for result in whole(four, name):
             assert all(torch.isfinite(parameter).all() for parameter in result["parameters"].values())
     output = (folder / "output-4.txt").read_text()
-    assert "iter_0000003 was written without EDGC: its state starts anew" in output
+    assert output.count("iter_0000003 was written without EDGC: its state starts anew") == 2
+    assert "load_return" not in output  # Megatron's line where a strict load has failed
+
+
+def test_each_process_writes_its_share_of_the_errors_once(folder: Path, four: Left) -> None:
+    whole(four, "four")
+    written = FileSystemReader(str(folder / "four" / "iter_0000003")).read_metadata().storage_data
+    names, files = [], Counter[str]()
+    for index, where in written.items():
+        if index.fqn.startswith("edgc.stage0-tp0.error."):
+            names.append(index.fqn)
+            files[where.relative_path] += where.length
+    assert len(names) == len(set(names)) == len([total for total in four["four"][0]["owed"].values() if total.any()])
+    assert len(files) == 4 and max(files.values()) < 2 * min(files.values())
 
 
 def test_another_pipeline_size_drops_the_state_with_one_line(folder: Path, four: Left) -> None:
@@ -129,22 +170,96 @@ def test_another_pipeline_size_drops_the_state_with_one_line(folder: Path, four:
     ) == 1
 
 
-def test_an_asynchronous_save_holds_the_same_state(folder: Path, four: Left) -> None:
-    whole(four, "asynchronous")
-    index, expected = (
-        json.loads((folder / name / "iter_0000003" / "edgc" / "index.json").read_text())
-        for name in ("asynchronous", "four")
-    )
-    assert index["files"].keys() == expected["files"].keys()
-    assert (folder / "asynchronous" / "latest_checkpointed_iteration.txt").read_text() == "3"
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_state_is_refused_with_what_is_wrong(later: Left, how: str) -> None:
+@pytest.mark.parametrize("how", REFUSED)
+def test_state_that_does_not_fit_is_refused_with_what_is_wrong(later: Left, how: str) -> None:
     for result in later[how]:
-        assert "ConfigError" in result["failed"] and DAMAGE[how] in result["failed"]
+        assert "ConfigError" in result["failed"] and REFUSED[how] in result["failed"]
         assert "give --edgc-reset-state to go on without it" in result["failed"]
 
 
 def test_state_can_be_left_behind(later: Left) -> None:
     whole(later, "without")
+    whole(later, "without legacy")
+
+
+@pytest.fixture(scope="module")
+def kinds(folder: Path) -> Left:
+    """Asynchronous saves of which one is kept, and non-persistent ones; each run is resumed after its third step."""
+    kept, again = folder / "kept", folder / "kept again"
+    asynchronous = ["--save-interval", 1, "--save-retain-interval", 3, "--async-save", "--verify-integrity"]
+    rarely = ["--save-interval", 100]
+    passing = ["--non-persistent-save-interval", 3, "--non-persistent-ckpt-type", "global", *rarely]
+    runs = [
+        case("asynchronous", 5, *asynchronous, "--save", kept),
+        {
+            **case("asynchronous resumed", 5, *asynchronous, "--load", kept, "--save", again),
+            "latest": [str(kept), 3],
+        },
+        case("passing", 5, "--save", folder / "passing", *passing),
+        {
+            **case("passing resumed", 5, "--load", folder / "passing", "--save", folder / "passing again", *passing),
+            "latest": [str(folder / "passing"), 1],  # older than the non-persistent one
+        },
+    ]
+    if LOCAL:
+        local = ["--non-persistent-save-interval", 3, "--non-persistent-ckpt-type", "local", *rarely]
+        for algorithm in ("fully_parallel", "atomic"):
+            near = folder / f"near {algorithm}"
+            flags = [*local, "--non-persistent-local-ckpt-dir", near / "local", "--save", near]
+            flags += ["--non-persistent-local-ckpt-algo", algorithm]
+            runs += [
+                case(f"near {algorithm}", 5, *flags),
+                {**case(f"near {algorithm} resumed", 5, "--load", near, *flags), "latest": [str(near), 1]},
+            ]
+    return results(runs, folder)
+
+
+LOCAL = find_spec("nvidia_resiliency_ext") is not None
+
+
+def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(folder: Path, kinds: Left) -> None:
+    resumed_alike(kinds, "asynchronous", "asynchronous resumed")
+    kept = {path.relative_to(folder / "kept").parts for path in (folder / "kept").rglob("*")}
+    assert {parts[0] for parts in kept} == {"iter_0000003", "iter_0000005", "latest_checkpointed_iteration.txt"}
+    # Megatron's own files alone, which it writes in the background
+    assert {parts[1] for parts in kept if len(parts) > 1 and not parts[1].endswith(".distcp")} == {
+        ".metadata",
+        "metadata.json",
+        "integrity.json",
+    }
+
+
+def test_a_non_persistent_checkpoint_holds_the_state(kinds: Left) -> None:
+    resumed_alike(kinds, "passing", "passing resumed")
+
+
+@pytest.mark.skipif(not LOCAL, reason="Megatron's local checkpoints need nvidia-resiliency-ext")
+@pytest.mark.parametrize("algorithm", ["fully_parallel", "atomic"])
+def test_a_local_checkpoint_holds_the_state(kinds: Left, algorithm: str) -> None:
+    resumed_alike(kinds, f"near {algorithm}", f"near {algorithm} resumed")
+
+
+@pytest.fixture(scope="module")
+def doubted(folder: Path) -> Left:
+    """A run whose sixth step, which closes a window, Megatron doubts: it saves without the step and ends."""
+    dynamic = [*DYNAMIC, "--save-interval", 1]
+    inject = ["--error-injection-rate", 1, "--error-injection-type", "persistent_error"]
+    inject += ["--load", folder / "undisturbed", "--save", folder / "doubted"]
+    going_on = ["--load", folder / "doubted", "--save", folder / "after"]  # it saves where the other run did
+    runs = [
+        case("undisturbed", 9, *dynamic, "--save", folder / "undisturbed", edgc=False),
+        {**case("doubted", 9, *dynamic, *inject, edgc=False), "latest": [str(folder / "undisturbed"), 4]},
+        # Megatron would end again: the step ran on the same device
+        case("after", 9, *dynamic, "--rerun-mode", "disabled", *going_on, edgc=False),
+    ]
+    return results(runs, folder)
+
+
+def test_a_checkpoint_before_a_doubted_step_holds_nothing_of_it(folder: Path, doubted: Left) -> None:
+    for result in doubted["doubted"]:
+        assert "SystemExit: 16" in result["failed"]
+    assert (folder / "doubted" / "latest_checkpointed_iteration.txt").read_text() == "5"
+    resumed_alike(doubted, "undisturbed", "after")
+    for one, other in zip(doubted["undisturbed"], doubted["after"], strict=True):
+        assert one["message_ranks"][-len(other["message_ranks"]) :] == other["message_ranks"]
+        assert len(set(one["message_ranks"])) > 1 or one["place"][0] == 0

@@ -124,6 +124,7 @@ UNSUPPORTED = {
     "--optimizer dist_muon": {"use_layer_wise_distributed_optimizer": True},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
+    "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True},
 }
 
 

@@ -1,0 +1,69 @@
+"""What a checkpoint holds of a process: tensors of any length in one, and measurements, there and back."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.reducer import Measurements
+from edgc.statistics import GradientStatistics
+from edgc.wire import FP32, Packed, wire
+from megatron.edgc.messages import PipelineMessages
+from megatron.edgc.state import measurements_of, plain, stage_state, unpacked
+
+
+class Reducer:
+    """Of a reducer, what a checkpoint asks for; also a part that this release does not know."""
+
+    def __init__(self) -> None:
+        self.errors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+        self.parts = {
+            "engine": {"a:0": Packed(torch.randn(3, 1), wire("bf16")), "b:0": Packed(torch.randn(7), FP32)},
+            "another": {"a:norm": Packed(torch.tensor(2.5), FP32), "b:x": Packed(torch.randn(200), wire("int4"))},
+            "empty": {},
+        }
+
+    def settle_errors(self, iteration: int) -> Iterator[tuple[str, Tensor]]:
+        yield from self.errors.items()
+
+    def state_dict(self) -> dict[str, dict[str, Packed]]:
+        return {"error": {}, **self.parts}
+
+
+def test_every_part_of_a_reducers_state_comes_back() -> None:
+    torch.manual_seed(0)
+    reducer = Reducer()
+    stage: Any = SimpleNamespace(reducers=[reducer])
+    found = {name: unpacked(message, contents, message.device) for name, contents, message in stage_state(stage, 3)}
+    assert list(found) == ["error.a", "error.b", "engine", "another"]
+    for name, total in reducer.errors.items():
+        assert torch.equal(found[f"error.{name}"][name].values(), total)
+    for part in ("engine", "another"):
+        for name, packed in reducer.parts[part].items():
+            assert found[part][name].shape == packed.shape
+            assert torch.equal(found[part][name].values(), packed.values())
+
+
+def test_measurements_come_back() -> None:
+    seen = Measurements(
+        entropy=[-3.5],
+        residual=[0.25],
+        energies=[{"a": torch.tensor([1.0, 2.0])}],
+        statistics=[{"a": GradientStatistics.of(torch.randn(100))}],
+        spikes=torch.tensor(2),
+        largest_spike=torch.tensor(17.0),
+    )
+    found = measurements_of(plain(seen))
+    assert (found.entropy, found.residual, found.spikes, found.largest_spike) == ([-3.5], [0.25], 2.0, 17.0)
+    assert torch.equal(found.energies[0]["a"], seen.energies[0]["a"]) and found.statistics == seen.statistics
+
+
+def test_messages_of_which_no_copy_is_kept_are_not_rolled_back() -> None:
+    messages = PipelineMessages.__new__(PipelineMessages)
+    messages.repeatable, messages._iteration, messages._before = False, 3, {}
+    sender: Any = object()
+    messages.senders = {("backward", 0): sender}
+    messages.roll_back(3)
+    assert messages.senders == {("backward", 0): sender}
