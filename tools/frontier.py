@@ -48,6 +48,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
     ("basis by QR", lambda engine, _: engine in LOW_RANK),
     ("only factors scaled", lambda engine, _: engine in LOW_RANK),
     (EMBEDDING_SUM, lambda _, stages: stages > 1),
+    ("spikes scaled down", lambda engine, _: engine != "dense"),
 )
 
 
