@@ -97,9 +97,12 @@ class EDGCConfig:
     )
     rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
     warmup_fraction: float = _knob(
-        0.1, "share of the run that is reduced dense at least", "fraction of iterations", f"{PAPER}, warm-up"
+        0.1,
+        "share of the run that is reduced in the format of --edgc-dense-wire at least",
+        "fraction of iterations",
+        f"{PAPER}, warm-up",
     )
-    # Recorded runs change by 0.3 to 0.9 nats a window at first and by 0.05 to 0.25 later.
+    # The changes from window to window that recorded runs show are in docs/algorithm.md, 3.
     entropy_stability: float = _knob(
         0.25,
         "a stage's warm-up ends once its entropy changes by less than this from one window to the next",
