@@ -25,7 +25,7 @@ def main() -> int:
 
         pretrain_gpt(on_cpu)
     except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # by every node: one alone may have the fault
             print(f"edgc: error: {error}", file=sys.stderr, flush=True)
         return 2
     except StepError as error:  # by every process that sees it: rank 0 need not be one

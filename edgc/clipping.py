@@ -6,9 +6,11 @@ follow, each time clipped to the allowed norm, and the true gradients drown in i
 whose norm is more than ``LIMIT`` times its running norm down to the running norm. Where gradients behave, nothing
 changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. Clipping each
 tensor by its own running norm is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034).
+
+The running norm begins with the first gradient that is compressed: a spike in that very step is not seen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +78,11 @@ class SpikeClipping:
     def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:
         unknown = like.new_zeros(())
         return torch.stack([self._running.get(name, unknown) for name in names])
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the others: what they have seen is old by the time they are compressed again."""
+        if self._running.keys() - names:
+            self._running = {name: running for name, running in self._running.items() if name in names}
 
     def norms(self) -> Tensor | None:
         """All running norms (parameters,), in the order of their names; None while there are none."""

@@ -145,8 +145,12 @@ class Controller:
         progress = (iteration + self.config.window / 2) / self.iterations
         return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
-    def observe(self, observations: Sequence[StageObservation]) -> None:
-        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
+    def observe(self, observations: Sequence[StageObservation], ranks: Sequence[int | None] | None = None) -> None:
+        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
+
+        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun).
+        """
+        used = self.plan.ranks if ranks is None else ranks
         if len(observations) != len(self.stages):
             raise ValueError(f"{len(observations)} observations for {len(self.stages)} stages")
         self.history.append(tuple(observation.entropy for observation in observations))
@@ -159,7 +163,7 @@ class Controller:
         if self.config.link_gbps is None:
             for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
                 if cost is not None and observation.reduce_seconds > 0:
-                    predicted = cost.seconds(self.plan.ranks[stage])
+                    predicted = cost.seconds(used[stage])
                     self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
 
     def decide(self, iteration: int) -> RankPlan:

@@ -134,9 +134,10 @@ class MessageSender:
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
             divisor = clipping.divisor(norm, before)
-            self.spikes = self.spikes + (divisor > 1).float()
             total = total / divisor
-            self.norm = clipping.moved(norm, before, torch.isfinite(total).all())
+            healthy = torch.isfinite(total).all()
+            self.spikes = self.spikes + ((divisor > 1) & healthy).float()
+            self.norm = clipping.moved(norm, before, healthy)
         if self.error is not None:
             total = total + (self.error if scale is None else self.error * scale)
         if rank is None:

@@ -56,8 +56,9 @@ class Measurements:
         """Count what a reduction has clipped, if it was ``finite``."""
         clipped = (spikes.factors > 1) & finite
         self.spikes = self.spikes + clipped.sum()
-        largest = torch.where(clipped, spikes.factors, 0.0).max()
-        self.largest_spike = torch.maximum(largest, torch.as_tensor(self.largest_spike, device=largest.device))
+        largest, before = torch.where(clipped, spikes.factors, 0.0).max(), self.largest_spike
+        # a number, as after a window: no copy of it to the device, for which the host would wait
+        self.largest_spike = largest.clamp_min(before) if isinstance(before, float) else torch.maximum(largest, before)
 
     def mean_energies(self) -> dict[str, list[float]]:
         """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
@@ -65,7 +66,8 @@ class Measurements:
             return {}
         means = {}
         for name, last in self.energies[-1].items():
-            alike = [seen[name] for seen in self.energies if name in seen and len(seen[name]) == len(last)]
+            # those of before a resume lie on the CPU
+            alike = [seen[name].cpu() for seen in self.energies if name in seen and len(seen[name]) == len(last)]
             mean = torch.stack(alike).mean(dim=0).tolist()
             if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
                 means[name] = mean
@@ -94,6 +96,7 @@ class GradientReducer:
         self.allocation = allocation
         self.config = config
         self.communicator = communicator
+        self.device = device
         self.sampler = GradientSampler(
             iteration_rate=config.iteration_sampling_rate,
             gradient_rate=config.gradient_sampling_rate,
@@ -174,6 +177,8 @@ class GradientReducer:
     def begin(self, iteration: int) -> None:
         """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
         self.finite = None
+        if self.plain:
+            self.clipping.keep(())  # norms that the next reduction finds would be old
         if self.repeatable:
             self.roll_back(iteration)
             if iteration != self._iteration:
@@ -264,8 +269,10 @@ class GradientReducer:
         reduced.advance(finite)
         self.equaliser.update(squares, finite)
         if spikes is not None:
+            self.clipping.keep(fed_back)
             self.clipping.update(spikes, finite)
-            self.measurements.add_spikes(spikes, finite)
+            if iteration != self._skipped:
+                self.measurements.add_spikes(spikes, finite)
         self.finite = finite
         seed = self._seed_rounding("error", iteration)
         for name, matrix in matrices.items():
@@ -375,8 +382,7 @@ class GradientReducer:
         names = sorted(self.specs)
         if not names:
             return
-        device = self.finite.device if self.finite is not None else torch.device("cpu")
-        digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=device)
+        digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=self.device)
         places = {name: place for place, name in enumerate(names)}
         state = self.state_dict()
         for name, rank in self.ranks.items():
@@ -399,9 +405,10 @@ class GradientReducer:
         self._seed_rounding("settle", iteration)
         uncounted = Communicator(self.communicator.group, Traffic())  # a checkpoint is no training traffic
         norms = self.clipping.norms()
-        if norms is not None:  # each process has seen its own gradients: all go on with the mean
-            uncounted.all_reduce(norms).wait()
-            self.clipping.set_norms(norms / uncounted.ranks)
+        if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
+            both = torch.stack([norms, (norms > 0).float()])
+            uncounted.all_reduce(both).wait()
+            self.clipping.set_norms(both[0] / both[1].clamp_min(1))
         for name in sorted(self.feedback.packed):
             total = self.feedback.packed[name].values().clone()
             uncounted.all_reduce(total).wait()

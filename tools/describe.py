@@ -170,7 +170,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
                 pre_process=stage == 0,
                 post_process=stage == pipeline - 1,
             )
-        messages = message_bytes * _neighbours(stage, pipeline)
+        messages = message_bytes * _messages(stage, pipeline, args.virtual_pipeline_model_parallel_size or 1)
         stages.append(_stage_needs(part, args, session, ranks, activations, messages))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -197,9 +197,9 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     )
 
 
-def _neighbours(stage: int, stages: int) -> int:
-    """How many other stages a stage, counted from 0, sends messages to."""
-    return (stage > 0) + (stage < stages - 1)
+def _messages(stage: int, stages: int, chunks: int) -> int:
+    """How many messages a stage, counted from 0, sends for each micro-batch: both ways, but at the pipeline's ends."""
+    return 2 * chunks - (stage == 0) - (stage == stages - 1)
 
 
 def _stage_needs(

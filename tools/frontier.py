@@ -270,7 +270,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "ranks": [window["ranks"] for window in measured.windows],
         "settings": shlex.join(trial.settings),
         "commit": record["commit"] + ("+" if record["modified"] else ""),
-        "changes": record["changes"],
+        "changes": record.get("changes", 0),
         "versions": measured.start["versions"],
         "machine": record["machine"],
     }

@@ -172,6 +172,7 @@ def shape_of(arguments: Sequence[str]) -> Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("train-iters", "train-samples", "save-interval", "save-retain-interval"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--step-batch-size-schedule", nargs="*")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--distributed-backend", default="nccl")
     parser.add_argument("--fp8-format")
@@ -217,6 +218,11 @@ def check(model: Model, cluster: Cluster, world_size: int, arguments: Sequence[s
     if cluster.compute_capability is not None and (refused := too_new(shape, cluster.gpu, cluster.compute_capability)):
         raise LaunchError(refused)
     if shape.train_iters is None:
+        if shape.step_batch_size_schedule:
+            raise LaunchError(
+                "--step-batch-size-schedule with --train-samples: only Megatron can count the iterations; give "
+                "--train-iters"
+            )
         shape.train_iters = shape.train_samples // batch
     return shape
 

@@ -2,7 +2,7 @@
 
     python tools/preflight.py [--processes-per-node 8] [flags of pretrain_gpt.py]
 
-checks this machine. On several nodes each prints what it has as one line of JSON, and one process compares:
+checks this machine. On several nodes each prints what it has as one line, and one process compares:
 
     srun --ntasks-per-node 1 python tools/preflight.py --facts [flags] >facts
     python tools/preflight.py --nodes 8 [--processes-per-node 8] [flags] <facts
@@ -13,12 +13,14 @@ the flags that turn them off are printed on stdout. No process group is made.
 """
 
 import argparse
+import base64
 import hashlib
 import importlib
 import json
 import os
 import platform
 import sys
+import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +39,7 @@ APEX_NORM = "fused_layer_norm_cuda"
 APEX_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 APEX_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 APEX_MASK = "scaled_masked_softmax_cuda"
+PREFIX = "preflight-facts "  # of a node's line
 EXTENSIONS = (TRANSFORMER_ENGINE, APEX, APEX_NORM, APEX_GRADIENTS, APEX_SOFTMAX, APEX_MASK)
 
 
@@ -235,12 +238,21 @@ def summary(nodes: Sequence[Facts]) -> str:
     return f"nothing is missing on {', '.join(facts.node for facts in nodes)}: {'; '.join([*gpus, versions])}"
 
 
+def to_line(facts: Facts) -> str:
+    """Facts as a node prints them. Packed: srun mixes the lines of several tasks once they have 1024 bytes."""
+    return PREFIX + base64.b64encode(zlib.compress(json.dumps(asdict(facts)).encode(), 9)).decode()
+
+
 def from_lines(lines: Sequence[str]) -> list[Facts]:
-    """The facts that nodes have printed, in the order of their names. Raises ``LaunchError``."""
+    """The facts that nodes have printed, in the order of their names; other lines are a prologue's or an image's.
+
+    Raises ``LaunchError``.
+    """
+    packed = [line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX)]
     try:
-        found: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+        found: list[dict[str, Any]] = [json.loads(zlib.decompress(base64.b64decode(one))) for one in packed]
         return sorted((Facts(**facts) for facts in found), key=lambda facts: facts.node)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, zlib.error) as error:
         raise LaunchError(f"what a node has printed cannot be read ({error})") from error
 
 
@@ -267,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"preflight: error: {error}", file=sys.stderr)
         return 2
     if options.facts:
-        print(json.dumps(asdict(nodes[0])))
+        print(to_line(nodes[0]))
         return 0
     found = check(nodes, options.nodes or 1, shape, options.processes_per_node)
     for problem in found:

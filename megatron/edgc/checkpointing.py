@@ -15,6 +15,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -60,14 +61,17 @@ GO_ON = "give --edgc-reset-state to go on without it"
 
 
 def shield_writer(args: Namespace) -> None:
-    """Start the helper of Megatron's ``torch_dist`` writer so that it outlives the signal of ``--exit-signal-handler``.
+    """Start the helpers of Megatron's ``torch_dist`` writer so that they outlive ``--exit-signal-handler``'s signal.
 
-    Slurm and torchrun send the signal to all processes. The helper would end by it, and with it the save that the
-    signal asks for; started while the signal is ignored, it goes on ignoring it.
+    Slurm and torchrun send the signal to all processes. The helpers would end by it, and with them the save that the
+    signal asks for; started while the signal is ignored, they ignore it. With ``--async-save`` the writer itself is a
+    helper: the server that forks it passes on what it ignores.
     """
     if args.exit_signal_handler and args.save is not None and args.ckpt_format == "torch_dist":
         before = signal.signal(args.exit_signal, signal.SIG_IGN)
         get_write_results_queue()
+        if args.async_save:
+            forkserver.ensure_running()
         signal.signal(args.exit_signal, before)
 
 
@@ -390,6 +394,8 @@ class Checkpoints:
             return unpacked(state[f"{place}.{name}"], layout[name], device) if name in layout else {}
 
         parts = {part: restored(part, stage.device) for part in stage.reducers[0].state_dict()}
+        if index["places"][place][0] != dist.get_world_size(stage.process_group):
+            parts["clipping"] = {}  # gradients are scaled by the number of processes, and so are their norms
         for reducer in stage.reducers:
             if self._alike(index):
                 reducer.load_state_dict(

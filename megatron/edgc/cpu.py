@@ -49,10 +49,13 @@ def missing_gpu() -> str:
     try:
         torch.zeros(1, device=f"cuda:{place}")  # a device that is lost may still be counted
     except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
-        return (
-            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use GPU {place} "
-            f"({str(error).splitlines()[0]}): give {FLAG} to train on the CPU"
-        )
+        who = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+        if 0 < (visible := torch.cuda.device_count()) <= place:
+            return (
+                f"{who} asks for GPU {place} and sees {visible}: give every process of a node all of its GPUs "
+                "(Slurm: --gpus-per-node instead of --gpus-per-task, and no --gpu-bind)"
+            )
+        return f"{who} cannot use GPU {place} ({str(error).splitlines()[0]}): give {FLAG} to train on the CPU"
     return ""
 
 

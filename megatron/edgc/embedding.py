@@ -118,7 +118,8 @@ def tied_copy(
     model = unwrap_model(chunk)
     if not (model.share_embeddings_and_output_weights or model.config.mtp_num_layers):
         return None
-    return chunk, model.shared_embedding_or_output_weight()
+    weight = model.shared_embedding_or_output_weight()
+    return (chunk, weight) if weight.requires_grad else None
 
 
 def _place(chunk: DistributedDataParallel, weight: torch.nn.Parameter) -> tuple[_ParamAndGradBucketGroup, Any]:

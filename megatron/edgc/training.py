@@ -441,7 +441,8 @@ class Session:
                             s.energies,
                         )
                         for s in stages
-                    ]
+                    ],
+                    self._active,
                 )
                 self.controller.decide(completed)
             messages = tuple(merge_messages(boundary) for boundary in _by_boundary(sent))

@@ -94,6 +94,15 @@ def test_of_a_finite_gradient_whose_norm_overflows_nothing_is_left() -> None:
     assert torch.equal(large / divisor, torch.zeros_like(large))
 
 
+def test_a_norm_that_grew_old_is_forgotten() -> None:
+    clipping = SpikeClipping()
+    step(clipping, 2.0)
+    clipping.keep({"w"})
+    assert step(clipping, 30.0) == pytest.approx(15.0)
+    clipping.keep(())
+    assert step(clipping, 30.0) == 1.0
+
+
 def test_a_copy_goes_on_as_the_original() -> None:
     clipping, copy = SpikeClipping(), SpikeClipping()
     step(clipping, 2.0)

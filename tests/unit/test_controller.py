@@ -281,6 +281,9 @@ def test_costs_follow_what_reductions_really_take() -> None:
     c = controller(stages=1, cost=StageCost(CommCost(0.01, 0.001), 0.2, 0.3))
     c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.4)])  # dense now: twice as slow as probed
     assert c.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4, 0.6)
+    # compressed at rank 10, which no plan of this controller says
+    c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.08)], [10])
+    assert c.costs[0].dense_seconds == pytest.approx(0.4 * 0.08 / (0.02 + 10 * 0.002))
 
 
 def test_costs_of_a_given_link_stay() -> None:

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from edgc.allocation import Parameter, allocate
 from edgc.collectives import Communicator, Traffic
 from edgc.config import ENGINES, PRESETS, EDGCConfig
-from edgc.reducer import GradientReducer, run
+from edgc.reducer import GradientReducer, Measurements, run
 
 META = torch.device("meta")
 SHAPES = {"wide": (64, 128), "tall": (96, 64), "bias": (64,)}
@@ -61,7 +61,36 @@ def test_no_value_is_read(
         gradients = {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in SHAPES.items()}
         under_test.measure(gradients, iteration)
         run(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
+        if iteration == 3:  # the next spikes are counted from a number, not from a tensor
+            measured = under_test.measurements.take()
+            under_test.measurements.entropy = measured.entropy
     assert len(under_test.measurements.entropy) == 3
+
+
+def test_replicas_are_compared_on_the_device_of_the_gradients(
+    communicator: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing was reduced: NCCL takes no tensors of the CPU."""
+    under_test = reducer(communicator, preset="paper")
+    under_test.device = META
+    handed: list[torch.device] = []
+
+    def all_gather(self: Communicator, tensor: torch.Tensor) -> None:
+        handed.append(tensor.device)
+        raise InterruptedError
+
+    monkeypatch.setattr(Communicator, "all_gather", all_gather)
+    with pytest.raises(InterruptedError):
+        under_test.compare_replicas(0)
+    assert handed == [META]
+
+
+def test_measurements_of_before_a_resume_join_those_of_the_device() -> None:
+    measured = Measurements(energies=[{"w": torch.ones(2)}, {"w": torch.ones(2, device=META)}])
+    with pytest.raises(NotImplementedError, match="meta"):  # only because that device has no values
+        measured.mean_energies()
+    measured = Measurements(energies=[{"w": torch.ones(2)}, {"w": 3 * torch.ones(2)}])
+    assert measured.mean_energies() == {"w": [2.0, 2.0]}
 
 
 def test_a_value_that_is_read_is_noticed(communicator: Communicator) -> None:

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,8 @@ def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFix
     model = written(tmp_path, **{**MODEL, "flags": "--num-layers 4 --global-batch-size 8 --save-interval 5"})
     samples = ["--mock-data", "--train-samples", "160"]
     assert printed(capsys, "--model", model, "--method", "edgc", *samples)["iterations"] == "20"
+    growing = [*samples, "--step-batch-size-schedule", "0:8", "80:16"]
+    assert "only Megatron can count the iterations" in refusal(capsys, "--model", model, *growing)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def node_facts(failed: dict[str, str] | None = None, **changed: object) -> str:
         backends=["nccl", "gloo"],
         failed=failed or {},
     )
-    return json.dumps({**asdict(facts), **changed})
+    return preflight.to_line(replace(facts, **changed))  # type: ignore[arg-type]
 
 
 def in_slurm(tmp_path: Path, *facts: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -412,7 +414,7 @@ def test_a_node_that_cannot_train_keeps_all_from_starting(
     tmp_path: Path, second: dict[str, object] | None, says: str
 ) -> None:
     if second is not None and "versions" in second:
-        second["versions"] = {**json.loads(node_facts())["versions"], "torch": "2.8.0"}
+        second["versions"] = {**preflight.from_lines([node_facts()])[0].versions, "torch": "2.8.0"}
     done = in_slurm(tmp_path, node_facts(), "" if second is None else node_facts(**second))  # type: ignore[arg-type]
     assert done.returncode == 1
     assert says in done.stderr

@@ -1,10 +1,9 @@
 """What is checked on every node before training: from what nodes have to one line for each problem."""
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,7 +162,7 @@ def test_a_problem_of_several_nodes_is_one_line_and_a_node_that_is_silent_anothe
 def run(
     *arguments: str, facts: list[preflight.Facts] | None = None, modules: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    lines = None if facts is None else "\n".join(json.dumps(asdict(one)) for one in facts) + "\n"
+    lines = None if facts is None else "\n".join(["a prologue's line", *map(preflight.to_line, facts)]) + "\n"
     return subprocess.run(
         [sys.executable, "tools/preflight.py", *arguments],
         cwd=REPOSITORY,
@@ -188,7 +187,7 @@ def test_it_runs_alone_and_its_status_tells() -> None:
 
 def test_what_nodes_print_is_compared_by_another_process() -> None:
     printed = run("--facts", "--edgc-cpu")
-    own = preflight.Facts(**json.loads(printed.stdout))
+    (own,) = preflight.from_lines(printed.stdout.splitlines())
     assert own.versions["torch"] and own.versions["megatron-core"] and "gloo" in own.backends
     without = [replace(WHOLE, node=node, failed=NO_APEX) for node in ("n1", "n0")]
     done = run("--nodes", "2", "--processes-per-node", "8", "--bf16", facts=without)
@@ -200,7 +199,7 @@ def test_what_nodes_print_is_compared_by_another_process() -> None:
     done = subprocess.run(
         [sys.executable, "tools/preflight.py", "--nodes", "1"],
         cwd=REPOSITORY,
-        input="no JSON",
+        input=f"{preflight.PREFIX}cut short",
         capture_output=True,
         text=True,
     )
@@ -219,7 +218,8 @@ def test_the_facts_say_what_can_be_imported_whatever_it_prints(tmp_path: Path) -
         (tmp_path / name).write_text(content)
     done = run("--facts", "--bf16", modules=tmp_path)
     assert "hello" in done.stderr
-    facts = preflight.Facts(**json.loads(done.stdout))
+    (facts,) = preflight.from_lines(done.stdout.splitlines())
+    assert len(done.stdout) < 1024  # longer lines of several tasks srun may mix
     assert facts.has(preflight.APEX_GRADIENTS) and not facts.has(preflight.APEX_SOFTMAX)
     assert facts.failed[preflight.APEX].startswith("apex 0.9.10.dev0 is installed, but ModuleNotFoundError")
     assert facts.failed[preflight.TRANSFORMER_ENGINE] == "OSError: libtransformer_engine.so: undefined symbol"
