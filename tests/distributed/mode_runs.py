@@ -37,7 +37,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 import edgc.allocation  # noqa: E402
 import edgc.probe  # noqa: E402
 import megatron.edgc.training  # noqa: E402
-from edgc import lowrank  # noqa: E402
+from edgc import clipping, lowrank  # noqa: E402
 from edgc.alignment import CommCost  # noqa: E402
 from edgc.collectives import Steps  # noqa: E402
 from edgc.controller import StageCost  # noqa: E402
@@ -79,7 +79,8 @@ class Watch:
             shards: Mapping[str, Sequence[int]] | None = None,
         ) -> Steps[None]:
             scale = 1.0 if loss_scale is None else float(loss_scale)
-            put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
+            taken_off = _divisors(reducer, gradients, loss_scale)
+            put_in = {name: gradient.double() / taken_off.get(name, scale) for name, gradient in gradients.items()}
             owed = _summed(reducer, put_in)
             yield from reduce(reducer, gradients, iteration, loss_scale, shards)
             self.reductions += 1
@@ -104,7 +105,11 @@ class Watch:
             if parallel_state.get_pipeline_model_parallel_rank() == slow_stage:
                 time.sleep(0.05)
             own = 1.0 if scale is None else float(scale)
-            owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
+            spike = 1.0
+            if sender.feedback and not (form.used_rank is None and sender.error is None):
+                norm = torch.linalg.vector_norm(matrix.float()) / own
+                spike = float(clipping.divisor(norm, torch.zeros(()) if sender.norm is None else sender.norm))
+            owed = matrix.double() / own / spike + (0.0 if sender.error is None else sender.error.double())
             message: Tensor = encode(sender, matrix, form, header, scale)
             if sender.feedback and bool(torch.isfinite(matrix).all()):
                 left = 0.0 if sender.error is None else sender.error.double()
@@ -182,6 +187,19 @@ def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -
     whole.view(-1)[start:stop] = gradient.reshape(-1)[start:stop]
     own_all_reduce(whole, group=reducer.communicator.group)
     return whole
+
+
+def _divisors(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scale: Tensor | None) -> dict[str, float]:
+    """What the reducer is to divide gradients by: the loss scale, and of a spike more."""
+    fed_back = {
+        name: gradient.view(reducer.specs[name].rows, -1).float()
+        for name, gradient in gradients.items()
+        if gradient.numel() and (name in reducer.ranks or not reducer._rounding.wire.exact)
+    }
+    if not fed_back:
+        return {}
+    divisors = reducer.clipping.spikes(fed_back, loss_scale).divisors(loss_scale)
+    return {name: float(divisor) for name, divisor in divisors.items()}
 
 
 def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str, Tensor]:
