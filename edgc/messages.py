@@ -99,8 +99,9 @@ class MessageSender:
     4. error = M - P Q^T         with both as the receiver gets them
     5. V = orthonormal(Q)
 
-    At rank 0 M itself travels, rounded. A spike in the matrix is scaled down first (``edgc.clipping``), and a matrix of
-    zeros keeps V.
+    At rank 0 M itself travels, rounded. What is left of a spike (``edgc.clipping``) is scaled down before it becomes
+    the error; the spike itself travels, since the backward pass of its own micro-batch needs it. A matrix of zeros
+    keeps V.
 
     So the error of a micro-batch is sent with the next one, and that of a step's last with the next step's first.
     Without ``feedback`` there is no error: activations belong to their own samples alone.
@@ -111,7 +112,7 @@ class MessageSender:
         self.error: Tensor | None = None  # (rows x cols) fp32, not multiplied by a loss scale
         self.basis: Tensor | None = None  # V
         self.norm: Tensor | None = None  # running norm of the matrices; all three are replaced, never changed
-        self.spikes: Tensor | float = 0.0  # matrices scaled down so far
+        self.spikes: Tensor | float = 0.0  # matrices so far of which the error was scaled down
         self._seed = seed
 
     def state_dict(self) -> dict[str, Tensor | None]:
@@ -134,7 +135,6 @@ class MessageSender:
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
             divisor = clipping.divisor(norm, before)
-            total = total / divisor
             healthy = torch.isfinite(total).all()
             self.spikes = self.spikes + ((divisor > 1) & healthy).float()
             self.norm = clipping.moved(norm, before, healthy)
@@ -155,7 +155,7 @@ class MessageSender:
             basis = torch.where(finite & q.values().any(), learned, start)
         message = torch.cat([head, *body])
         if self.feedback:
-            error = total - form.decode(message).float()  # with all that rounding changes on the way
+            error = (total - form.decode(message).float()) / divisor  # with all that rounding changes on the way
             if scale is not None:
                 error /= scale
             before = torch.zeros_like(error) if self.error is None else self.error

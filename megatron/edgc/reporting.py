@@ -163,7 +163,7 @@ class Reporter:
                 if message.spikes:
                     self._print(
                         f"{now} | {message.boundary} | {message.spikes:.0f} messages above {LIMIT:g} times their "
-                        "running norm were scaled down before compression"
+                        "running norm: what was left of them was scaled down"
                     )
         if report.pp_bytes_dense:
             self._print(

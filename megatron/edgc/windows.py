@@ -55,7 +55,7 @@ class MessageWindow:
     bytes: float
     bytes_dense: float
     state_bytes: float  # memory of errors and factors
-    spikes: float = 0.0  # messages scaled down before compression (``edgc.clipping``)
+    spikes: float = 0.0  # messages of which the error was scaled down (``edgc.clipping``)
 
 
 @dataclass(frozen=True)

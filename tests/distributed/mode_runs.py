@@ -109,10 +109,10 @@ class Watch:
             if sender.feedback and not (form.used_rank is None and sender.error is None):
                 norm = torch.linalg.vector_norm(matrix.float()) / own
                 spike = float(clipping.divisor(norm, torch.zeros(()) if sender.norm is None else sender.norm))
-            owed = matrix.double() / own / spike + (0.0 if sender.error is None else sender.error.double())
+            owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
             message: Tensor = encode(sender, matrix, form, header, scale)
             if sender.feedback and bool(torch.isfinite(matrix).all()):
-                left = 0.0 if sender.error is None else sender.error.double()
+                left = 0.0 if sender.error is None else sender.error.double() * spike  # of a spike less is kept
                 lost = owed - form.decode(message).double() / own - left
                 self.lost_messages = _worse(self.lost_messages, lost.abs().max() / owed.abs().max())
             return message
@@ -216,7 +216,7 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    reduce, pays = GradientReducer.reduce, edgc.allocation.pays
+    reduce, pays, limit = GradientReducer.reduce, edgc.allocation.pays, clipping.LIMIT
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
     message_costs = megatron.edgc.training.message_costs
@@ -234,6 +234,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
+        clipping.LIMIT = math.inf  # dense training does not scale spikes down
         edgc.allocation.pays = edgc.probe.pays = lambda *args: True
         megatron.edgc.training.largest_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
@@ -263,6 +264,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         sys.argv = ["pretrain_gpt.py", *case["arguments"]]
         session = train(True, [capture])
     finally:
+        clipping.LIMIT = limit
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.allocation.pays = edgc.probe.pays = pays
         megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even

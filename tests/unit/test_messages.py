@@ -128,7 +128,7 @@ def test_a_spike_is_not_replayed_in_later_messages(rank: int) -> None:
     for step in range(1, 20):
         send(sender, truth + noise(step) / 2, how)
     spike = send(sender, 100 * noise(99), how)
-    assert spike.norm() < 2 * truth.norm() and float(sender.spikes) == 1
+    assert spike.norm() > 20 * truth.norm() and float(sender.spikes) == 1
     arrived = sum(send(sender, truth + noise(step) / 2, how) for step in range(20, 30))
     assert float((arrived * truth).sum() / (arrived.norm() * truth.norm())) > 0.8
 
