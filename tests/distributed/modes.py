@@ -342,8 +342,8 @@ def page(seen: dict[str, Seen]) -> str:
         "runs are tests. Each mode trains a 2-layer GPT for four steps: dense, at full rank, compressed with a "
         "checkpoint after the second step, and on from that checkpoint.",
         "",
-        "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went; in this "
-        "run spikes are not scaled down.",
+        "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went; "
+        "in this run spikes are not scaled down.",
         "- *lost*: the most of what was put in that neither the result nor the error feedback holds, relative, beside "
         "what is taken off spikes.",
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
