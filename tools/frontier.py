@@ -49,6 +49,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
     ("only factors scaled", lambda engine, _: engine in LOW_RANK),
     (EMBEDDING_SUM, lambda _, stages: stages > 1),
     ("spikes scaled down", lambda engine, _: engine != "dense"),
+    ("spike limit 10", lambda engine, _: engine != "dense"),
 )
 
 

@@ -336,7 +336,7 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
     (old,) = (one for one in frontier.page_lines([third], lines) if one["name"] == "ours")
     assert "warmup_fraction 0.025" in old["other"] and "rank_share 0.25" in old["other"]
-    assert old["before"] == "only factors scaled, embedding sum counted, spikes scaled down"
+    assert old["before"] == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10"
     today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(frontier.CHANGES))
     assert frontier_report.old(frontier.page_lines([third], [today])[0]) == ""
     (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")
