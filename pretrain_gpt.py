@@ -8,8 +8,8 @@ import sys
 
 from edgc.config import ConfigError
 from edgc.errors import StepError
-from megatron.edgc import cpu
 from megatron.edgc.compatibility import check_megatron
+from megatron.edgc.recipes import cpu
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
         check_megatron()  # reads files; what follows imports Megatron, and fails where a name is gone
         if on_cpu:
             cpu.redirect()
-        from megatron.edgc.pretrain import pretrain_gpt  # must see the redirection
+        from megatron.edgc.recipes.pretrain import pretrain_gpt  # must see the redirection
 
         pretrain_gpt(on_cpu)
     except ConfigError as error:

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from edgc.entropy import ESTIMATORS
-from edgc.wire import WIRES
-
 PAPER = "arXiv 2511.10333"
 LOW_RANK = ("powersgd", "alternating")
+ESTIMATORS = ("gaussian", "histogram", "spacing")
+FORMATS = ("fp32", "bf16", "fp16", "fp8", "int8", "int6", "int5", "int4", "int3", "int2", "int1")  # comm/wire.py
 RANK_MODELS = ("gaussian", "measured", "residual", "constant")
 ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
@@ -115,7 +114,7 @@ class EDGCConfig:
     gradient_sampling_rate: float = _knob(
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
-    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", tuple(ESTIMATORS))
+    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
     rank_model: str = _knob(
         "gaussian",
         "what sets the rank: what it drops is to stay alike, its norm for normal entries of the sampled entropy "
@@ -195,7 +194,7 @@ class EDGCConfig:
         "format in which low-rank factors travel (of powersgd: the second)",
         "format",
         "EDGC's own",
-        tuple(WIRES),
+        FORMATS,
     )
     transpose: bool = _knob(
         True,
@@ -203,13 +202,13 @@ class EDGCConfig:
         "switch",
         "EDGC's own",
     )
-    basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", tuple(WIRES))
+    basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", FORMATS)
     weak_basis_wire: str | None = _knob(
         None,
         "format of the weaker three quarters of the first factor's columns (default: that of the others)",
         "format",
         "EDGC's own",
-        tuple(WIRES),
+        FORMATS,
     )
     basis_cycle: int = _knob(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
@@ -225,21 +224,21 @@ class EDGCConfig:
         "format in which powersgd sends what low rank leaves of each matrix, too (default: it is only fed back)",
         "format",
         "EDGC's own: low rank and a quantised residual",
-        tuple(name for name in WIRES if name != "fp32"),
+        FORMATS[1:],
     )
     rest_wire: str = _knob(
         "fp32",
         "format of what low rank does not take (embeddings, one-dimensional parameters, small matrices)",
         "format",
         "EDGC's own",
-        tuple(WIRES),
+        FORMATS,
     )
     dense_wire: str = _knob(
         "fp32",
         "format of everything while a stage is not compressed, as in the warm-up; all but fp32 with error feedback",
         "format",
         "EDGC's own",
-        tuple(WIRES),
+        FORMATS,
     )
     param_wire: str | None = _knob(
         None,
@@ -247,7 +246,7 @@ class EDGCConfig:
         "Megatron's own all-gather)",
         "format",
         "SDP4Bit: arXiv 2410.15526",
-        tuple(name for name, wire in WIRES.items() if 4 <= wire.bits <= 8),
+        ("fp8", "int8", "int6", "int5", "int4"),
     )
     pp: str = _knob(
         "off",
@@ -275,7 +274,7 @@ class EDGCConfig:
         "format in which the factors of these messages travel (default: the pipeline's own, fp32 or bf16)",
         "format",
         "EDGC's own",
-        tuple(WIRES),
+        FORMATS,
     )
     pp_epilogue_only: bool = _knob(
         False, "compress only gradients that a stage has nothing to do but wait for", "switch", "as pp"

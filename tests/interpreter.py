@@ -12,8 +12,8 @@ from triton.runtime import interpreter
 
 
 def interpreted_kernels() -> ModuleType:
-    """A copy of ``edgc.kernels`` that is interpreted, whoever imports triton or the module itself, and how."""
-    spec = importlib.util.find_spec("edgc.kernels")
+    """A copy of ``edgc.compress.kernels`` that is interpreted, whoever imports triton or the module itself, and how."""
+    spec = importlib.util.find_spec("edgc.compress.kernels")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():

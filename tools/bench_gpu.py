@@ -43,12 +43,17 @@ from torch import Tensor  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from edgc.allocation import Allocation  # noqa: E402
-from edgc.collectives import Communicator, Traffic, all_reduce_bytes  # noqa: E402
+from edgc.comm.collectives import (  # noqa: E402
+    Communicator,
+    Traffic,
+    all_reduce_bytes,
+    run,  # noqa: E402
+)
+from edgc.compress.matrices import triton_kernels  # noqa: E402
+from edgc.compress.reducer import GradientReducer  # noqa: E402
 from edgc.config import PRESETS, EDGCConfig  # noqa: E402
-from edgc.engines import MatrixSpec  # noqa: E402
-from edgc.matrices import triton_kernels  # noqa: E402
-from edgc.reducer import GradientReducer, run  # noqa: E402
+from edgc.plan.allocation import Allocation  # noqa: E402
+from edgc.specs import MatrixSpec  # noqa: E402
 from tools.documents import replace_tables  # noqa: E402
 from tools.launch import CLUSTERS, MODELS, Cluster, Model, read  # noqa: E402
 from tools.operations import TensorMemory, counted  # noqa: E402

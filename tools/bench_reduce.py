@@ -25,10 +25,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.allocation import Parameter, allocate
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
-from edgc.reducer import GradientReducer, run
+from edgc.plan.allocation import allocate
+from edgc.specs import Parameter
 
 PHASES = ("project", "round", "orthonormalise", "next basis", "reconstruct", "residual")
 SHAPES = ("512x512", "512x2048", "1024x1024", "1024x4096")

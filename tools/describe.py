@@ -110,8 +110,8 @@ def needs(model: Model, cluster: Cluster, method: str, ranks: Sequence[int], ext
 def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence[int]) -> Needs:
     processes = cluster.nodes * cluster.gpus_per_node
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(processes), CUDA_DEVICE_MAX_CONNECTIONS="1")
-    from megatron.edgc import cpu
     from megatron.edgc.compatibility import check_megatron
+    from megatron.edgc.recipes import cpu
 
     check_megatron()
     cpu.redirect()
@@ -128,7 +128,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.edgc.message_costs import message_shape
-    from megatron.edgc.pretrain import parse
+    from megatron.edgc.recipes.pretrain import parse
     from megatron.edgc.stages import gradient_bytes
 
     if cluster.compute_capability is not None:
@@ -207,10 +207,10 @@ def _stage_needs(
 ) -> StageNeeds:
     import torch
 
-    from edgc.allocation import allocate
-    from edgc.collectives import all_reduce_bytes
-    from edgc.controller import StageCost
-    from edgc.probe import cost_in_bytes
+    from edgc.comm.collectives import all_reduce_bytes
+    from edgc.compress.probe import cost_in_bytes
+    from edgc.plan.allocation import allocate
+    from edgc.plan.controller import StageCost
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.stages import describe, gradient_bytes
 
@@ -255,9 +255,9 @@ def _stage_needs(
 
 def _state(parameters: Sequence[Any], config: Any, ranks: Sequence[int], twice: bool) -> int:
     """Memory of errors and factors; ``twice``: with the state before the step."""
-    from edgc.allocation import allocate
-    from edgc.engines.powersgd import STORED
-    from edgc.wire import wire
+    from edgc.comm.wire import wire
+    from edgc.compress.engines.powersgd import STORED
+    from edgc.plan.allocation import allocate
 
     allocation = allocate(parameters, config, min(ranks))
     fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)

@@ -24,7 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from edgc.events import EventLog, read_events  # noqa: E402
+from edgc.observe.events import EventLog, read_events  # noqa: E402
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 RUN_COLOURS = {"dense": "#555555", "edgc": "#D55E00"}

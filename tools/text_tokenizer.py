@@ -12,7 +12,7 @@ from typing import Protocol
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from megatron.edgc.vocabulary import hash_of_sentencepiece, hash_of_vocabulary
+from megatron.edgc.recipes.vocabulary import hash_of_sentencepiece, hash_of_vocabulary
 
 # SentencePiece writes a space as this character and so reads the character back as a space.
 SPACE_MARK = "\u2581"
@@ -27,7 +27,7 @@ class TextTokenizer(Protocol):
 
     ``megatron_type`` is the value of Megatron's ``--tokenizer-type``; ``end`` the id that Megatron takes for the end of
     a document, if there is one; ``identity`` a hash of all that decides how text is encoded; ``meaning`` one of what
-    the ids mean (``megatron.edgc.vocabulary``)."""
+    the ids mean (``megatron.edgc.recipes.vocabulary``)."""
 
     megatron_type: str
     vocabulary_size: int

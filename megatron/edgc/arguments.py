@@ -6,18 +6,12 @@ import typing
 from argparse import ArgumentParser, Namespace
 
 from edgc.config import ConfigError, EDGCConfig, flag, knobs
-from megatron.edgc import cpu
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--edgc`` and one flag for every field of ``EDGCConfig``."""
     group = parser.add_argument_group("edgc", "entropy-driven dynamic gradient compression")
     group.add_argument("--edgc", action="store_true", help="compress the data-parallel gradient reduction")
-    group.add_argument(
-        cpu.FLAG,
-        action="store_true",
-        help="train on the CPU over gloo; without this flag every process needs a GPU",
-    )
     hints = typing.get_type_hints(EDGCConfig)
     defaults = EDGCConfig.from_preset({})
     for knob in knobs():

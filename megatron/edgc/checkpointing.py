@@ -28,10 +28,11 @@ from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import CheckpointType
 
+from edgc.comm.wire import Packed
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.controller import Controller
-from edgc.wire import Packed
-from megatron.edgc.messages import PipelineMessages
+from edgc.observe.window import Part, StageKey
+from edgc.plan.controller import Controller
+from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import Stage
@@ -48,7 +49,6 @@ from megatron.edgc.state import (
     stage_state,
     unpacked,
 )
-from megatron.edgc.windows import Part, StageKey
 
 ENTRY = "edgc"
 VERSION = 3

@@ -14,13 +14,13 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
-from edgc.collectives import Communicator, Steps, Traffic, Work, together
-from edgc.engines.base import Cuts, cuts
-from edgc.overlap import Overlap
-from edgc.reducer import GradientReducer, run
-from edgc.timing import Spans
-from edgc.weights import gather_differences
-from edgc.wire import Wire
+from edgc.comm.collectives import Communicator, Steps, Traffic, Work, run, together
+from edgc.comm.overlap import Overlap
+from edgc.comm.weight_gather import gather_differences
+from edgc.comm.wire import Wire
+from edgc.compress.engines.base import Cuts, cuts
+from edgc.compress.reducer import GradientReducer
+from edgc.observe.timing import Spans
 
 
 @dataclass(frozen=True)

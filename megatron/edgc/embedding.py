@@ -20,9 +20,9 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
-from edgc.collectives import Traffic
-from edgc.reducer import GradientReducer, run
-from edgc.timing import Spans
+from edgc.comm.collectives import Traffic, run
+from edgc.compress.reducer import GradientReducer
+from edgc.observe.timing import Spans
 from megatron.edgc.data_parallel import Step, count_dense, process_group
 from megatron.edgc.seam import Seam
 

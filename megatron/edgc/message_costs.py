@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from edgc.alignment import RANK_MULTIPLE, CommCost, break_even_rank
+from edgc.comm.wire import Wire, wire
+from edgc.compress.message_sender import MessageFormat, MessageSender
+from edgc.compress.probe import REPETITIONS
 from edgc.config import EDGCConfig
-from edgc.controller import NO_RANK, StageCost
-from edgc.messages import MessageFormat, MessageSender
-from edgc.probe import REPETITIONS
-from edgc.wire import Wire, wire
+from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
+from edgc.plan.controller import NO_RANK, StageCost
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:

@@ -15,14 +15,14 @@ from megatron.training.global_vars import get_tensorboard_writer
 from torch import Tensor
 
 from edgc import __version__
-from edgc.allocation import Allocation
-from edgc.clipping import LIMIT
+from edgc.compress.clipping import LIMIT
 from edgc.config import EDGCConfig, flag
-from edgc.controller import NO_RANK, RankPlan, StageCost
-from edgc.events import EventLog
+from edgc.observe.events import EventLog
+from edgc.observe.window import StageKey, WindowReport
+from edgc.plan.allocation import Allocation
+from edgc.plan.controller import NO_RANK, RankPlan, StageCost
 from megatron.edgc.compatibility import embedding_apart
 from megatron.edgc.stages import gradient_bytes
-from megatron.edgc.windows import StageKey, WindowReport
 
 
 class Reporter:

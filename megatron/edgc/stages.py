@@ -11,17 +11,18 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from edgc.allocation import Parameter, allocate
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.overlap import Overlap
+from edgc.comm.wire import wire
+from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.controller import smallest_rank
-from edgc.overlap import Overlap
-from edgc.reducer import GradientReducer
-from edgc.timing import Spans
-from edgc.wire import wire
+from edgc.observe.timing import Spans
+from edgc.observe.window import Part, RankWindow, StageKey, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.plan.allocation import allocate
+from edgc.plan.controller import smallest_rank
+from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
-from megatron.edgc.windows import Part, RankWindow, StageKey, by_kind, mean_of_finite, median_or_nan, merge_statistics
 
 Names = dict[torch.nn.Parameter, str]
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from edgc.reducer import Measurements
-from edgc.statistics import GradientStatistics
-from edgc.wire import FP32, Packed, Wire
+from edgc.comm.wire import FP32, Packed, Wire
+from edgc.compress.reducer import Measurements
+from edgc.observe.moments import GradientStatistics
+from edgc.observe.window import Part
 from megatron.edgc.stages import Stage
-from megatron.edgc.windows import Part
 
 ERROR = "error."  # a parameter's name follows
 

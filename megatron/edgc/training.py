@@ -20,12 +20,17 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import update_train_iters
 from torch import Tensor, nn
 
-from edgc import probe
-from edgc.alignment import RANK_MULTIPLE
-from edgc.allocation import Allocation, allocate, width
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.overlap import Overlap
+from edgc.compress import probe
+from edgc.compress.matrices import triton_kernels
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.controller import (
+from edgc.errors import NonFiniteSum
+from edgc.observe.timing import BackwardTimer, Spans
+from edgc.observe.window import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
+from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.plan.allocation import Allocation, allocate, width
+from edgc.plan.controller import (
     NO_RANK,
     Controller,
     RankPlan,
@@ -35,21 +40,16 @@ from edgc.controller import (
     smallest_rank,
     static_ranks,
 )
-from edgc.errors import NonFiniteSum
-from edgc.matrices import triton_kernels
-from edgc.overlap import Overlap
-from edgc.timing import BackwardTimer, Spans
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import RANKS, Checkpoints
 from megatron.edgc.compatibility import check_param_wire, compresses_messages, fuses_embedding
 from megatron.edgc.data_parallel import Step
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import break_even, largest_rank, message_costs, message_shape
-from megatron.edgc.messages import OFF, PipelineMessages, message_config, uncompressed
+from megatron.edgc.pipeline_messages import OFF, PipelineMessages, message_config, uncompressed
 from megatron.edgc.reporting import Reporter
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import Stage, gradient_bytes, stages_of
-from megatron.edgc.windows import MessageWindow, Part, StageKey, WindowReport, median_or_nan, merge, merge_messages
 
 
 @dataclass(frozen=True)

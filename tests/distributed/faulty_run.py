@@ -10,7 +10,7 @@ iteration on, process 1 computes orthonormal bases that differ in the last bits.
 import os
 import sys
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 fault = sys.argv.pop(1)
 cpu.redirect()
@@ -19,8 +19,8 @@ import torch  # noqa: E402
 from megatron.training import get_args  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
-from edgc import lowrank  # noqa: E402
-from edgc.wire import Wire  # noqa: E402
+from edgc.comm.wire import Wire  # noqa: E402
+from edgc.compress import lowrank  # noqa: E402
 
 FROM = 5  # iterations are counted from 0
 decode, orthonormalise = Wire.decode, lowrank.orthonormalise

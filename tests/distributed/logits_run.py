@@ -12,11 +12,11 @@ import sys
 import torch
 from torch.nn import Module
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 cpu.redirect()
 
-from megatron.edgc.pretrain import train  # noqa: E402
+from megatron.edgc.recipes.pretrain import train  # noqa: E402
 
 
 def main() -> None:

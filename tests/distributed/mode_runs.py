@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import all_reduce as own_all_reduce  # of the checks, not counted
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 cpu.redirect()
 
@@ -34,18 +34,18 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-import edgc.allocation  # noqa: E402
-import edgc.probe  # noqa: E402
+import edgc.compress.probe  # noqa: E402
+import edgc.plan.allocation  # noqa: E402
 import megatron.edgc.training  # noqa: E402
-from edgc import clipping, lowrank  # noqa: E402
-from edgc.alignment import CommCost  # noqa: E402
-from edgc.collectives import Steps  # noqa: E402
-from edgc.controller import StageCost  # noqa: E402
-from edgc.messages import MessageFormat, MessageSender  # noqa: E402
-from edgc.reducer import GradientReducer  # noqa: E402
+from edgc.comm.collectives import Steps  # noqa: E402
+from edgc.compress import clipping, lowrank  # noqa: E402
+from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
+from edgc.compress.reducer import GradientReducer  # noqa: E402
+from edgc.plan.alignment import CommCost  # noqa: E402
+from edgc.plan.controller import StageCost  # noqa: E402
 from megatron.edgc.message_costs import message_shape  # noqa: E402
-from megatron.edgc.messages import PipelineMessages  # noqa: E402
-from megatron.edgc.pretrain import train  # noqa: E402
+from megatron.edgc.pipeline_messages import PipelineMessages  # noqa: E402
+from megatron.edgc.recipes.pretrain import train  # noqa: E402
 from megatron.edgc.stages import gradient_bytes  # noqa: E402
 
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
@@ -144,7 +144,7 @@ class Watch:
         model.set_input_tensor = set_input_tensor
 
     def around_collective(self, collective: Any) -> Any:
-        """Of those within Megatron's ``finalize_model_grads``: what this process sends, as edgc.collectives counts."""
+        """Of those within Megatron's ``finalize_model_grads``: what this process sends, as collectives.py counts."""
 
         def watched(*tensors: Tensor, **options: Any) -> Any:
             if self.finalizing:
@@ -216,7 +216,7 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    reduce, pays, limit = GradientReducer.reduce, edgc.allocation.pays, clipping.LIMIT
+    reduce, pays, limit = GradientReducer.reduce, edgc.plan.allocation.pays, clipping.LIMIT
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
     message_costs = megatron.edgc.training.message_costs
@@ -235,7 +235,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
         clipping.LIMIT = math.inf  # dense training does not scale spikes down
-        edgc.allocation.pays = edgc.probe.pays = lambda *args: True
+        edgc.plan.allocation.pays = edgc.compress.probe.pays = lambda *args: True
         megatron.edgc.training.largest_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
             lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
@@ -266,7 +266,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     finally:
         clipping.LIMIT = limit
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
-        edgc.allocation.pays = edgc.probe.pays = pays
+        edgc.plan.allocation.pays = edgc.compress.probe.pays = pays
         megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even
         megatron.edgc.training.message_costs = message_costs
         megatron.edgc.training.finalize_model_grads = finalize

@@ -380,7 +380,7 @@ def page(seen: dict[str, Seen]) -> str:
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
     lines += [
         "",
-        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/cpu.py`, since "
+        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/recipes/cpu.py`, since "
         "Megatron has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
         "",
     ]

@@ -1,6 +1,6 @@
 """Megatron's own pretraining with nothing of EDGC but the CPU redirection: the reference for runs without --edgc."""
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 cpu.redirect()
 
@@ -9,7 +9,7 @@ from megatron.training import pretrain  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
-from megatron.edgc import gpt  # noqa: E402
+from megatron.edgc.recipes import gpt  # noqa: E402
 
 
 def cpu_defaults(parser):

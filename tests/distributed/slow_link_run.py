@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 cpu.redirect()
 
-from megatron.edgc.pretrain import pretrain_gpt  # noqa: E402
+from megatron.edgc.recipes.pretrain import pretrain_gpt  # noqa: E402
 
 SECONDS = 0.04
 TINY = 200  # values: losses and norms, and what ranks tell each other to start together

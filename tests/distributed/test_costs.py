@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from edgc.alignment import CommCost
-from edgc.controller import StageCost
-from edgc.events import read_events
+from edgc.observe.events import read_events
+from edgc.plan.alignment import CommCost
+from edgc.plan.controller import StageCost
 from tests.distributed.megatron_runs import REPOSITORY, train
 
 SLOW_LINK = REPOSITORY / "tests" / "distributed" / "slow_link_run.py"

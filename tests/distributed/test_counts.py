@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgc.events import read_events
+from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import TINY_GPT, train
 from tests.distributed.modes import results
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.allocation import Allocation
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.wire import GROUP, wire
+from edgc.compress.engines import ENGINES
+from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.engines import ENGINES, MatrixSpec
-from edgc.reducer import GradientReducer, run
-from edgc.wire import GROUP, wire
+from edgc.plan.allocation import Allocation
+from edgc.specs import MatrixSpec
 from tests.distributed.gloo import run_on_ranks
 
 MATRICES = (MatrixSpec("tall", 48, 20), MatrixSpec("wide", 12, 40), MatrixSpec("square", 24, 24))

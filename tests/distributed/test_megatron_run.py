@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.events import read_events
+from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, failure, launch, train
 
 # Without alignment no clock enters a decision, so two runs can be compared bit for bit.

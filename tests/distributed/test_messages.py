@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edgc.alignment import CommCost
+from edgc.compress.message_sender import HEADER_BYTES, UnexpectedMessage
 from edgc.config import EDGCConfig
-from edgc.controller import StageCost
-from edgc.messages import HEADER_BYTES, UnexpectedMessage
+from edgc.plan.alignment import CommCost
+from edgc.plan.controller import StageCost
 from tests.distributed.gloo import run_on_ranks
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import results
@@ -22,13 +22,13 @@ SHAPE = 16, 3, 32  # tokens, micro-batch, width
 
 def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace:
     """Of one of two stages whose plan has these ranks for stage 1 and stage 2 as senders."""
-    from megatron.edgc import cpu
+    from megatron.edgc.recipes import cpu
 
     cpu.redirect()
     from megatron.core import parallel_state
 
     from megatron.edgc.data_parallel import Step
-    from megatron.edgc.messages import PipelineMessages
+    from megatron.edgc.pipeline_messages import PipelineMessages
     from megatron.edgc.pipeline_parallel import EDGCP2PCommunicator
 
     if not parallel_state.model_parallel_is_initialized():

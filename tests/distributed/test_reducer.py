@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.allocation import Parameter, allocate
-from edgc.collectives import Communicator, Traffic, all_reduce_bytes
+from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run
+from edgc.compress.engines import rounding
+from edgc.compress.probe import break_even, cost_in_bytes, probe
+from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
-from edgc.engines import rounding
-from edgc.probe import break_even, cost_in_bytes, probe
-from edgc.reducer import GradientReducer, run
+from edgc.plan.allocation import allocate
+from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 from tools.operations import TensorMemory
 

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc import clipping, lowrank
-from edgc.allocation import Parameter, allocate
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress import clipping, lowrank
+from edgc.compress.engines import sparse
+from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
-from edgc.engines import sparse
 from edgc.errors import ReplicaMismatch
-from edgc.reducer import GradientReducer, run
+from edgc.plan.allocation import allocate
+from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgc.events import read_events
+from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import train
 
 RUN = ["--train-iters", "120", "--edgc", "--edgc-engine", "dense", "--edgc-window", "10"]

@@ -4,10 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.collectives import Communicator, Traffic
-from edgc.reducer import run
-from edgc.weights import gather_differences
-from edgc.wire import GROUP, wire
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.weight_gather import gather_differences
+from edgc.comm.wire import GROUP, wire
 from tests.distributed.gloo import run_on_ranks
 
 RANKS, SHARD, STEPS = 3, 300, 40

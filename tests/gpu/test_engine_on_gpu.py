@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edgc.allocation import Allocation
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.wire import WIRES, wire
+from edgc.compress.engines import PowerSGD
+from edgc.compress.matrices import Matrices, Scaled
+from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
-from edgc.engines import MatrixSpec, PowerSGD
-from edgc.matrices import Matrices, Scaled
-from edgc.probe import probe
-from edgc.reducer import run
-from edgc.timing import Spans
-from edgc.wire import WIRES, wire
+from edgc.observe.timing import Spans
+from edgc.plan.allocation import Allocation
+from edgc.specs import MatrixSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

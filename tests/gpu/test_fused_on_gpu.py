@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.allocation import Allocation
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.matrices import triton_kernels
+from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.engines import MatrixSpec
-from edgc.matrices import triton_kernels
-from edgc.reducer import GradientReducer, run
+from edgc.plan.allocation import Allocation
+from edgc.specs import MatrixSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -2,12 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.alignment import CommCost
-from edgc.allocation import Parameter, allocate, pays, uniform_ranks, water_filled_ranks, width
+from edgc.compress.engines import ENGINES
+from edgc.compress.probe import break_even, cost_of_link, largest_rank
 from edgc.config import LOW_RANK, EDGCConfig
-from edgc.controller import StageCost
-from edgc.engines import ENGINES, MatrixSpec
-from edgc.probe import break_even, cost_of_link, largest_rank
+from edgc.plan.alignment import CommCost
+from edgc.plan.allocation import allocate, pays, uniform_ranks, water_filled_ranks, width
+from edgc.plan.controller import StageCost
+from edgc.specs import MatrixSpec, Parameter
 
 PARAMETERS = [
     Parameter("fc.weight", (256, 64)),

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from edgc.batches import at_once, stacked, stacked_view
-from edgc.wire import WIRES, Packed, choose_all, pack_all, unpack_all, wire
+from edgc.comm.wire import WIRES, Packed, choose_all, pack_all, unpack_all, wire
+from edgc.stacking import at_once, stacked, stacked_view
 
 
 def layers(gap: int = 7) -> list[Tensor]:

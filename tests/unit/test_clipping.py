@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.clipping import DECAY, LIMIT, SpikeClipping
+from edgc.compress.clipping import DECAY, LIMIT, SpikeClipping
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 SCALE = torch.tensor(1024.0)

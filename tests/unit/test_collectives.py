@@ -1,7 +1,6 @@
 """Taking several sequences of collectives at once, with works that only note when they are waited for."""
 
-from edgc.collectives import Steps, together
-from edgc.reducer import run
+from edgc.comm.collectives import Steps, run, together
 
 
 class Note:

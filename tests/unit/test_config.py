@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
+from edgc.compress.engines import ENGINES
 from edgc.config import ENGINES as NAMES
 from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
-from edgc.engines import ENGINES
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from edgc.alignment import CommCost
 from edgc.config import EDGCConfig
-from edgc.controller import (
+from edgc.plan.alignment import CommCost
+from edgc.plan.controller import (
     Controller,
     RankPlan,
     StageCost,
@@ -19,8 +19,8 @@ from edgc.controller import (
     smallest_rank,
     static_ranks,
 )
-from edgc.engines.base import MatrixSpec
-from edgc.rank_model import StageRankModel
+from edgc.plan.rank_model import StageRankModel
+from edgc.specs import MatrixSpec
 
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))

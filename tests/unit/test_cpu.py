@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.edgc import cpu
+from megatron.edgc.recipes import cpu
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgc.config import ConfigError
-from megatron.edgc.datasets import check_datasets
+from megatron.edgc.recipes.datasets import check_datasets
 from tests.unit.test_preprocess_data import DOCUMENTS, SPLIT, hf_tokenizer, megatron_arguments, run, write_jsonl
 from tools import preprocess_data
 

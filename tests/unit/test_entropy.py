@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from edgc import entropy
-from edgc.entropy import GradientSampler, histogram_entropy, spacing_entropy
+from edgc.observe import entropy
+from edgc.observe.entropy import GradientSampler, histogram_entropy, spacing_entropy
 
 ESTIMATORS = {name: lambda x, estimate=estimate: float(estimate(x)) for name, estimate in entropy.ESTIMATORS.items()}
 gaussian_entropy = ESTIMATORS["gaussian"]

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.equaliser import FLOOR, Equaliser, mean_squares
+from edgc.compress.equaliser import FLOOR, Equaliser, mean_squares
 
 
 def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Tensor:

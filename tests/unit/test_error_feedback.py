@@ -1,7 +1,7 @@
 import torch
 
-from edgc.error_feedback import ErrorFeedback
-from edgc.wire import FP32, wire
+from edgc.comm.wire import FP32, wire
+from edgc.compress.error_feedback import ErrorFeedback
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 

@@ -1,7 +1,7 @@
 import math
 from pathlib import Path
 
-from edgc.events import EventLog, read_events
+from edgc.observe.events import EventLog, read_events
 
 
 def test_events_are_appended_one_a_line_and_read_back(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.allocation import Allocation
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.engines.base import Cuts
+from edgc.compress.reducer import GradientReducer
 from edgc.config import ENGINES, ConfigError, EDGCConfig
-from edgc.engines import MatrixSpec
-from edgc.engines.base import Cuts
-from edgc.reducer import GradientReducer, run
+from edgc.plan.allocation import Allocation
+from edgc.specs import MatrixSpec
 from tools.operations import counted
 
 SIZES = {"tall": (96, 40), "wide": (24, 70), "next": (24, 70)}

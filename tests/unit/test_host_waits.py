@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.allocation import Parameter, allocate
-from edgc.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.reducer import GradientReducer, Measurements
 from edgc.config import ENGINES, PRESETS, EDGCConfig
-from edgc.reducer import GradientReducer, Measurements, run
+from edgc.plan.allocation import allocate
+from edgc.specs import Parameter
 
 META = torch.device("meta")
 SHAPES = {"wide": (64, 128), "tall": (96, 64), "bias": (64,)}

@@ -1,5 +1,6 @@
 """The arrows of the house: edgc needs torch and numpy alone; megatron/ stays a namespace package."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,31 @@ def test_edgc_imports_neither_megatron_nor_anything_beyond_torch_and_numpy() -> 
     ).stdout.split()
     packages = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
     assert packages <= {"edgc", "torch", "numpy"}
+
+
+def test_what_decides_imports_no_torch() -> None:
+    modules = ",".join(f"edgc.plan.{path.stem}" for path in (REPOSITORY / "edgc" / "plan").glob("[!_]*.py"))
+    script = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
+
+
+# Who may import whom: a room and those to its left, and what lies beside the rooms.
+ORDER = ("plan", "observe", "comm", "compress")
+
+
+def test_arrows_between_rooms_point_one_way() -> None:
+    for place, room in enumerate(ORDER):
+        for path in (REPOSITORY / "edgc" / room).rglob("*.py"):
+            found = set(re.findall(r"^\s*from edgc\.(\w+)", path.read_text(), re.MULTILINE)) & set(ORDER)
+            assert found <= set(ORDER[: place + 1]), f"{path.relative_to(REPOSITORY)} imports {found}"
+    for path in (REPOSITORY / "edgc").rglob("*.py"):
+        if path.parent.name != "comm":
+            assert "torch.distributed" not in path.read_text(), path
+
+
+def test_only_entries_import_recipes() -> None:
+    for path in (REPOSITORY / "megatron" / "edgc").glob("*.py"):
+        assert "megatron.edgc.recipes" not in path.read_text(), path
 
 
 def test_megatron_is_a_namespace_package() -> None:

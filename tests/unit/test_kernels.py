@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.lowrank import Product
+from edgc.compress.lowrank import Product
 
 pytest.importorskip("triton")  # torch for CPUs only comes without
 

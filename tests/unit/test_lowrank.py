@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgc import lowrank
+from edgc.compress import lowrank
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from edgc.messages import HEADER_BYTES, MessageFormat, MessageSender, told
-from edgc.wire import wire
+from edgc.comm.wire import wire
+from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, told
 
 ROWS, COLS = 48, 32
 

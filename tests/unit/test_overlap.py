@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from edgc.collectives import Steps
-from edgc.overlap import Overlap
-from edgc.timing import Spans
+from edgc.comm.collectives import Steps
+from edgc.comm.overlap import Overlap
+from edgc.observe.timing import Spans
 
 
 class Message:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgc.rank_model import StageRankModel, adjusted_rank, rank_for_residual, residual_norm
+from edgc.plan.rank_model import StageRankModel, adjusted_rank, rank_for_residual, residual_norm
 
 # Tall, wide and square. Fewer draws for larger matrices: their norms scatter less.
 SHAPES = {

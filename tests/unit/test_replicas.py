@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from edgc.comm.replicas import LARGEST, check, digest
 from edgc.errors import ReplicaMismatch
-from edgc.replicas import LARGEST, check, digest
 
 NAMES = ["a", "b"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from edgc.events import EventLog
+from edgc.observe.events import EventLog
 
 REPOSITORY = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("report", REPOSITORY / "tools" / "report.py")
@@ -125,8 +125,8 @@ def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
 def test_the_document_names_every_field_of_the_log() -> None:
     from dataclasses import fields
 
-    from edgc.controller import RankPlan
-    from megatron.edgc.windows import RankWindow, WindowReport
+    from edgc.observe.window import RankWindow, WindowReport
+    from edgc.plan.controller import RankPlan
 
     document = (REPOSITORY / "docs" / "events.md").read_text()
     for record in (RankPlan, RankWindow, WindowReport):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgc.spectrum import dropped, extended, rank_for_dropped
+from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 
 
 def test_a_power_law_is_continued_exactly() -> None:

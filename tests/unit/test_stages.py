@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from edgc.alignment import CommCost
-from edgc.allocation import Parameter, allocate
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, StageCost, StageObservation
-from edgc.engines.base import MatrixSpec
-from edgc.timing import Spans
+from edgc.observe.timing import Spans
+from edgc.observe.window import Part, StageKey
+from edgc.plan.alignment import CommCost
+from edgc.plan.allocation import allocate
+from edgc.plan.controller import Controller, StageCost, StageObservation
+from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.stages import EmbeddingStage, Stage
 from megatron.edgc.training import compressed_anew
-from megatron.edgc.windows import Part, StageKey
 
 CPU = torch.device("cpu")
 

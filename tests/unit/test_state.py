@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.reducer import Measurements
-from edgc.statistics import GradientStatistics
-from edgc.wire import FP32, Packed, wire
-from megatron.edgc.messages import PipelineMessages
+from edgc.comm.wire import FP32, Packed, wire
+from edgc.compress.reducer import Measurements
+from edgc.observe.moments import GradientStatistics
+from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.state import measurements_of, plain, stage_state, unpacked
 
 

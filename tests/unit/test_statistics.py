@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.statistics import GradientStatistics
+from edgc.observe.moments import GradientStatistics
 
 NORMAL_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
 

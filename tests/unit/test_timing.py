@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from edgc.timing import BackwardTimer, Spans
+from edgc.observe.timing import BackwardTimer, Spans
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.controller import RankPlan
+from edgc.observe.window import Boundary, MessageWindow, Part, RankWindow, StageKey, WindowReport
+from edgc.plan.controller import RankPlan
 from megatron.edgc import reporting
 from megatron.edgc.reporting import Reporter
-from megatron.edgc.windows import Boundary, MessageWindow, Part, RankWindow, StageKey, WindowReport
 
 PLAN = RankPlan(
     version=2,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.wire import GROUP, WIRES, Wire, _pack, _unpack, wire
+from edgc.comm.wire import GROUP, WIRES, Wire, _pack, _unpack, wire
 
 ROUNDED = [name for name, format in WIRES.items() if format.bits <= 8 and not format.floating]
 FLOATING = {"fp16": 10, "fp8": 3}  # bits of the mantissa

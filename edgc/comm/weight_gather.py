@@ -1,0 +1,43 @@
+"""The all-gather of updated weights, as differences in few bits (SDP4Bit, Jia et al. 2024, arXiv 2410.15526)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.wire import GROUP, Wire, in_groups
+
+
+def gather_differences(
+    shards: Sequence[Tensor], parts: Sequence[Sequence[int]], before: Tensor, wire: Wire, communicator: Communicator
+) -> Steps[None]:
+    """Bring every rank's update of its own shard to all ranks, in place.
+
+    ``shards``: all (n,) shards of a buffer, in the order of ranks, alike on every rank but for the rank's own, which it
+    has updated; ``before``: that one as it was, and as the others still have it. ``parts``: the lengths of the pieces
+    of parameters in each shard. No group of rounded values reaches across two of them, so what a parameter becomes does
+    not depend on its neighbours: its replicas elsewhere stay alike. What rounding leaves out is in the next difference
+    again, as long as the rank updates its shard from unrounded weights of its own, as a mixed-precision optimizer does.
+    """
+    own = communicator.rank
+    difference = shards[own].float() - before.float()
+    pieces = [in_groups(piece) for piece in torch.split(difference, list(parts[own]))]
+    length = max(sum(map(_padded, lengths)) for lengths in parts)
+    values = torch.cat(pieces)
+    values = torch.nn.functional.pad(values, (0, length - len(values))).view(1, -1)
+    received = yield from communicator.all_gather(wire.encode(values)[0])
+    for rank, (shard, message) in enumerate(zip(shards, torch.split(received, 1), strict=True)):
+        known = before if rank == own else shard  # the others cannot know the owner's unrounded weights
+        shard.copy_(known.float() + _joined(wire.decode(message)[0], parts[rank]))
+
+
+def _padded(length: int) -> int:
+    return length + -length % GROUP
+
+
+def _joined(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The pieces without what was padded."""
+    padded = [_padded(length) for length in lengths]
+    pieces = torch.split(values[: sum(padded)], padded)
+    return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])

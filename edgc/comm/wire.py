@@ -1,0 +1,277 @@
+"""Wire formats: how fp32 values are written into the bytes of a message. Pure functions of tensors.
+
+All formats but fp32 and bf16 work on groups of 128 values that share a scale in bf16. fp16 and fp8 (e4m3, Micikevicius
+et al. 2022, arXiv 2209.05433): the largest magnitude becomes the largest number that the format has. Codes of 4 bits
+and more: the largest magnitude of the group divided by the largest code, rounding to nearest, as in ZeRO++ (arXiv
+2306.10209) and SDP4Bit (arXiv 2410.15526). 3 bits and fewer: levels at odd multiples of half a step, the step that is
+best for normal values (Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values
+would stretch so few levels too far. Codes are packed without padding bits.
+
+A group with an entry that is not finite comes out not finite; so may one of magnitudes beyond 1e18, whose squares
+overflow.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from edgc.stacking import at_once
+
+GROUP = 128
+# Step in units of the root mean square that loses least of normal values, by bits.
+_NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
+_FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
+_EXPONENT = 0x7F800000  # where fp32 has it
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A wire format. ``bits`` a value: 32 (fp32), 16 (bf16), or 1 to 8 with one scale for each 128 values.
+
+    ``stochastic`` rounding is unbiased: up or down with the probability that makes the mean right (4 to 16 bits).
+    ``hadamard`` rotates every group, which spreads outliers over it. ``floating``: what each group shares a scale for
+    are fp16 or fp8 numbers, which are not rotated.
+    """
+
+    bits: int
+    stochastic: bool = False
+    hadamard: bool = False
+    floating: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.bits == 32
+
+    @property
+    def scaled(self) -> bool:
+        """Whether values come in groups of 128 with a scale."""
+        return self.bits <= 8 or self.floating
+
+    def message_bytes(self, values: int) -> int:
+        """Bytes that ``values`` values, a multiple of 128, take."""
+        return values * self.bits // 8 + (values // GROUP * 2 if self.scaled else 0)
+
+    def tensor_bytes(self, values: int) -> int:
+        """Bytes that a tensor of so many values takes as a ``Packed``."""
+        return self.message_bytes(values + -values % GROUP if self.scaled else values)
+
+    def bytes_per_value(self) -> float:
+        return self.message_bytes(GROUP) / GROUP
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """fp32 (rows, n), n a multiple of 128 -> uint8 (rows, ``message_bytes(n)``).
+
+        ``generator`` draws the stochastic rounding.
+        """
+        rows = values.shape[0]
+        if self.bits == 32:
+            return values.contiguous().view(torch.uint8)
+        if not self.scaled:
+            return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
+        groups = values.view(rows, -1, GROUP)
+        if self.hadamard and not self.floating:
+            groups = groups @ _hadamard(values.device)
+        scale = self._scale(groups)
+        # a group of zeros has scale 0; its codes do not matter
+        scaled = groups / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
+        if self.floating:
+            codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
+        else:
+            codes = _pack(self._codes(scaled, generator).view(rows, -1), self.bits)
+        return torch.cat([codes, scale.view(rows, -1).view(torch.uint8)], dim=1)
+
+    def decode(self, message: Tensor) -> Tensor:
+        """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
+        rows = message.shape[0]
+        if self.bits == 32:
+            return message.view(torch.float32)
+        if not self.scaled:
+            return message.view(torch.bfloat16).float()
+        groups = message.shape[1] // self.message_bytes(GROUP)
+        packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
+        scales = scale.contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+        if self.floating:
+            values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float() * scales
+        else:
+            values = (_unpack(packed, self.bits).view(rows, groups, GROUP).float() - self._centre) * scales
+            if self.hadamard:
+                values = values @ _hadamard(message.device)
+        result: Tensor = values.view(rows, -1)
+        return result
+
+    @property
+    def _centre(self) -> float:
+        """The code that stands for 0: a whole one from 4 bits on, below between two codes."""
+        return float(2 ** (self.bits - 1)) - (1 if self.bits >= 4 else 0.5)
+
+    def _scale(self, groups: Tensor) -> Tensor:
+        """(rows, groups, 128) -> bf16 (rows, groups, 1): what the code, or number, 1 stands for."""
+        if self.bits in _NORMAL_STEP:
+            norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
+            return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
+        # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
+        largest = torch.amax(groups.abs(), dim=-1, keepdim=True)
+        last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
+        return (largest * (1.004 / last)).to(torch.bfloat16)
+
+    def _codes(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+        shifted = scaled + self._centre
+        if self.stochastic and self.bits >= 4:
+            shifted = torch.floor(shifted + torch.rand(shifted.shape, generator=generator, device=shifted.device))
+        else:
+            shifted = torch.round(shifted)
+        return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
+
+    def _numbers(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+        """fp32 -> fp16 or fp8 of the same shape."""
+        if self.stochastic:
+            # Numbers of one exponent lie alike far apart, those below the smallest normal one as far as there.
+            numbers = torch.finfo(_FLOATS[self.bits])
+            magnitude = scaled.abs().clamp_min(numbers.smallest_normal)
+            step = (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32) * numbers.eps
+            noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+            scaled = torch.floor(scaled / step + noise) * step
+        return scaled.to(_FLOATS[self.bits])
+
+
+class Packed:
+    """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
+
+    def __init__(self, values: Tensor, wire: Wire, generator: torch.Generator | None = None):
+        self.shape = values.shape
+        self.wire = wire
+        row = values.reshape(1, -1)
+        self.message = wire.encode(in_groups(row) if wire.scaled else row, generator)
+
+    @classmethod
+    def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":
+        """What an earlier one held."""
+        packed = cls.__new__(cls)
+        packed.message, packed.shape, packed.wire = message, shape, wire
+        return packed
+
+    def stored(self) -> Tensor:
+        """fp32 or bf16 values as they are kept, without a copy."""
+        return self.message.view(torch.float32 if self.wire.exact else torch.bfloat16).view(self.shape)
+
+    def where(self, condition: Tensor, other: "Packed") -> "Packed":
+        """This one if the boolean ``condition`` holds, else ``other``, of the same shape and wire, bit for bit."""
+        chosen = copy.copy(self)
+        word = torch.int16 if self.message.shape[1] % 4 else torch.int32  # faster than bytes
+        words = torch.where(condition, self.message.view(word), other.message.view(word))
+        chosen.message = words.view(torch.uint8)
+        return chosen
+
+    def values(self) -> Tensor:
+        """fp32, of the tensor's shape."""
+        return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
+
+
+def pack_all(tensors: Sequence[Tensor], wire: Wire) -> list[Packed]:
+    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone."""
+
+    def encode(values: Tensor) -> Tensor:
+        rows = values.flatten(1)
+        return wire.encode(in_groups(rows) if wire.scaled else rows)
+
+    messages = at_once(encode, tensors)
+    return [
+        Packed.restored(message.unsqueeze(0), tensor.shape, wire)
+        for message, tensor in zip(messages, tensors, strict=True)
+    ]
+
+
+def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
+    """The values of each, all in the wire format of the first."""
+    rows = at_once(several[0].wire.decode, [packed.message[0] for packed in several])
+    return [row[: packed.shape.numel()].view(packed.shape) for row, packed in zip(rows, several, strict=True)]
+
+
+def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
+    """``Packed.where`` of each pair under its condition."""
+    messages = at_once(
+        torch.where,
+        [condition.view(1, 1) for condition in conditions],
+        [packed.message for packed in these],
+        [packed.message for packed in others],
+    )
+    return [
+        Packed.restored(message, packed.shape, packed.wire) for message, packed in zip(messages, these, strict=True)
+    ]
+
+
+FP32 = Wire(32)
+WIRES = {
+    "fp32": FP32,
+    "bf16": Wire(16),
+    "fp16": Wire(16, floating=True),
+    "fp8": Wire(8, floating=True),
+    **{f"int{bits}": Wire(bits) for bits in (8, 6, 5, 4, 3, 2, 1)},
+}
+
+
+def wire(name: str, *, stochastic: bool = False, hadamard: bool = False) -> Wire:
+    """The format of a name in ``WIRES``."""
+    return replace(WIRES[name], stochastic=stochastic, hadamard=hadamard)
+
+
+def in_groups(values: Tensor) -> Tensor:
+    """(..., n) values, with zeros up to a whole group."""
+    missing = -values.shape[-1] % GROUP
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+
+
+def _to_bf16(values: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Rounded to bf16 up or down at random: a random number below the weight of its last bit is added, then cut off."""
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=generator, device=values.device)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    # adding to the bits of infinity would make it NaN, which is not finite either, but of NaN perhaps a number
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+@functools.cache
+def _hadamard(device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix of 128 x 128 (Sylvester's construction): its own inverse."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < GROUP:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return (matrix / math.sqrt(GROUP)).to(device)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 (rows, n) with values below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
+    if bits == 8:
+        return codes
+    rows, (count, length, word) = codes.shape[0], _word(bits)
+    parts = codes.view(rows, -1, count).to(word)
+    words = _or([parts[..., i] << (i * bits) for i in range(count)])
+    return words.view(torch.uint8).view(rows, -1, word.itemsize)[..., :length].reshape(rows, -1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of ``_pack``."""
+    if bits == 8:
+        return packed
+    rows, (count, length, word) = packed.shape[0], _word(bits)
+    whole = packed.reshape(rows, -1, length)
+    if length < word.itemsize:
+        whole = torch.nn.functional.pad(whole, (0, word.itemsize - length))
+    words = whole.view(word).squeeze(-1)
+    codes = [((words >> (i * bits)) & (2**bits - 1)).to(torch.uint8) for i in range(count)]
+    return torch.stack(codes, dim=-1).view(rows, -1)
+
+
+def _word(bits: int) -> tuple[int, int, torch.dtype]:
+    """So many codes fill so many whole bytes of an integer of this type."""
+    whole = math.lcm(bits, 8)
+    return whole // bits, whole // 8, {8: torch.uint8, 24: torch.int32, 40: torch.int64, 56: torch.int64}[whole]
+
+
+def _or(parts: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.bitwise_or, parts)

@@ -1,0 +1,103 @@
+"""Spikes: a gradient that is far larger than those before it is scaled down before it is compressed. No collectives.
+
+Clipping after the reduction bounds what the optimizer applies of a spike. It does not bound what error feedback keeps:
+of a gradient 100 times too large, most of which a low-rank step does not send, the rest is sent in the steps that
+follow, each time clipped to the allowed norm, and the true gradients drown in it. So each process scales a gradient
+whose norm is more than ``LIMIT`` times its running norm down to the running norm. Where gradients behave, nothing
+changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. Clipping each
+tensor by its own running norm is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034).
+
+The running norm begins with the first gradient that is compressed: a spike in that very step is not seen.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgc.comm.wire import FP32, Packed
+
+# Times the running norm. Small models have gradients of 4 to 10 times it in their first, unstable steps; scaling those
+# costs loss (docs/algorithm.md); what error feedback replays of a spike this small is little.
+LIMIT = 10.0
+DECAY = 0.95  # of the running norm, per step
+
+
+def divisor(norms: Tensor, running: Tensor) -> Tensor:
+    """What gradients of these norms are divided by, given their running norms; all of one shape.
+
+    1 within the limit and where no running norm is known, above it the ratio of the two. It is infinite where a norm
+    overflows: nothing is left of such a gradient.
+    """
+    spike = (running > 0) & (norms > LIMIT * running)
+    return torch.where(spike, norms / running, 1.0)
+
+
+def moved(norms: Tensor, running: Tensor, finite: Tensor) -> Tensor:
+    """The running norms after a step with these norms, if it was ``finite``, a boolean on the device.
+
+    A spike counts as ``LIMIT`` times the running norm: a gradient that stays large is let through within a few
+    steps. A gradient of zeros says nothing of its size.
+    """
+    after = torch.lerp(torch.minimum(norms, LIMIT * running), running, DECAY)
+    after = torch.where(running > 0, after, norms)
+    return torch.where(finite & (norms > 0) & torch.isfinite(after), after, running)
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """The norms of one reduction's gradients and what clipping divides each by, both (parameters,)."""
+
+    names: Sequence[str]
+    norms: Tensor
+    factors: Tensor
+
+    def divisors(self, loss_scale: Tensor | None) -> dict[str, Tensor]:
+        """What each gradient is divided by, loss scale included, 0-dimensional, by name."""
+        both = self.factors if loss_scale is None else self.factors * loss_scale
+        return dict(zip(self.names, both.unbind(), strict=True))
+
+
+class SpikeClipping:
+    """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Tensor] = {}  # 0-dimensional, fp32; replaced, never changed
+
+    def spikes(self, gradients: Mapping[str, Tensor], loss_scale: Tensor | None = None) -> Spikes:
+        """Compare gradients (fp32, any shape), which hold ``loss_scale`` times themselves, with their running norms."""
+        norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+        if loss_scale is not None:
+            norms = norms / loss_scale
+        return Spikes(list(gradients), norms, divisor(norms, self._stacked(gradients, norms)))
+
+    def update(self, spikes: Spikes, finite: Tensor) -> None:
+        """Take in the norms of a step if it was ``finite``, a boolean on the device."""
+        running = moved(spikes.norms, self._stacked(spikes.names, spikes.norms), finite)
+        self._running.update(zip(spikes.names, running.unbind(), strict=True))
+
+    def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:
+        unknown = like.new_zeros(())
+        return torch.stack([self._running.get(name, unknown) for name in names])
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the others: what they have seen is old by the time they are compressed again."""
+        if self._running.keys() - names:
+            self._running = {name: running for name, running in self._running.items() if name in names}
+
+    def norms(self) -> Tensor | None:
+        """All running norms (parameters,), in the order of their names; None while there are none."""
+        return torch.stack([self._running[name] for name in sorted(self._running)]) if self._running else None
+
+    def set_norms(self, norms: Tensor) -> None:
+        """Go on with these in the place of ``norms()``."""
+        self._running = dict(zip(sorted(self._running), norms.unbind(), strict=True))
+
+    def state_dict(self) -> dict[str, Packed]:
+        """By parameter name; its tensors are replaced, never changed: no copies."""
+        return {f"{name}:norm": Packed(running, FP32) for name, running in self._running.items()}
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._running = {key.rpartition(":")[0]: packed.values() for key, packed in state.items()}

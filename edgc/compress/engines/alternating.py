@@ -1,0 +1,78 @@
+"""Low rank with one factor a step: alternate compressed PowerSGD (Zhang et al. 2023, ACP-SGD, ICDCS)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.wire import FP32, Packed, wire
+from edgc.compress import lowrank
+from edgc.compress.engines.base import LowRank, Reduced, all_finite, or_zeros
+from edgc.compress.lowrank import Product
+from edgc.compress.matrices import Matrices
+from edgc.config import EDGCConfig
+from edgc.specs import MatrixSpec
+
+
+class Alternating(LowRank):
+    """PowerSGD whose two factors are learned in turn. Per matrix and step, with a basis B from the step before:
+
+    1. M_i = gradient_i + error_i       transposed in every other step
+    2. C_i = B^T M_i
+    3. C   = sum_i C_i                  the only message (rank x cols)
+    4. error_i = M_i - B C_i            with C_i as the sum holds it, so that rounding on the wire is fed back
+    5. gradient = B C
+    6. B   = orthonormal rows of C, the strongest first: the basis of the next step, for M transposed
+
+    Half the bytes of PowerSGD at the same rank, and no message is delicate: B never travels, C is exact up to what
+    error feedback returns.
+    """
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
+        super().__init__(matrices, config, device)
+        self.wire = wire(config.wire, hadamard=True)
+        # By name and whether the matrix is transposed: (rows or cols x rank), orthonormal, fp32
+        self.bases: dict[tuple[str, bool], Tensor] = {}
+
+    def state_dict(self) -> dict[str, Packed]:
+        return {
+            f"{name}:{'transposed' if transposed else 'straight'}": Packed(basis, FP32)
+            for (name, transposed), basis in self.bases.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Packed]) -> None:
+        self.bases = {}
+        for key, basis in state.items():
+            name, _, side = key.rpartition(":")
+            self.bases[name, side == "transposed"] = basis.values()
+
+    def basis(self, matrix: MatrixSpec, rank: int, transposed: bool) -> Tensor:
+        """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
+        name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
+        rows = matrix.cols if transposed else matrix.rows
+        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
+
+    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
+        return iteration % 2 == 1
+
+    def reduce(
+        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
+    ) -> Steps[Reduced]:
+        transposed = iteration % 2 == 1
+        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in matrices]
+        sums, shares = yield from communicator.sum(matrices.times([basis.T for basis in bases]), self.wire)
+        finite = all_finite(sums)
+        learned = self.principal([coefficients.T for coefficients in or_zeros(finite, sums)])
+
+        def advance(finite: Tensor) -> None:
+            for name, (vectors, strengths) in zip(matrices, learned, strict=True):
+                self.strengths[name] = strengths
+                older = self.basis(self.matrices[name], ranks[name], not transposed)
+                # Coefficients of zeros, as of a step without gradient, would teach unit vectors.
+                self.bases[name, not transposed] = torch.where(finite & (strengths[0] > 0), vectors, older)
+
+        def products(factors: Sequence[Tensor]) -> dict[str, Product]:
+            return {name: Product(basis, c) for name, basis, c in zip(matrices, bases, factors, strict=True)}
+
+        return Reduced(finite, {}, advance, products=products(sums), shares=products(shares))

@@ -1,0 +1,129 @@
+"""Low-rank factorisation as pure functions of tensors (PowerSGD, arXiv 1905.13727, algorithm 1)."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgc.seeding import stable_seed
+from edgc.stacking import at_once
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix as the product of ``left`` (rows x rank) and ``right`` (rank x cols)."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def T(self) -> "Product":  # noqa: N802 - as of a tensor
+        return Product(self.right.T, self.left.T)
+
+    def scaled(self, rows: Tensor, cols: Tensor) -> "Product":
+        """The matrix times (rows x 1) and (1 x cols) scales."""
+        return Product(self.left * rows, self.right * cols)
+
+    def times(self, scale: Tensor) -> "Product":
+        """The matrix times a 0-dimensional scale."""
+        return Product(self.left * scale, self.right)
+
+    def taken_from(self, matrix: Tensor) -> Tensor:
+        """What this product leaves of a matrix, as a new one."""
+        return torch.addmm(matrix, self.left, self.right, alpha=-1)
+
+    def write(self, matrix: Tensor, rows: slice) -> None:
+        """Compute these rows of the matrix, into those of ``matrix``."""
+        torch.mm(self.left[rows], self.right, out=matrix[rows])
+
+    def mean_squares(self) -> tuple[Tensor, Tensor]:
+        """Of each row (... x rows) and column (... x cols) of the matrix, without computing it."""
+        rows = ((self.left @ (self.right @ self.right.mT)) * self.left).sum(dim=-1) / self.right.shape[-1]
+        cols = ((self.left.mT @ self.left @ self.right) * self.right).sum(dim=-2) / self.left.shape[-2]
+        return rows.clamp_min(0), cols.clamp_min(0)  # rounding may leave a little below 0
+
+
+def mean_squares_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``Product.mean_squares`` of each, by name, those of equal shapes at once."""
+    pairs = at_once(
+        lambda left, right: Product(left, right).mean_squares(),
+        [product.left for product in products.values()],
+        [product.right for product in products.values()],
+    )
+    return dict(zip(products, pairs, strict=True))
+
+
+def limited(rank: int, rows: int, cols: int) -> int:
+    """The rank clamped to min(rows, cols). Raises ValueError for a rank below 1."""
+    if rank < 1:
+        raise ValueError(f"rank {rank}: a rank must be at least 1")
+    return min(rank, rows, cols)
+
+
+def orthonormalise(p: Tensor) -> Tensor:
+    """Orthonormal basis, in fp32, of the columns of ``p`` (... x rows x rank with rank <= rows).
+
+    Householder QR: backward stable, and it completes the basis where ``p`` is rank-deficient or zero.
+    """
+    basis: Tensor = torch.linalg.qr(p.float(), mode="reduced").Q
+    return basis
+
+
+def cholesky_basis(p: Tensor) -> Tensor:
+    """As ``orthonormalise``, by two Cholesky factorisations of Gram matrices, of which a GPU does many at once.
+
+    Shifted CholeskyQR3 (Fukaya et al. 2020, SIAM J. Sci. Comput. 42) in float64 of columns scaled to norm 1. It needs
+    independent columns, so each gets a millionth of a random one, which is what completes the basis where ``p`` is
+    rank-deficient or zero. The first factorisation, of a Gram matrix with a small multiple of 1 added, cannot fail and
+    leaves a condition number that the other two are good for.
+    """
+    columns = p.double()
+    norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    rows, rank = p.shape[-2:]
+    completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
+    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * completion.double()
+    shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
+    for added in (shift, 0.0, 0.0):
+        gram = basis.mT @ basis
+        gram.diagonal(dim1=-2, dim2=-1).add_(added)
+        factor, _ = torch.linalg.cholesky_ex(gram)  # does not make the host wait to see whether it failed
+        basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
+    return basis.float()
+
+
+@functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
+def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
+    """Random columns of norm about 1, the same on every rank."""
+    columns = random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)
+    return columns.to(device)
+
+
+def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis of the columns of ``factor`` (... x n x rank, rank <= n), strongest first, and their norms.
+
+    (... x n x rank) and (... x rank), fp32: QR of the columns sorted by norm. Those of warm-started factors are nearly
+    orthogonal, so this comes close to singular vectors and values, and no kernel of it makes the host wait.
+    """
+    strengths, order = torch.linalg.vector_norm(factor.float(), dim=-2).sort(descending=True, stable=True)
+    return orthonormalise(factor.take_along_dim(order.unsqueeze(-2), dim=-1)), strengths
+
+
+def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
+    """Gaussian (rows x rank) factor in fp32, drawn on the CPU so that every device and rank gets the same."""
+    generator = torch.Generator().manual_seed(stable_seed(*seed))
+    return torch.randn(rows, rank, generator=generator).to(device)
+
+
+def resize(basis: Tensor | None, rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
+    """An orthonormal (rows x rank) basis that keeps what ``basis``, the strongest column first, has learned.
+
+    Fewer columns: the strongest stay. More, or none to begin with: seeded random ones come behind the learned ones.
+    """
+    learned = 0 if basis is None else basis.shape[1]
+    if basis is not None and rank <= learned:
+        return basis[:, :rank]
+    fresh = random_factor(rows, rank - learned, device, *seed, learned, rank)
+    return orthonormalise(fresh if basis is None else torch.cat([basis, fresh], dim=1))

@@ -1,0 +1,176 @@
+"""What a reduction costs on this link: timed on scratch buffers before training, or computed from a bandwidth."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from edgc.comm.collectives import Communicator, Steps, all_reduce_bytes, run
+from edgc.comm.overlap import Overlap
+from edgc.comm.wire import wire
+from edgc.compress.engines.base import cuts
+from edgc.compress.engines.powersgd import STRONG_SHARE
+from edgc.compress.reducer import GradientReducer
+from edgc.config import EDGCConfig
+from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
+from edgc.plan.allocation import Allocation, pays
+from edgc.plan.controller import StageCost
+from edgc.specs import MatrixSpec
+
+REPETITIONS = 3
+
+
+def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
+    """The largest rank, in multiples of 4, at which at least one matrix pays; 0 if none does at 4."""
+    limit = max((min(matrix.rows, matrix.cols) for matrix in matrices), default=0)
+    return max(
+        (
+            rank
+            for rank in range(RANK_MULTIPLE, limit + 1, RANK_MULTIPLE)
+            if any(pays(rank, matrix.rows, matrix.cols, min_saving) for matrix in matrices)
+        ),
+        default=0,
+    )
+
+
+def cost_of_link(
+    allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False, half: bool = False
+) -> StageCost:
+    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
+    return cost_in_bytes(allocation, config, ranks, scatters, half).scaled(8 / (gbps * 1e9))
+
+
+def cost_in_bytes(
+    allocation: Allocation, config: EDGCConfig, ranks: int, scatters: bool = False, half: bool = False
+) -> StageCost:
+    """The same with the bytes that each rank sends in a step in the place of seconds.
+
+    ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does. ``half``:
+    it sums gradients of 16 bits.
+    """
+
+    def sent(elements: float, name: str) -> float:
+        return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks)
+
+    # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
+    # is with what low rank does not take.
+    rest = sent(allocation.rest_elements, config.rest_wire)
+    if config.engine == "alternating":
+        per_rank = sent(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
+    else:
+        longer = sum(max(shape) for shape in allocation.shapes)
+        per_rank = sent(STRONG_SHARE * longer, config.basis_wire)
+        per_rank += sent((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
+        per_rank += sent(sum(min(shape) for shape in allocation.shapes), config.wire)
+    dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
+    per_rank *= config.power_iterations
+    if config.residual_wire is not None:
+        rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire) * _host_share(scatters)
+    host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
+    uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
+    return StageCost(CommCost(rest, per_rank), uncompressed, host)
+
+
+def probe(
+    allocations: Sequence[Allocation],
+    config: EDGCConfig,
+    communicator: Communicator,
+    device: torch.device,
+    scatters: bool = False,
+    half: bool = False,
+    overlapped: bool = False,
+) -> StageCost:
+    """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
+
+    ``allocations``: of each group of gradients that is reduced by itself. They are reduced one after another, or, with
+    ``overlapped``, as ``Overlap`` does. Every rank of the process group must call this at the same time. Takes memory
+    for one more fp32 gradient while it runs, beside the state that training will have. The smallest of a few
+    repetitions counts: anything above it is noise. ``scatters``: the host's own reduction is a reduce-scatter; it
+    counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
+    """
+    # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
+    unmeasured = replace(config, iteration_sampling_rate=1e-6)
+    reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
+    groups = [_Group(reducer, device) for reducer in reducers]
+    overlap = Overlap(device) if overlapped else None
+
+    def fastest(work: Callable[[], None]) -> float:
+        return min(_seconds(work, groups, communicator, device) for _ in range(1 + REPETITIONS))
+
+    def host_alone() -> float:
+        own = [group.flat.bfloat16() if half else group.flat for group in groups]
+
+        def reduce() -> None:
+            sums = (communicator.all_reduce(flat) for flat in own)
+            for work in list(sums) if overlapped else sums:
+                work.wait()
+
+        return fastest(reduce) * _host_share(scatters)
+
+    def at_rank(rank: int | None) -> float:
+        def reduce() -> None:
+            reductions = (group.reduction(scatters) for group in groups)
+            if overlap is None:
+                for reduction in reductions:
+                    run(reduction)
+            else:
+                for handle in [overlap.start(reduction) for reduction in reductions]:
+                    handle.wait()
+
+        for reducer in reducers:
+            reducer.set_rank(rank)
+        return fastest(reduce)
+
+    host = host_alone()
+    dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
+    top = largest_rank([matrix for allocation in allocations for matrix in allocation.matrices], config.min_saving)
+    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
+    return StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
+
+
+class _Group:
+    """A reducer and scratch gradients for it."""
+
+    def __init__(self, reducer: GradientReducer, device: torch.device):
+        self.reducer = reducer
+        sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
+        generator = torch.Generator().manual_seed(reducer.config.seed)
+        self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
+        self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
+        ranks = reducer.communicator.ranks
+        shard = -(-len(self.flat) // ranks)
+        ends = zip(sizes, accumulate(sizes.values()), strict=True)
+        self.shards = {name: cuts(end - sizes[name], end, shard, ranks) for name, end in ends}
+
+    def reduction(self, scatters: bool) -> Steps[None]:
+        return self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
+
+
+def _host_share(scatters: bool) -> float:
+    return 0.5 if scatters else 1.0
+
+
+def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
+    """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
+    rank = break_even_rank(cost.compressed, cost.host_seconds)
+    return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
+
+
+def _seconds(
+    work: Callable[[], None], groups: Sequence[_Group], communicator: Communicator, device: torch.device
+) -> float:
+    for group in groups:
+        group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
+    communicator.all_reduce(torch.zeros(1, device=device)).wait()  # start together
+    _synchronise(device)
+    start = time.perf_counter()
+    work()
+    _synchronise(device)
+    return time.perf_counter() - start
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,174 @@
+"""What a window leaves behind: the record of each rank, of each stage, and of the whole run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from statistics import fmean, median
+
+from torch import Tensor
+
+from edgc.observe.moments import GradientStatistics
+from edgc.plan.controller import RankPlan, StageCost
+
+
+class Part(IntEnum):
+    """Which gradients of the pipeline stages a stage of the plan holds."""
+
+    LAYERS = 0
+    EXPERTS = 1
+    EMBEDDING = 2  # the tied one of the first and the last stage, where they sum it together
+
+
+@dataclass(frozen=True, order=True)
+class StageKey:
+    """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
+
+    part: Part
+    pipeline_stage: int  # counted from 0
+
+    def __str__(self) -> str:
+        if self.part is Part.EMBEDDING:
+            return "tied embedding"
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
+
+
+@dataclass(frozen=True, order=True)
+class Boundary:
+    """Where messages between pipeline stages go, counted from 0: gradients ``backward``, activations ``forward``."""
+
+    direction: str
+    sender: int
+    receiver: int
+
+    def __str__(self) -> str:
+        what = "gradients" if self.direction == "backward" else "activations"
+        return f"{what} from stage {self.sender + 1} to {self.receiver + 1}"
+
+
+@dataclass(frozen=True)
+class MessageWindow:
+    """What one rank, or the mean of all that send there, saw of the messages over a boundary in one window."""
+
+    boundary: Boundary
+    entropy: float
+    bytes: float
+    bytes_dense: float
+    state_bytes: float  # memory of errors and factors
+    spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.clipping``)
+
+
+@dataclass(frozen=True)
+class RankWindow:
+    """What one rank saw of one stage in one window."""
+
+    stage: StageKey
+    entropy: float
+    residual: float
+    reduce_seconds: float
+    micro_backward_seconds: float
+    dp_bytes: float
+    dp_bytes_dense: float
+    state_bytes: float  # memory of errors, factors and scales
+    spikes: float = 0.0  # gradients scaled down before compression (``edgc.compress.clipping``)
+    largest_spike: float = 0.0  # times its running norm
+    energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """A closed window as every rank gets it from rank 0.
+
+    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
+    The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
+    Megatron's own sum of a tied embedding's two copies; ``param_bytes`` of the distributed optimizer's updated weights;
+    ``pp_bytes`` of messages between pipeline stages; ``total_bytes`` of all three. Of boundaries where low rank is
+    wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on. ``costs`` of each stage as corrected
+    by what its reductions took in this window.
+    """
+
+    iteration: int
+    ranks: tuple[int | None, ...]
+    plan: RankPlan
+    stages: tuple[RankWindow, ...]
+    step_seconds: float
+    dp_bytes: float
+    dp_bytes_dense: float
+    param_bytes: float
+    param_bytes_dense: float
+    pp_bytes: float
+    pp_bytes_dense: float
+    message_ranks: tuple[int | None, ...] = ()
+    message_plan: RankPlan | None = None
+    messages: tuple[MessageWindow, ...] = ()
+    costs: tuple[StageCost | None, ...] = ()
+
+    @property
+    def total_bytes(self) -> float:
+        return self.dp_bytes + self.param_bytes + self.pp_bytes
+
+    @property
+    def total_bytes_dense(self) -> float:
+        return self.dp_bytes_dense + self.param_bytes_dense + self.pp_bytes_dense
+
+
+def merge(ranks: Sequence[RankWindow]) -> RankWindow:
+    """One stage from its ranks: means, but the shortest reductions, since the others also waited for a late peer."""
+    return RankWindow(
+        stage=ranks[0].stage,
+        entropy=mean_of_finite([r.entropy for r in ranks]),
+        residual=mean_of_finite([r.residual for r in ranks]),
+        reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
+        micro_backward_seconds=mean_of_finite([r.micro_backward_seconds for r in ranks]),
+        dp_bytes=fmean(r.dp_bytes for r in ranks),
+        dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
+        state_bytes=max(r.state_bytes for r in ranks),
+        spikes=sum(r.spikes for r in ranks),
+        largest_spike=max(r.largest_spike for r in ranks),
+        energies=_mean_energies([r.energies for r in ranks]),
+        statistics=merge_statistics([r.statistics for r in ranks]),
+    )
+
+
+def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
+    """One boundary from the ranks that send over it."""
+    return MessageWindow(
+        ranks[0].boundary,
+        mean_of_finite([r.entropy for r in ranks]),
+        fmean(r.bytes for r in ranks),
+        fmean(r.bytes_dense for r in ranks),
+        max(r.state_bytes for r in ranks),
+        sum(r.spikes for r in ranks),
+    )
+
+
+def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Of each matrix over the ranks: data-parallel ones saw the same sums, others hold other parts of the stage."""
+    means = {}
+    for name in several[0]:
+        seen = [one[name] for one in several if len(one.get(name, ())) == len(several[0][name])]
+        means[name] = [fmean(values) for values in zip(*seen, strict=True)]
+    return means
+
+
+def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:
+    """The mean of each kind of layer, over those that have it."""
+    kinds = dict.fromkeys(kind for one in several for kind in one)
+    return {kind: GradientStatistics.mean([one[kind] for one in several if kind in one]) for kind in kinds}
+
+
+def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientStatistics]:
+    """From parameters to kinds of layer: ``decoder.layers.3.mlp.linear_fc1.weight`` is one of ``linear_fc1.weight``."""
+    return merge_statistics([{".".join(name.split(".")[-2:]): one} for name, one in statistics.items()])
+
+
+def mean_of_finite(values: Sequence[float | Tensor]) -> float:
+    """Mean of those that are finite; NaN of none."""
+    finite = [value for value in map(float, values) if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def median_or_nan(values: Sequence[float]) -> float:
+    """Median; NaN of nothing."""
+    return median(values) if values else math.nan

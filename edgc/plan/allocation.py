@@ -1,0 +1,113 @@
+"""What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgc.config import EDGCConfig
+from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.plan.spectrum import extended
+from edgc.specs import MatrixSpec, Parameter
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Which parameters of one reducer the engine takes, and why it leaves the rest."""
+
+    matrices: tuple[MatrixSpec, ...]
+    rest: tuple[tuple[Parameter, str], ...]
+
+    @property
+    def rest_elements(self) -> int:
+        """Elements that the engine leaves, whatever the rank."""
+        return sum(parameter.elements for parameter, _ in self.rest)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((matrix.rows, matrix.cols) for matrix in self.matrices)
+
+
+def saving(rank: int, rows: int, cols: int) -> float:
+    """Elements of a rows x cols matrix over those of its two factors. Raises ValueError for a rank below 1."""
+    if rank < 1:
+        raise ValueError(f"rank {rank}: the rank of a matrix must be at least 1")
+    return rows * cols / (rank * (rows + cols))
+
+
+def pays(rank: int, rows: int, cols: int, min_saving: float) -> bool:
+    """Whether a matrix is worth compressing at ``rank``: saves enough, and stays below half of full rank."""
+    return rank <= min(rows, cols) / 2 and saving(rank, rows, cols) >= min_saving
+
+
+def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int) -> Allocation:
+    """Sort parameters into those that the engine takes and the rest.
+
+    An engine without ranks takes everything, as it is. Low rank takes matrices; a parameter of more than two dimensions
+    counts as a matrix (``Parameter.spec``). A matrix that does not pay at ``min_rank``, the smallest
+    rank of the run, never will.
+    """
+    matrices: list[MatrixSpec] = []
+    rest: list[tuple[Parameter, str]] = []
+    for parameter in parameters:
+        spec = parameter.spec
+        if not parameter.elements:
+            rest.append((parameter, "no elements"))
+        elif not config.low_rank and config.engine != "dense":
+            matrices.append(spec)
+        elif spec.rows == 1:
+            rest.append((parameter, "one-dimensional"))
+        elif parameter.embedding and not config.compress_embeddings:
+            rest.append((parameter, "embedding or output layer"))
+        elif pays(min_rank, spec.rows, spec.cols, config.min_saving):
+            matrices.append(spec)
+        else:
+            rest.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
+    return Allocation(tuple(matrices), tuple(rest))
+
+
+def width(matrices: Iterable[MatrixSpec]) -> int:
+    """The smaller side that most entries' matrices have: the hidden size of a transformer; 0 of nothing."""
+    entries: Counter[int] = Counter()
+    for matrix in matrices:
+        entries[min(matrix.rows, matrix.cols)] += matrix.rows * matrix.cols
+    return max(entries, key=lambda side: (entries[side], side), default=0)
+
+
+def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) -> dict[str, int]:
+    """Every matrix at the stage's rank; matrices for which that rank does not pay are left out."""
+    return {matrix.name: rank for matrix in matrices if pays(rank, matrix.rows, matrix.cols, min_saving)}
+
+
+def water_filled_ranks(
+    matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
+) -> dict[str, int]:
+    """The values of one common rank, spent where they carry most energy: reverse water-filling over directions.
+
+    ``energies`` holds the energy of each direction of each matrix's gradient, the largest first, as far as they are
+    known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy
+    over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the values of
+    ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded down to a multiple of 4: what is
+    never sent is never measured. Source: rate-distortion theory (Cover and Thomas, section 10.3.3), with values in the
+    place of bits.
+    """
+    uniform = uniform_ranks(matrices, rank, min_saving)
+    planned = {matrix.name: matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)}
+    floor = min(rank, max(RANK_MULTIPLE, RANK_MULTIPLE * (rank // 2 // RANK_MULTIPLE)))
+    ranks = uniform | dict.fromkeys(planned, floor)
+    budget = sum((rank - floor) * (matrix.rows + matrix.cols) for matrix in planned.values())
+    steps = []
+    for name, matrix in planned.items():
+        spectrum = extended(energies[name], min(matrix.rows, matrix.cols))
+        whole = sum(spectrum)
+        top = floor
+        while whole > 0 and pays(top + RANK_MULTIPLE, matrix.rows, matrix.cols, min_saving):
+            worth = sum(spectrum[top : top + RANK_MULTIPLE]) / (whole * (matrix.rows + matrix.cols))
+            steps.append((-worth, name, top))
+            top += RANK_MULTIPLE
+    for _, name, top in sorted(steps):
+        cost = RANK_MULTIPLE * (planned[name].rows + planned[name].cols)
+        # A step that no longer fits ends a matrix's turn: a later one would leave a hole.
+        if cost <= budget and ranks[name] == top:
+            ranks[name] += RANK_MULTIPLE
+            budget -= cost
+    return ranks

@@ -1,0 +1,376 @@
+"""The central controller: windows of entropy in, one frozen rank plan out. No tensors, no collectives."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from edgc.config import EDGCConfig
+from edgc.plan.alignment import RANK_MULTIPLE, CommCost, aligned_rank
+from edgc.plan.allocation import water_filled_ranks
+from edgc.plan.rank_model import StageRankModel
+from edgc.plan.spectrum import dropped, extended, rank_for_dropped
+from edgc.specs import MatrixSpec
+
+NO_RANK = 0  # in a plan: compressed by an engine that has no rank
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
+
+    Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
+    what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
+    fp32, which compression has to beat. Of a message between stages both are of its values.
+    """
+
+    compressed: CommCost
+    dense_seconds: float
+    host_seconds: float
+
+    def scaled(self, factor: float) -> "StageCost":
+        """The same link under other traffic."""
+        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.host_seconds * factor)
+
+    def seconds(self, rank: int | None) -> float:
+        return self.dense_seconds if rank is None else self.compressed.seconds(rank)
+
+
+@dataclass(frozen=True)
+class StageObservation:
+    """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
+
+    ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
+    activation gradients that the stage has sent to the one before; None: they were not compressed.
+    """
+
+    entropy: float = math.nan
+    reduce_seconds: float = math.nan
+    micro_backward_seconds: float = math.nan
+    message_rank: int | None = None
+    energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
+
+    ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
+    stage's rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds, rounding and
+    alignment, and ``ranks`` after the step limit.
+    """
+
+    version: int
+    first_iteration: int
+    ranks: tuple[int | None, ...]
+    matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
+    entropy: tuple[float, ...] = ()
+    proposed: tuple[float | None, ...] = ()
+    targets: tuple[int | None, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "RankPlan":
+        own: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**own)
+
+
+class Controller:
+    """Sets a rank per pipeline stage from its entropy history (docs/algorithm.md, 2 to 4).
+
+    Call ``observe`` once at the end of every window and then ``decide``. Stage 0 here is the paper's stage 1: it
+    holds the embedding and finishes its backward pass last.
+
+    Args:
+        config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
+        iterations: length of the run.
+        stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
+        costs: communication cost of each stage; None where it was not measured.
+        dense: places of stages that are never compressed.
+        message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
+            None, or no list at all, where there is none.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        iterations: int,
+        stages: Sequence[Sequence[MatrixSpec]],
+        costs: Sequence[StageCost | None],
+        dense: Collection[int] = (),
+        message_costs: Sequence[StageCost | None] = (),
+    ):
+        if len(stages) != len(costs) or not stages:
+            raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
+        if config.dynamic and (config.rmin is None or config.rmax is None):
+            raise ValueError("rmin and rmax must be resolved before the controller is built")
+        self.config = config
+        self.iterations = iterations
+        self.dense = frozenset(dense)
+        self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
+        self.stages = tuple(
+            StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in self.matrices
+        )
+        self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
+        self.costs = list(costs)
+        self.message_costs = list(message_costs) or [None] * len(stages)
+        self.message_ranks: list[int | None] = [None] * len(stages)
+        self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
+        self.micro_backward_seconds = math.nan
+        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up
+        self.anchor: list[float | None] = [None] * len(stages)
+        # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
+        self.tolerated: list[float | None] = [None] * len(stages)
+        self.plan = self._first_plan()
+
+    def _first_plan(self) -> RankPlan:
+        nothing, places = (None,) * len(self.stages), range(len(self.stages))
+        if self.config.engine == "dense":
+            return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
+        if self.config.dynamic:
+            return RankPlan(0, 0, nothing, reasons=tuple(self._own_target(place, None)[1] for place in places))
+        first = math.ceil(self.config.warmup_fraction * self.iterations)
+        return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
+
+    def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
+        rank = self._static_rank(iteration)
+        return tuple(None if place in self.dense else rank for place in range(len(self.stages)))
+
+    def _static_rank(self, iteration: int) -> int:
+        """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
+        rank, tilt = self.config.static_rank or NO_RANK, self.config.rank_tilt
+        progress = (iteration + self.config.window / 2) / self.iterations
+        return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
+
+    def observe(self, observations: Sequence[StageObservation], ranks: Sequence[int | None] | None = None) -> None:
+        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
+
+        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun).
+        """
+        used = self.plan.ranks if ranks is None else ranks
+        if len(observations) != len(self.stages):
+            raise ValueError(f"{len(observations)} observations for {len(self.stages)} stages")
+        self.history.append(tuple(observation.entropy for observation in observations))
+        self.energies = [observation.energies for observation in observations]
+        self.message_ranks = [observation.message_rank for observation in observations]
+        # The slowest stage sets the pace of the pipeline.
+        backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
+        if backward:
+            self.micro_backward_seconds = max(backward)
+        if self.config.link_gbps is None:
+            for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
+                if cost is not None and observation.reduce_seconds > 0:
+                    predicted = cost.seconds(used[stage])
+                    self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
+
+    def decide(self, iteration: int) -> RankPlan:
+        """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
+        if not self.config.dynamic:
+            if self.config.engine == "dense":
+                return self.plan
+            return self._adopt(iteration, self.plan, self._static_ranks(iteration))
+        entropy, places = self.history[-1], range(len(self.stages))
+        proposed = tuple(self._proposed(place, entropy[place]) for place in places)
+        may_begin = iteration >= self.config.warmup_fraction * self.iterations
+        begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
+        for place in places:
+            if begins[place]:
+                self.anchor[place] = entropy[place]
+        own = [self._own_target(place, proposed[place], begins[place]) for place in places]
+        targets, reasons = [target for target, _ in own], [reason for _, reason in own]
+        first = self._step(self.plan.ranks[0], targets[0])
+        if self.config.align and first is not None:
+            for place in places[1:]:
+                if self.anchor[place] is not None and not begins[place] and self._can_align(place):
+                    targets[place], reasons[place] = self._aligned(place, first), "alignment"
+        ranks = tuple(self._step(before, target) for before, target in zip(self.plan.ranks, targets, strict=True))
+        plan = replace(self.plan, entropy=entropy, proposed=proposed, targets=tuple(targets), reasons=tuple(reasons))
+        return self._adopt(iteration, plan, ranks)
+
+    def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
+        """Share the ranks out among matrices; the plan is a new one only if a rank changes."""
+        matrix_ranks = tuple(self._shared(stage, rank) for stage, rank in enumerate(ranks))
+        if (ranks, matrix_ranks) != (plan.ranks, plan.matrix_ranks or (None,) * len(ranks)):
+            # a static plan's first iteration may lie ahead
+            first = max(iteration, plan.first_iteration)
+            plan = replace(
+                plan, version=plan.version + 1, first_iteration=first, ranks=ranks, matrix_ranks=matrix_ranks
+            )
+        self.plan = plan
+        return plan
+
+    def _shared(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
+        if self.config.allocation == "uniform" or not rank:
+            return None
+        if not self.energies[stage]:  # nothing has been measured since
+            return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
+        return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.min_saving)
+
+    def _stable(self, stage: int) -> bool:
+        """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.
+
+        A difference of entropies is the same in every unit of the gradient; a ratio is not.
+        """
+        if len(self.history) < 2 or self.stages[stage] is None:
+            return False
+        before, now = (entropy[stage] for entropy in self.history[-2:])
+        # false for a NaN, and for -inf, the entropy of gradients that are all zero
+        return abs(now - before) < self.config.entropy_stability
+
+    def _own_target(self, stage: int, proposed: float | None, begins: bool = False) -> tuple[int | None, str]:
+        """The rank to which a stage's own entropy leads, within the bounds, and the reason."""
+        if self.stages[stage] is None:
+            return None, "never compressed"
+        if self.anchor[stage] is None:
+            return None, "warm-up"
+        if begins:
+            return self.config.rmax, "entropy is stable"
+        if proposed is None:
+            return self.plan.ranks[stage], "nothing measured"
+        return self._bounded(proposed), "entropy"
+
+    def _proposed(self, stage: int, entropy: float) -> float | None:
+        """CQM: the rank that drops the same norm as rmax did when compression began; None without an entropy."""
+        anchor, model = self.anchor[stage], self.stages[stage]
+        if anchor is None or model is None:
+            return None
+        assert self.config.rmax is not None
+        if self.config.rank_model != "gaussian":
+            return self._proposed_by_spectrum(stage)
+        if not math.isfinite(entropy):
+            return None
+        return model.adjusted_rank(self.config.rmax, anchor, entropy)
+
+    def _proposed_by_spectrum(self, stage: int) -> float | None:
+        """CQM with measured spectra in place of normal entries; the first that are measured set what is tolerated."""
+        rank, energies = self.plan.ranks[stage], self.energies[stage]
+        spectra = [
+            extended(energies[matrix.name], min(matrix.rows, matrix.cols))
+            for matrix in self.matrices[stage]
+            if energies.get(matrix.name)
+        ]
+        whole = dropped(spectra, 0)
+        if not rank or not 0 < whole < math.inf:
+            return None
+        unit = whole if self.config.rank_model == "residual" else 1.0
+        tolerated = self.tolerated[stage]
+        if tolerated is None:
+            self.tolerated[stage] = dropped(spectra, rank) / unit
+            return rank
+        return rank_for_dropped(spectra, tolerated * unit)
+
+    def _can_align(self, stage: int) -> bool:
+        """Whether all is known that alignment of a later stage to the first depends on."""
+        return None not in (self.costs[0], self.costs[stage]) and not math.isnan(self.micro_backward_seconds)
+
+    def _aligned(self, stage: int, first: int) -> int | None:
+        """The rank at which a later stage ends together with the first one, which has rank ``first``; None: dense."""
+        first_cost, cost = self.costs[0], self.costs[stage]
+        assert first_cost is not None and cost is not None and self.config.rmax is not None
+        slack = self._slack(stage)
+        if first_cost.seconds(first) + slack >= cost.dense_seconds:
+            return None
+        # eta is the stage's own: links and stages differ
+        return aligned_rank(first, cost.compressed, slack, self.config.rmax)
+
+    def _slack(self, stage: int) -> float:
+        """Seconds from the stage's last backward pass to the first stage's: those between them, and the messages."""
+        on_the_way = zip(self.message_costs[1 : stage + 1], self.message_ranks[1 : stage + 1], strict=True)
+        messages = sum(cost.seconds(rank) for cost, rank in on_the_way if cost is not None)
+        return stage * self.micro_backward_seconds + messages
+
+    def _bounded(self, rank: float) -> int:
+        assert self.config.rmin is not None and self.config.rmax is not None
+        return min(max(_nearest(rank), self.config.rmin), self.config.rmax)
+
+    def _step(self, before: int | None, wanted: int | None) -> int | None:
+        """Move from ``before`` towards ``wanted`` by at most the step limit. Dense lies one step beyond rmax."""
+        rmax, limit = self.config.rmax, self.config.rank_step
+        assert rmax is not None
+        if limit >= RANK_MULTIPLE:
+            limit = RANK_MULTIPLE * (limit // RANK_MULTIPLE)
+        if wanted == before:
+            return before
+        if before is None:
+            return rmax
+        if wanted is None:
+            return None if before == rmax else min(before + limit, rmax)
+        return min(max(wanted, before - limit), before + limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on, as plain numbers and lists."""
+        return {
+            "history": [list(entropy) for entropy in self.history],
+            "anchor": list(self.anchor),
+            "tolerated": list(self.tolerated),
+            "micro_backward_seconds": self.micro_backward_seconds,
+            "costs": [None if cost is None else asdict(cost) for cost in self.costs],
+            "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
+            "plan": self.plan.to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other stages or another release."""
+        own = self.state_dict()
+        if state.keys() != own.keys() or state["plan"].keys() != own["plan"].keys():
+            raise ValueError("controller state of another release of EDGC")
+        if len(state["costs"]) != len(self.stages):
+            raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}")
+        self.history = [tuple(entropy) for entropy in state["history"]]
+        self.anchor = list(state["anchor"])
+        self.tolerated = list(state["tolerated"])
+        self.micro_backward_seconds = state["micro_backward_seconds"]
+        self.costs, self.message_costs = (
+            [
+                None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
+                for cost in state[costs]
+            ]
+            for costs in ("costs", "message_costs")
+        )
+        plan = RankPlan.from_dict(state["plan"])
+        ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
+        self.plan = plan if ranks == plan.ranks else replace(plan, version=plan.version + 1, ranks=ranks)
+
+
+def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
+    """Fill in ``rmax``: the break-even rank, or ``rank_share`` of the width if that is less; and ``rmin``: a quarter.
+
+    With the rank model ``constant``, that rmax becomes ``static_rank``.
+
+    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense. ``width``: the
+    smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has r_max/4 to r_max/6.
+    """
+    rmax = config.rmax
+    if rmax is None:
+        rmax = _multiple(break_even if config.rank_share is None else min(break_even, config.rank_share * width))
+    if config.rank_model == "constant":
+        return replace(config, static_rank=rmax, rmin=None, rmax=None)
+    rmin = min(rmax, _multiple(rmax / 4)) if config.rmin is None else config.rmin
+    return replace(config, rmin=rmin, rmax=rmax)
+
+
+def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
+    """The smallest and largest rank of a run whose ``static_rank`` is settled."""
+    rank, tilt = config.static_rank, abs(config.rank_tilt)
+    if rank is None:
+        return None
+    return (_nearest(rank * (1 - tilt)), _nearest(rank * (1 + tilt))) if tilt else (rank, rank)
+
+
+def smallest_rank(config: EDGCConfig) -> int:
+    """The smallest rank that a run can have, as far as ``config`` settles it."""
+    static = static_ranks(config)
+    return static[0] if static else config.rmin or RANK_MULTIPLE
+
+
+def _nearest(rank: float) -> int:
+    """Rounded to a multiple of 4, at least 4."""
+    return max(RANK_MULTIPLE, RANK_MULTIPLE * round(rank / RANK_MULTIPLE))
+
+
+def _multiple(rank: float) -> int:
+    """Rounded down to a multiple of 4, at least 4."""
+    return max(RANK_MULTIPLE, RANK_MULTIPLE * int(rank // RANK_MULTIPLE))

@@ -1,0 +1,340 @@
+"""What travels between pipeline stages: the state of this rank's messages, counted, measured, compressed."""
+
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, told
+from edgc.config import EDGCConfig
+from edgc.observe.entropy import ESTIMATORS, GradientSampler
+from edgc.observe.window import Boundary, MessageWindow, mean_of_finite
+from edgc.specs import MatrixSpec
+from megatron.edgc.data_parallel import Step
+from megatron.edgc.message_costs import message_shape, message_wire
+
+OFF: dict[str, Any] = {
+    "pp": "off",
+    "pp_engine": "powersgd",
+    "pp_rank": None,
+    "pp_wire": None,
+    "pp_epilogue_only": False,
+}
+
+Direction = Literal["forward", "backward"]
+
+
+class PipelineMessages:
+    """What this rank sends to its neighbours in the pipeline, and what it has to expect of them.
+
+    Gradients go back from each stage to the one before, activations forward. In training both are counted; those of
+    ``config.pp`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
+
+    Args:
+        ranks: the rank of each of ``boundaries`` in this step.
+        repeatable: whether a step may be run again or rolled back; its senders' state before it is kept for that.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        args: Namespace,
+        chunks: Sequence[DistributedDataParallel],
+        step: Callable[[], Step],
+        ranks: Callable[[], Sequence[int | None]],
+        repeatable: bool,
+    ):
+        self.config, self.args, self.chunks = config, args, chunks
+        self.step, self.ranks, self.repeatable = step, ranks, repeatable
+        self.stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+        self.directions: tuple[Direction, ...] = {
+            "off": (),
+            "backward": ("backward",),
+            "both": ("backward", "forward"),
+        }[config.pp]  # type: ignore[assignment]
+        ring = len(chunks) > 1  # then the last stage's chunks are followed by the first stage's next ones
+        self.boundaries = [
+            Boundary(direction, sender, receiver)
+            for direction in self.directions
+            for sender in range(self.stages)
+            for receiver in [_neighbour(sender, direction, self.stages, ring)]
+            if receiver is not None
+        ]
+        self.senders: dict[tuple[Direction, int], MessageSender] = {}  # by direction and chunk
+        self.bytes: Counter[Direction] = Counter()  # sent so far
+        self.dense_bytes: Counter[Direction] = Counter()
+        self.sampler = GradientSampler(
+            iteration_rate=config.iteration_sampling_rate, gradient_rate=config.gradient_sampling_rate, seed=config.seed
+        )
+        self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
+        self._window_start = (Counter[Direction](), Counter[Direction]())
+        self._iteration: int | None = None
+        self._wrong: Tensor | None = None
+        self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
+        self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
+        self._entropy_before: dict[Direction, list[float | Tensor]] = {}  # before the step under way
+        self._repeated = False
+
+    def begin(self) -> None:
+        """A step begins, or is run again."""
+        iteration = self.step().iteration
+        if self.repeatable:
+            self.roll_back(iteration)
+            self._before = {key: sender.state_dict() for key, sender in self.senders.items()}
+        self._repeated = iteration == self._iteration
+        if not self._repeated:
+            self._entropy_before = {direction: list(seen) for direction, seen in self.entropy.items()}
+        self._iteration = iteration
+        self._messages.clear()
+
+    @property
+    def training(self) -> bool:
+        return bool(self.chunks[0].training)
+
+    def specs(self) -> list[list[MatrixSpec]]:
+        """For the controller: the matrix of each boundary."""
+        return [[MatrixSpec(str(boundary), *message_shape(self.args))] for boundary in self.boundaries]
+
+    def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
+        """What travels in the place of a (tokens, micro-batch, width) tensor."""
+        place = self._count("sent", direction)
+        self.dense_bytes[direction] += tensor.nbytes
+        if direction not in self.directions:
+            self.bytes[direction] += tensor.nbytes
+            return tensor
+        step = self.step()
+        matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+        if self.sampler.measures(step.iteration) and not self._repeated:  # a step is measured once
+            self._measure(direction, matrix, step)
+        form = self._format(direction, self.stage, place, tensor.shape, tensor.dtype)
+        chunk = self._chunk(direction, place)
+        scale = step.loss_scale if direction == "backward" else None
+        header = form.header(step.iteration, self.stage, direction == "forward", place)
+        message = self._sender(direction, chunk).encode(matrix, form, header, scale)
+        self.bytes[direction] += message.nbytes
+        return message
+
+    def incoming(self, direction: Direction, shape: Sequence[int], dtype: torch.dtype, device: Any) -> "Incoming":
+        """What has to be received in the place of such a tensor."""
+        tensor = torch.empty(tuple(shape), requires_grad=True, device=device, dtype=dtype)
+        if direction not in self.directions:
+            return Incoming(tensor, tensor)
+        sender = (self.stage + (1 if direction == "backward" else -1)) % self.stages
+        place = self._count("received", direction)
+        form = self._format(direction, sender, place, shape, dtype)
+        size = form.bytes
+        if not tensor.is_cuda:  # gloo ends the process of a message that is too long; a shorter one it lets pass
+            size = max(size, HEADER_BYTES + form.dense_bytes)
+        elif self._wrong is None:
+            self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+        return Incoming(
+            tensor,
+            torch.zeros(size, dtype=torch.uint8, device=device),
+            form,
+            form.header(self.step().iteration, sender, direction == "forward", place),
+            str(Boundary(direction, sender, self.stage)),
+            self._wrong,
+        )
+
+    def _sender(self, direction: Direction, chunk: int) -> MessageSender:
+        if (direction, chunk) not in self.senders:
+            seed = self.config.seed, direction, self.stage, chunk
+            self.senders[direction, chunk] = MessageSender(direction == "backward", *seed)
+        return self.senders[direction, chunk]
+
+    def _format(
+        self, direction: Direction, sender: int, place: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> MessageFormat:
+        (boundary,) = (
+            index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
+        )
+        rank = self.ranks()[boundary]
+        if self.config.pp_epilogue_only and place < get_num_microbatches() - (self.stages - sender):
+            rank = None  # its receiver still has forward passes to do
+        return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)
+
+    def _count(self, what: str, direction: Direction) -> int:
+        place = self._messages[what, direction]
+        self._messages[what, direction] += 1
+        return place
+
+    def _chunk(self, direction: Direction, place: int) -> int:
+        """The model chunk that a step's message at this place comes from."""
+        chunks = len(self.chunks)
+        if chunks == 1:
+            return 0
+        group = self.args.microbatch_group_size_per_vp_stage or self.stages
+        table = [chunk for _, chunk in schedules.get_schedule_table(get_num_microbatches(), chunks, group)]
+        if direction == "backward":  # the first chunk of the first stage sends none
+            order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
+        else:  # nor does the last chunk of the last stage
+            order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
+        return order[place]
+
+    def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
+        sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
+        if step.loss_scale is not None and direction == "backward":
+            sample = sample / step.loss_scale
+        self.entropy[direction].append(ESTIMATORS[self.config.entropy_estimator](sample))
+
+    def roll_back(self, iteration: int) -> None:
+        """Undo what this iteration has done to the senders. Does nothing without ``repeatable``."""
+        if self.repeatable and iteration == self._iteration:
+            self.senders = {key: sender for key, sender in self.senders.items() if key in self._before}
+            for key, state in self._before.items():
+                self.senders[key].load_state_dict(state)
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """What the next step depends on, and what its window has seen before it: plain values and CPU tensors.
+
+        ``iteration`` is the next step. One that was rolled back has measured nothing.
+        """
+        entropy = self._entropy_before if iteration == self._iteration else self.entropy
+        return {
+            "senders": {
+                f"{direction}:{chunk}": {
+                    part: None if tensor is None else tensor.cpu() for part, tensor in sender.state_dict().items()
+                }
+                for (direction, chunk), sender in self.senders.items()
+            },
+            "entropy": {direction: [float(value) for value in seen] for direction, seen in entropy.items()},
+            "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
+        }
+
+    def restore_bytes(self, sent: float, dense: float) -> None:
+        """Go on counting from a checkpoint's mean over all ranks, without telling directions apart."""
+        self.bytes, self.dense_bytes = Counter(forward=sent), Counter(forward=dense)  # type: ignore[arg-type]
+        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether its senders are this run's, and their messages of this run's size."""
+        directions = {key.partition(":")[0] for key in state["senders"]}
+        errors = [sender["error"] for sender in state["senders"].values()]
+        return directions <= set(self.directions) and all(
+            error is None or tuple(error.shape) == message_shape(self.args) for error in errors
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        device = next(self.chunks[0].parameters()).device
+        for key, kept in state["senders"].items():
+            direction, _, chunk = key.partition(":")
+            on_device = {part: None if tensor is None else tensor.to(device) for part, tensor in kept.items()}
+            self._sender(direction, int(chunk)).load_state_dict(on_device)  # type: ignore[arg-type]
+        self.entropy = {direction: list(values) for direction, values in state["entropy"].items()}
+        self.bytes, self.dense_bytes, *start = (Counter(count) for count in state["bytes"])
+        self._window_start = (start[0], start[1])
+
+    def take_window(self) -> list[MessageWindow]:
+        """What was seen of the messages that this rank sends since the last call.
+
+        Raises ``UnexpectedMessage`` if on CUDA one has arrived that should not have.
+        """
+        if self._wrong is not None and bool(self._wrong):
+            raise UnexpectedMessage(f"stage {self.stage + 1} has got a message that was not the next one")
+        windows = []
+        sent, dense = self._window_start
+        for boundary in self.boundaries:
+            if boundary.sender == self.stage:
+                direction = boundary.direction
+                windows.append(
+                    MessageWindow(
+                        boundary,
+                        mean_of_finite(self.entropy[direction]),
+                        self.bytes[direction] - sent[direction],
+                        self.dense_bytes[direction] - dense[direction],
+                        self.state_bytes(direction),
+                        self._take_spikes(direction),
+                    )
+                )
+                self.entropy[direction] = []
+        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+        return windows
+
+    def _take_spikes(self, direction: Direction) -> float:
+        senders = [sender for key, sender in self.senders.items() if key[0] == direction]
+        spikes = sum(float(sender.spikes) for sender in senders)
+        for sender in senders:
+            sender.spikes = 0.0
+        return spikes
+
+    def state_bytes(self, direction: Direction) -> int:
+        """Memory of the senders' state between two steps."""
+        states = [
+            kept
+            for key in self.senders
+            for kept in (self.senders[key].state_dict(), self._before.get(key, {}))
+            if key[0] == direction
+        ]
+        tensors = {id(tensor): tensor for state in states for tensor in state.values() if tensor is not None}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def byte_counts(self) -> tuple[float, float]:
+        """Bytes sent so far, and Megatron's own way."""
+        return float(sum(self.bytes.values())), float(sum(self.dense_bytes.values()))
+
+
+def message_config(config: EDGCConfig) -> EDGCConfig:
+    """The settings of the messages' controller: those of the gradients', but for a rank of their own.
+
+    Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
+    """
+    own: dict[str, Any] = {"allocation": "uniform", "rank_tilt": 0.0, "dense_wire": "fp32", **OFF}
+    if not config.pp_follows:
+        own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rmin=None, rmax=None)
+    elif config.rank_model in ("measured", "residual"):
+        own["rank_model"] = "gaussian"
+    return replace(config, **own)
+
+
+def uncompressed(config: EDGCConfig) -> EDGCConfig:
+    """The same, of messages that are not compressed after all."""
+    ranks = {"static_rank": None, "rmin": None, "rmax": None}
+    return replace(message_config(config), engine="dense", **ranks)
+
+
+def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:
+    receiver = sender + (1 if direction == "forward" else -1)
+    return receiver % stages if ring or 0 <= receiver < stages else None
+
+
+@dataclass
+class Incoming:
+    """A tensor that is on its way: ``buffer`` is what is received, ``tensor`` what Megatron gets."""
+
+    tensor: Tensor
+    buffer: Tensor
+    form: MessageFormat | None = None
+    header: Tensor | None = None
+    boundary: str = ""
+    wrong: Tensor | None = None  # on CUDA: whether any message so far was another one
+    finished: bool = False
+
+    def finish(self) -> None:
+        """Once the message is here: check it, and put it into the tensor. More than once does nothing."""
+        if self.finished or self.form is None:
+            return
+        self.finished = True
+        assert self.header is not None
+        seen = self.buffer[:HEADER_BYTES].view(torch.int64)
+        values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
+        with torch.no_grad():
+            if self.tensor.is_cuda:  # the host does not wait to look at it
+                wrong = (seen != self.header.to(seen.device)).any()
+                self.wrong |= wrong
+                values = torch.where(wrong, torch.nan, values)
+            elif seen.tolist() != self.header.tolist():
+                raise UnexpectedMessage(
+                    f"{self.boundary}: expected {told(self.header.tolist())}; got {told(seen.tolist())}"
+                )
+            self.tensor.copy_(values)

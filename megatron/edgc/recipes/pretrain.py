@@ -1,0 +1,93 @@
+"""Pretraining with EDGC: parse, check, install, and hand over to Megatron's own ``pretrain``."""
+
+from argparse import Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.global_vars import get_tensorboard_writer
+from torch.nn import Module
+
+from megatron.edgc.arguments import add_arguments, config_from_args
+from megatron.edgc.checkpointing import shield_writer
+from megatron.edgc.compatibility import check_options
+from megatron.edgc.recipes import cpu, gpt
+from megatron.edgc.recipes.datasets import check_datasets
+from megatron.edgc.seam import Seam
+from megatron.edgc.training import Session
+
+Hook = Callable[[list[Module]], list[Module]]
+
+
+def pretrain_gpt(on_cpu: bool) -> None:
+    """Train a GPT from the command line's flags. Raises ``ConfigError`` on bad input before anything is built."""
+    train(on_cpu)
+    # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
+    # gloo's threads sometimes abort the process.
+    if writer := get_tensorboard_writer():
+        writer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
+    """``pretrain_gpt`` without the end of the process groups; the session with EDGC.
+
+    ``hooks`` are called with the list of wrapped model chunks, after EDGC's own, and return it.
+    """
+    args, session = parse(on_cpu)
+    check_datasets(args)
+    model = gpt_config_from_args(args)
+    shield_writer(args)
+    with Seam() as seam:
+        if session is not None:
+            model.post_wrap_hooks.append(partial(session.install, seam=seam))
+        model.post_wrap_hooks.extend(hooks)
+        pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            gpt.train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            gpt.forward_step,
+        )
+    return session
+
+
+def parse(on_cpu: bool) -> tuple[Namespace, Session | None]:
+    """Megatron's arguments and, with EDGC, a session for them. Raises ``ConfigError`` for what EDGC does not accept."""
+    args = parse_and_validate_args(
+        partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    config = config_from_args(args)
+    gpt.check_options(args)
+    if config is None:
+        return args, None
+    session = Session(config, args)
+    check_options(config, args)
+    return args, session
+
+
+class _Help(HelpFormatter):
+    """Prints a help text with a stray % as it is; Megatron 0.19.2 has one, on which ``--help`` would fail."""
+
+    def _expand_help(self, action: Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except ValueError:
+            return action.help or ""
+
+
+def _extra_arguments(parser: ArgumentParser, on_cpu: bool) -> ArgumentParser:
+    parser.formatter_class = _Help
+    add_arguments(parser)
+    parser.add_argument(
+        cpu.FLAG,
+        action="store_true",
+        help="train on the CPU over gloo; without this flag every process needs a GPU",
+    )
+    if on_cpu:
+        parser.set_defaults(**cpu.ARGUMENT_DEFAULTS)
+    return parser
