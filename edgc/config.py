@@ -216,16 +216,6 @@ class EDGCConfig:
     warm_start: bool = _knob(
         True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
     )
-    power_iterations: int = _knob(
-        1, "how often powersgd sends both factors in a step, each time from the last", "number", "arXiv 1905.13727"
-    )
-    residual_wire: str | None = _knob(
-        None,
-        "format in which powersgd sends what low rank leaves of each matrix, too (default: it is only fed back)",
-        "format",
-        "EDGC's own: low rank and a quantised residual",
-        FORMATS[1:],
-    )
     rest_wire: str = _knob(
         "fp32",
         "format of what low rank does not take (embeddings, one-dimensional parameters, small matrices)",
@@ -330,7 +320,6 @@ class EDGCConfig:
         _require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.basis_cycle >= 1, "basis_cycle", self.basis_cycle, "must be at least 1")
-        _require(self.power_iterations >= 1, "power_iterations", self.power_iterations, "must be at least 1")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         if self.rank_share is not None:

@@ -1,7 +1,17 @@
 """Names and shapes of parameters. No torch: what decides needs no tensors."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+# Places in a flattened gradient, one more than there are processes: process i needs what lies between the i-th and the
+# next.
+ShardBounds = Sequence[int]
+
+
+def shard_bounds(start: int, end: int, shard: int, processes: int) -> ShardBounds:
+    """Of a gradient that lies between ``start`` and ``end`` of a buffer, of which each process has a shard so long."""
+    return [min(max(process * shard, start), end) - start for process in range(processes + 1)]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if view is None else view
 
 
-def alike(*lists: Sequence[Tensor]) -> list[list[int]]:
+def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
     """Places at which the tensors of all lists have equal shapes, in the order of the last list's in memory."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for place, tensors in enumerate(zip(*lists, strict=True)):
@@ -42,13 +42,13 @@ def alike(*lists: Sequence[Tensor]) -> list[list[int]]:
     return [sorted(places, key=lambda place: lists[-1][place].storage_offset()) for places in groups.values()]
 
 
-def at_once(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
+def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
     """What ``function`` gives for the tensors at each place of the lists, called once for all of equal shapes.
 
     It takes (count, ...) tensors and returns such a one or a tuple of them.
     """
     results: list[Any] = [None] * len(lists[0])
-    for places in alike(*lists):
+    for places in by_shape(*lists):
         outcome = function(*(stacked([tensors[place] for place in places]) for tensors in lists))
         parts = (
             outcome.unbind(0)

@@ -49,7 +49,7 @@ from edgc.comm.collectives import (  # noqa: E402
     all_reduce_bytes,
     run,  # noqa: E402
 )
-from edgc.compress.matrices import triton_kernels  # noqa: E402
+from edgc.compress.batch import triton_kernels  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
 from edgc.config import PRESETS, EDGCConfig  # noqa: E402
 from edgc.plan.allocation import Allocation  # noqa: E402
@@ -266,7 +266,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
             expected = expected.T if engine.turned(matrix, 1) else expected
             found = given.to(device, copy=True)
             run(reducer.reduce({matrix.name: found}, 1))
-            error = reducer.feedback.packed[matrix.name].values().double().cpu().view_as(given)
+            error = reducer.state.feedback.packed[matrix.name].values().double().cpu().view_as(given)
             result = found.double().cpu()
             worst["result"] = max(worst["result"], float((result - expected).norm() / expected.norm()))
             both = float((result + error - given.double()).norm() / given.double().norm())

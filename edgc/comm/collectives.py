@@ -24,7 +24,7 @@ class Work(Protocol):
 type Steps[T] = Generator[Work, None, T]
 
 
-def together[T](several: Sequence[Steps[T]]) -> Steps[list[T]]:
+def interleave[T](several: Sequence[Steps[T]]) -> Steps[list[T]]:
     """Take all these steps at once, so that while one waits for its message those of the others travel; their results.
 
     Every rank must call this with the same steps in the same order, as for the collectives themselves.

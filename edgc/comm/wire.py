@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from edgc.stacking import at_once
+from edgc.stacking import map_stacked
 
 GROUP = 128
 # Step in units of the root mean square that loses least of normal values, by bits.
@@ -179,7 +179,7 @@ def pack_all(tensors: Sequence[Tensor], wire: Wire) -> list[Packed]:
         rows = values.flatten(1)
         return wire.encode(in_groups(rows) if wire.scaled else rows)
 
-    messages = at_once(encode, tensors)
+    messages = map_stacked(encode, tensors)
     return [
         Packed.restored(message.unsqueeze(0), tensor.shape, wire)
         for message, tensor in zip(messages, tensors, strict=True)
@@ -188,13 +188,13 @@ def pack_all(tensors: Sequence[Tensor], wire: Wire) -> list[Packed]:
 
 def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
     """The values of each, all in the wire format of the first."""
-    rows = at_once(several[0].wire.decode, [packed.message[0] for packed in several])
+    rows = map_stacked(several[0].wire.decode, [packed.message[0] for packed in several])
     return [row[: packed.shape.numel()].view(packed.shape) for row, packed in zip(rows, several, strict=True)]
 
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
     """``Packed.where`` of each pair under its condition."""
-    messages = at_once(
+    messages = map_stacked(
         torch.where,
         [condition.view(1, 1) for condition in conditions],
         [packed.message for packed in these],

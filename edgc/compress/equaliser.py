@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed
-from edgc.stacking import at_once
+from edgc.stacking import map_stacked
 
 DECAY = 0.95  # of the moving averages, per step
 SIDES = "rows", "columns"
@@ -29,7 +29,7 @@ class Equaliser:
     def scales(self, matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """(rows x 1) and (1 x cols), whose product has root mean square about 1; ones while nothing is known."""
         known = [name for name in matrices if name in self._moments]
-        rows, cols = (at_once(_relative, [self._moments[name][side] for name in known]) for side in (0, 1))
+        rows, cols = (map_stacked(_relative, [self._moments[name][side] for name in known]) for side in (0, 1))
         found = {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
         return {
             name: found[name] if name in found else (torch.ones_like(matrix[:, :1]), torch.ones_like(matrix[:1]))
@@ -42,7 +42,7 @@ class Equaliser:
         Not if ``finite`` is false, a boolean on the device, and none that are not finite themselves.
         """
         known = [name for name in squares if name in self._moments]
-        moved = at_once(
+        moved = map_stacked(
             partial(_average, finite),
             *([self._moments[name][side] for name in known] for side in (0, 1)),
             *([squares[name][side] for name in known] for side in (0, 1)),

@@ -1,28 +1,45 @@
-"""Error feedback: what reductions have left unsent on this rank, added to the next gradient. No collectives."""
+"""Error feedback: what sums do not hold of this process's gradients, added to the next gradients. No collectives."""
 
-from types import ModuleType
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from edgc.comm.wire import Packed, Wire
-from edgc.compress.lowrank import Product
 from edgc.seeding import stable_seed
+
+
+@dataclass(frozen=True)
+class ErrorRule:
+    """How errors are kept. Any other rule than the default one, in fp32, loses a part of gradients.
+
+    ``wire``: format in memory. ``decay``: share of an error that is kept. ``average``: weight of older errors in a
+    moving average. ``reset_every``: errors are dropped after so many iterations (0: never).
+    """
+
+    wire: Wire
+    decay: float = 1.0
+    average: float = 0.0
+    reset_every: int = 0
 
 
 class ErrorFeedback:
     """One error for each parameter, keyed by *name*, so that a rebuilt bucket or another process finds the same state.
 
-    An error is this rank's own; only the sum over the data-parallel group matters to training. Source: Seide et al.
+    An error is this process's own; only the sum over the data-parallel group matters to training. Source: Seide et al.
     2014; Karimireddy et al. 2019 (arXiv 1901.09847).
+
+    Args:
+        rule: how errors are kept.
+        device: where they are.
+        seed: whatever tells this process's random draws from all others.
     """
 
-    def __init__(self, wire: Wire, decay: float = 1.0, average: float = 0.0):
-        self.wire = wire
-        # Other values than these, and another wire than fp32, lose a part of gradients.
-        self.decay = decay  # what is kept of an error from step to step
-        self.average = average  # weight of older errors in their moving average
+    def __init__(self, rule: ErrorRule, device: torch.device, *seed: object):
+        self.rule = rule
         self.packed: dict[str, Packed] = {}  # replaced, never changed
+        self._seed = seed
+        self._generator = torch.Generator(device)
 
     def add_to(self, name: str, gradient: Tensor, divisor: Tensor | None = None) -> None:
         """gradient / divisor + error, in place and in one pass; the default divisor, 0-dimensional, is 1.
@@ -39,51 +56,37 @@ class ErrorFeedback:
         else:
             torch.addcdiv(error, gradient, divisor, out=gradient)
 
-    def store(self, name: str, error: Tensor, finite: Tensor, generator: torch.Generator | None = None) -> None:
-        """This is what the reduction has left, if it was ``finite``; the tensor becomes the store's own.
+    def store(self, name: str, error: Tensor, finite: Tensor, iteration: int, rule: ErrorRule | None = None) -> None:
+        """Keep this error, if all of the step's sums were ``finite``; the tensor becomes the store's own.
 
-        ``generator`` draws the rounding of a wire that rounds at random: to the nearest, an error that grows by less
-        than half a step at a time would never grow.
+        A format that rounds does so at random: to the nearest, an error that grows by less than half a step at a time
+        would never grow.
         """
-        older = self.packed.get(name) or Packed(torch.zeros_like(error), self.wire)
-        if self.decay != 1:
-            error = error * self.decay
-        if self.average:
-            error = torch.lerp(error, older.values().view_as(error), self.average)
-        self.packed[name] = Packed(error, self.wire, generator).where(finite, older)
+        rule = rule or self.rule
+        older = self.packed.get(name) or Packed(torch.zeros_like(error), rule.wire)
+        if older.wire != rule.wire:
+            older = Packed(older.values(), rule.wire)
+        if rule.decay != 1:
+            error = error * rule.decay
+        if rule.average:
+            error = torch.lerp(error, older.values().view_as(error), rule.average)
+        if rule.reset_every and (iteration + 1) % rule.reset_every == 0:
+            error = torch.zeros_like(error)
+        self.packed[name] = self._packed(name, error, rule.wire, "error", iteration).where(finite, older)
 
-    @property
-    def kernels_take(self) -> bool:
-        """Whether ``write_back`` can store errors as they are kept here."""
-        return self.wire.bits >= 16 and not self.wire.floating and self.decay == 1 and self.average == 0
+    def share(self, name: str, total: Tensor, processes: int, iteration: int) -> None:
+        """Keep this process's equal part of a sum over the group."""
+        part = total.to(self._generator.device) / processes
+        self.packed[name] = self._packed(name, part, self.rule.wire, "share", iteration)
 
-    def write_back(
-        self,
-        kernels: ModuleType,
-        name: str,
-        matrix: Tensor,
-        share: Product,
-        product: Product,
-        finite: Tensor,
-        rows: slice,
-        loss_scale: Tensor | None,
-        seed: int,
-    ) -> None:
-        """``store`` what ``share`` leaves of the matrix, and write these rows of ``product`` into it, in one pass."""
-        older = self.packed[name].stored().view_as(matrix) if name in self.packed else None
-        error = torch.empty_like(matrix, dtype=torch.float32 if self.wire.exact else torch.bfloat16)
-        kernels.write_back(
-            matrix,
-            share,
-            product,
-            finite,
-            older,
-            error,
-            rows,
-            loss_scale,
-            stable_seed(seed, name) >> 32,
-        )
-        self.packed[name] = Packed.restored(error.view(1, -1).view(torch.uint8), matrix.shape, self.wire)
+    def draw(self, name: str, *occasion: object) -> int:
+        """A seed for the rounding of this error, 0 if nothing is drawn."""
+        return stable_seed(*self._seed, *occasion, name) if self.rule.wire.stochastic else 0
+
+    def _packed(self, name: str, error: Tensor, wire: Wire, *occasion: object) -> Packed:
+        if wire.stochastic:
+            self._generator.manual_seed(stable_seed(*self._seed, *occasion, name))
+        return Packed(error, wire, self._generator)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edgc.seeding import stable_seed
-from edgc.stacking import at_once
+from edgc.stacking import map_stacked
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Product:
 
 def mean_squares_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
     """``Product.mean_squares`` of each, by name, those of equal shapes at once."""
-    pairs = at_once(
+    pairs = map_stacked(
         lambda left, right: Product(left, right).mean_squares(),
         [product.left for product in products.values()],
         [product.right for product in products.values()],

@@ -10,14 +10,13 @@ import torch
 from edgc.comm.collectives import Communicator, Steps, all_reduce_bytes, run
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import cuts
 from edgc.compress.engines.powersgd import STRONG_SHARE
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
 from edgc.plan.allocation import Allocation, pays
 from edgc.plan.controller import StageCost
-from edgc.specs import MatrixSpec
+from edgc.specs import MatrixSpec, shard_bounds
 
 REPETITIONS = 3
 
@@ -65,9 +64,6 @@ def cost_in_bytes(
         per_rank += sent((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
         per_rank += sent(sum(min(shape) for shape in allocation.shapes), config.wire)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
-    per_rank *= config.power_iterations
-    if config.residual_wire is not None:
-        rest += sent(sum(rows * cols for rows, cols in allocation.shapes), config.residual_wire) * _host_share(scatters)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, per_rank), uncompressed, host)
@@ -142,7 +138,7 @@ class _Group:
         ranks = reducer.communicator.ranks
         shard = -(-len(self.flat) // ranks)
         ends = zip(sizes, accumulate(sizes.values()), strict=True)
-        self.shards = {name: cuts(end - sizes[name], end, shard, ranks) for name, end in ends}
+        self.shards = {name: shard_bounds(end - sizes[name], end, shard, ranks) for name, end in ends}
 
     def reduction(self, scatters: bool) -> Steps[None]:
         return self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)

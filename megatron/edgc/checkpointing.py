@@ -398,7 +398,7 @@ class Checkpoints:
             parts["clipping"] = {}  # gradients are scaled by the number of processes, and so are their norms
         for reducer in stage.reducers:
             if self._alike(index):
-                reducer.load_state_dict(
+                reducer.state.load_state_dict(
                     {
                         part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
                         for part, packed in parts.items()
@@ -407,7 +407,7 @@ class Checkpoints:
             names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
             # on the CPU: the reducer moves one after another
             totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
-            reducer.share_errors(totals, index["iteration"])
+            reducer.state.share_errors(totals, reducer.communicator, index["iteration"])
         if self._measured_alike(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             if len(measured) == len(stage.reducers):  # other buckets have measured other things, too

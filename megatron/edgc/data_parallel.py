@@ -14,13 +14,13 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, Traffic, Work, run, together
+from edgc.comm.collectives import Communicator, Steps, Traffic, Work, interleave, run
 from edgc.comm.overlap import Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
-from edgc.compress.engines.base import Cuts, cuts
 from edgc.compress.reducer import GradientReducer
 from edgc.observe.timing import Spans
+from edgc.specs import ShardBounds, shard_bounds
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     edgc_spans: Spans
     edgc_overlap: Overlap
     edgc_step: Callable[[], Step]
-    edgc_shards: dict[str, Cuts] | None  # with the distributed optimizer: cuts of each gradient
+    edgc_shards: dict[str, ShardBounds] | None  # with the distributed optimizer: bounds of each gradient
 
     @classmethod
     def attach(
@@ -67,7 +67,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
         assert isinstance(group, EDGCBucketGroup)
         group.edgc_reducer, group.edgc_weights, group.edgc_names = reducer, weights, names
         group.edgc_spans, group.edgc_overlap, group.edgc_step = spans, overlap, step
-        group.edgc_shards = group._cuts() if group.ddp_config.use_distributed_optimizer else None
+        group.edgc_shards = group._shard_bounds() if group.ddp_config.use_distributed_optimizer else None
         return group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -95,7 +95,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
             shards = None if force_all_reduce else self.edgc_shards
             reduction = reducer.reduce(gradients, step.iteration, step.loss_scale, shards)
             if overlapped:
-                keep = reducer.state_dict()
+                keep = reducer.state.state_dict()
                 self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep, self.edgc_spans)
             else:
                 with torch.no_grad():
@@ -164,11 +164,11 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
                 views[self.edgc_names[parameter]] = bucket.grad_data[start:end].view(parameter.shape)
         return views
 
-    def _cuts(self) -> dict[str, Cuts]:
+    def _shard_bounds(self) -> dict[str, ShardBounds]:
         """Where in each flattened gradient the shards of the ranks begin and end."""
         ranks = self.edgc_reducer.communicator.ranks
         return {
-            self.edgc_names[parameter]: cuts(start, end, bucket.grad_data.numel() // ranks, ranks)
+            self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // ranks, ranks)
             for bucket in self.buckets
             for parameter, (start, end) in bucket.param_to_index.items()
             if parameter in self.edgc_names
@@ -189,7 +189,7 @@ class WeightGather:
     ) -> Steps[None]:
         """Gather the differences of all buckets at once."""
         assert self.before is not None and self.wire is not None
-        yield from together(
+        yield from interleave(
             [
                 gather_differences(shards, parts, old, self.wire, self.communicator)
                 for shards, parts, old in zip(all_shards, all_parts, self.before, strict=True)

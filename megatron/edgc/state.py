@@ -24,9 +24,9 @@ def stage_state(stage: Stage, iteration: int) -> Iterator[tuple[str, dict[str, A
     """
     parts: dict[str, dict[str, Packed]] = {}
     for reducer in stage.reducers:
-        for name, total in reducer.settle_errors(iteration):
+        for name, total in reducer.state.settle_errors(reducer.communicator, iteration):
             yield f"{ERROR}{name}", {name: _described(Packed(total, FP32))}, total.view(torch.uint8).flatten()
-        for part, kept in reducer.state_dict().items():
+        for part, kept in reducer.state.state_dict().items():
             if part != "error":
                 parts.setdefault(part, {}).update(kept)
     for part, kept in parts.items():

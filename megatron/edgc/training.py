@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.overlap import Overlap
 from edgc.compress import probe
-from edgc.compress.matrices import triton_kernels
+from edgc.compress.batch import triton_kernels
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.errors import NonFiniteSum
 from edgc.observe.timing import BackwardTimer, Spans

@@ -165,7 +165,7 @@ class Watch:
         return watched
 
     def _compare(self, reducer: GradientReducer) -> None:
-        state = reducer.state_dict()
+        state = reducer.state.state_dict()
         shared = {
             f"{part}:{key}": value.message for part in ("engine", "equaliser") for key, value in state[part].items()
         }
@@ -194,11 +194,11 @@ def _divisors(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_sc
     fed_back = {
         name: gradient.view(reducer.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
-        if gradient.numel() and (name in reducer.ranks or not reducer._rounding.wire.exact)
+        if gradient.numel() and (name in reducer.ranks or not reducer._others.wire.exact)
     }
     if not fed_back:
         return {}
-    divisors = reducer.clipping.spikes(fed_back, loss_scale).divisors(loss_scale)
+    divisors = reducer.state.clipping.spikes(fed_back, loss_scale).divisors(loss_scale)
     return {name: float(divisor) for name, divisor in divisors.items()}
 
 
@@ -206,7 +206,7 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
     """Over the group, in float64: what was put in and the errors kept now."""
     total = {}
     for name, tensor in put_in.items():
-        kept = reducer.feedback.packed.get(name)
+        kept = reducer.state.feedback.packed.get(name)
         part = tensor.double() if kept is None else tensor + kept.values().view_as(tensor).double()
         own_all_reduce(part, group=reducer.communicator.group)
         total[name] = part

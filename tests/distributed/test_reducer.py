@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run
-from edgc.compress.engines import rounding
+from edgc.compress import routes
 from edgc.compress.probe import break_even, cost_in_bytes, probe
 from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
@@ -80,7 +80,7 @@ def across_plans(rank: int) -> None:
             run(under_test.reduce(local, step, shards=shards))
             for name, result in needed(local, rank, shards).items():
                 came_out[name] += result if shards is None else summed(result)
-                kept = under_test.feedback.packed.get(name)
+                kept = under_test.state.feedback.packed.get(name)
                 owed = torch.zeros(result.shape) if kept is None else kept.values().view_as(result).clone()
                 torch.testing.assert_close(came_out[name] + summed(owed), put_in[name], atol=2e-4, rtol=0)
             # a sum in fp32 settles every debt, and then the host's own all-reduce will do
@@ -139,7 +139,7 @@ def sums_of_shards(rank: int) -> tuple[float, float, float]:
             under_test.set_rank(4)
             run(under_test.reduce(gradients(rank, 0), 0, shards=shards))
         sent.append(plain.communicator.traffic.bytes)
-        scales.append(equalised.state_dict()["equaliser"]["wide:rows"].values())
+        scales.append(equalised.state.state_dict()["equaliser"]["wide:rows"].values())
     return *sent, float((scales[0] / scales[1] - 1).abs().max())
 
 
@@ -153,7 +153,7 @@ def test_a_rank_that_needs_a_shard_gets_no_more_and_the_scales_are_of_the_whole(
 
 def shards_of_three(rank: int) -> list[float]:
     """What is lost where low rank takes all of rank 0's shard, and other shards are rounded in several portions."""
-    rounding.PORTION = 3 * 256
+    routes.PORTION = 3 * 256
     parameters = [Parameter("m", (32, 32)), Parameter("a", (900,)), Parameter("b", (1148,))]
     shards = {"m": [0, 1024, 1024, 1024], "a": [0, 0, 900, 900], "b": [0, 0, 124, 1148]}
     config = EDGCConfig(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
@@ -165,11 +165,11 @@ def shards_of_three(rank: int) -> list[float]:
         under_test.set_rank(stage_rank)
         generator = torch.Generator().manual_seed(10 * step + rank)
         local = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
-        kept = {name: packed.values().view_as(local[name]) for name, packed in under_test.feedback.packed.items()}
+        kept = {name: packed.values().view_as(local[name]) for name, packed in under_test.state.feedback.packed.items()}
         owed = {name: summed(local[name] + kept.get(name, 0)) for name in local}
         run(under_test.reduce(local, step, shards=shards))
         for name, result in needed(local, rank, shards).items():
-            left = summed(under_test.feedback.packed[name].values().view_as(result))
+            left = summed(under_test.state.feedback.packed[name].values().view_as(result))
             lost.append(float((owed[name] - summed(result) - left).abs().max()))
     return lost
 
@@ -207,7 +207,7 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
     local = gradients(rank, 0)
     whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in local.values()))
     run(under_test.reduce(local, 0))
-    left = math.sqrt(under_test.feedback.squared_norm())
+    left = math.sqrt(under_test.state.feedback.squared_norm())
     return float(under_test.measurements.residual[0]), left / whole
 
 
@@ -238,7 +238,7 @@ def memory_of_reductions(rank: int) -> dict[str, float]:
     parameters = [Parameter(f"w{place}", (side, side)) for place in range(count)]
     bucket = 4 * side * side * count
     assert dist.group.WORLD is not None
-    rounding.PORTION = side * side // 4
+    routes.PORTION = side * side // 4
     peaks = {}
     for preset in ("paper", "balanced"):
         settings = {key: value for key, value in PRESETS[preset].items() if key not in ("rank_model", "rank_share")}

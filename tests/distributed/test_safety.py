@@ -1,6 +1,7 @@
 """What a reduction does with spikes, zeros, repeated steps and replicas that differ, over gloo groups."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,16 +117,16 @@ def what_is_lost(rank: int) -> tuple[float, float]:
     lost = []
     for step in range(4):
         gradient = noisy(step, rank)
-        kept = under_test.feedback.packed.get("w")
+        kept = under_test.state.feedback.packed.get("w")
         owed = gradient.double() + (0 if kept is None else kept.values().double())
         if step == 2 and rank == 1:
-            norms = under_test.clipping.norms()
+            norms = under_test.state.clipping.norms()
             assert norms is not None
             owed += gradient.double() * (float(norms[0] / gradient.norm()) - 1)  # what is left of the spike below
             gradient *= 300
         dist.all_reduce(owed)
         run(under_test.reduce({"w": gradient}, step))
-        left = under_test.feedback.packed["w"].values().double()
+        left = under_test.state.feedback.packed["w"].values().double()
         dist.all_reduce(left)
         lost.append(float((owed - gradient.double() - left).abs().max() / owed.abs().max()))
     return lost[2], max(lost[:2] + lost[3:])
@@ -152,7 +153,7 @@ def enormous_of(rank: int, preset: str, rows: int) -> list[bool]:
             local["w"] *= 3e20 / local["w"].norm()
         run(under_test.reduce(local, step))
         finite.append(all(bool(torch.isfinite(gradient).all()) for gradient in local.values()))
-        moments = under_test.state_dict()["equaliser"]
+        moments = under_test.state.state_dict()["equaliser"]
         assert all(bool(torch.isfinite(moment.values()).all()) for moment in moments.values())
     return finite
 
@@ -204,7 +205,8 @@ def captured_of(rank: int, settings: dict[str, Any], zero_step: bool) -> float:
     """Share of a constant gradient's energy in the sum of a step, perhaps after a step of zeros."""
     under_test, truth = reducer(Parameter("w", (SIDE, SIDE)), **settings), true_gradient()
     under_test.set_rank(RANK)
-    under_test.feedback.decay = 0.0  # without errors the basis alone decides
+    # without errors the basis alone decides
+    under_test.state.feedback.rule = replace(under_test.state.feedback.rule, decay=0.0)
     for step in range(11):
         gradient = torch.zeros(SIDE, SIDE) if zero_step and step == 9 else truth.clone()
         run(under_test.reduce({"w": gradient}, step))
@@ -250,7 +252,7 @@ def noise(rank: int) -> list[Tensor]:
         under_test = reducer(Parameter(name, (SIDE, SIDE)), engine="int4", stochastic=True)
         under_test.set_rank(0)
         run(under_test.reduce({name: noisy(0, 0)}, 0))
-        errors.append(under_test.feedback.packed[name].values().clone())
+        errors.append(under_test.state.feedback.packed[name].values().clone())
     return errors
 
 
@@ -326,8 +328,8 @@ def perturbed_in(rank: int, what: str, wrong: int | None) -> str:
             packed.message = packed.message.clone()
             packed.message[0, 3] ^= 1
         elif what == "scales":
-            rows, cols = under_test.equaliser._moments["second"]
-            under_test.equaliser._moments["second"] = rows, cols * (1 + 1e-7)
+            rows, cols = under_test.state.equaliser._moments["second"]
+            under_test.state.equaliser._moments["second"] = rows, cols * (1 + 1e-7)
         elif what == "rank":
             under_test.ranks["second"] += 1
         else:

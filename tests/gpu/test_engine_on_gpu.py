@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import WIRES, wire
+from edgc.compress.batch import Matrices, Scaled
 from edgc.compress.engines import PowerSGD
-from edgc.compress.matrices import Matrices, Scaled
 from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
 from edgc.observe.timing import Spans

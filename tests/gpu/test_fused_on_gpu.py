@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.compress.matrices import triton_kernels
+from edgc.compress.batch import triton_kernels
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation

@@ -1,6 +1,6 @@
 """Taking several sequences of collectives at once, with works that only note when they are waited for."""
 
-from edgc.comm.collectives import Steps, run, together
+from edgc.comm.collectives import Steps, interleave, run
 
 
 class Note:
@@ -25,7 +25,7 @@ def test_messages_of_others_travel_while_one_waits() -> None:
     results: list[list[str]] = []
 
     def whole() -> Steps[None]:
-        results.append((yield from together([steps(log, "a", 2), steps(log, "b", 1), steps(log, "c", 0)])))
+        results.append((yield from interleave([steps(log, "a", 2), steps(log, "b", 1), steps(log, "c", 0)])))
 
     run(whole())
     assert results == [["A", "B", "C"]]

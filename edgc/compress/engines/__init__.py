@@ -7,7 +7,7 @@ import torch
 
 from edgc.comm.wire import wire
 from edgc.compress.engines.alternating import Alternating
-from edgc.compress.engines.base import Elementwise, Engine, LowRank, Reduced
+from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.loco import LoCo
 from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.engines.rounding import Rounding
@@ -43,7 +43,6 @@ __all__ = [
     "MatrixSpec",
     "PowerSGD",
     "RandomK",
-    "Reduced",
     "Rounding",
     "TopK",
 ]

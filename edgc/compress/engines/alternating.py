@@ -8,9 +8,8 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Steps
 from edgc.comm.wire import FP32, Packed, wire
 from edgc.compress import lowrank
-from edgc.compress.engines.base import LowRank, Reduced, all_finite, or_zeros
-from edgc.compress.lowrank import Product
-from edgc.compress.matrices import Matrices
+from edgc.compress.batch import Batch
+from edgc.compress.engines.base import FactoredSums, LowRank, all_finite, or_zeros
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
 
@@ -18,12 +17,10 @@ from edgc.specs import MatrixSpec
 class Alternating(LowRank):
     """PowerSGD whose two factors are learned in turn. Per matrix and step, with a basis B from the step before:
 
-    1. M_i = gradient_i + error_i       transposed in every other step
-    2. C_i = B^T M_i
-    3. C   = sum_i C_i                  the only message (rank x cols)
-    4. error_i = M_i - B C_i            with C_i as the sum holds it, so that rounding on the wire is fed back
-    5. gradient = B C
-    6. B   = orthonormal rows of C, the strongest first: the basis of the next step, for M transposed
+    1. C_i = B^T M_i                    M transposed in every other step
+    2. C   = sum_i C_i                  the only message (r x n)
+    3. The sum is B C, the share of process i is B C_i with C_i as the sum holds it.
+    4. B   = orthonormal rows of C, the strongest first: the basis of the next step, for M transposed
 
     Half the bytes of PowerSGD at the same rank, and no message is delicate: B never travels, C is exact up to what
     error feedback returns.
@@ -53,26 +50,25 @@ class Alternating(LowRank):
         rows = matrix.cols if transposed else matrix.rows
         return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
 
-    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
+    def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
         return iteration % 2 == 1
 
-    def reduce(
-        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[Reduced]:
+    def sum(
+        self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
+    ) -> Steps[FactoredSums]:
         transposed = iteration % 2 == 1
-        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in matrices]
-        sums, shares = yield from communicator.sum(matrices.times([basis.T for basis in bases]), self.wire)
-        finite = all_finite(sums)
-        learned = self.principal([coefficients.T for coefficients in or_zeros(finite, sums)])
+        bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in batch]
+        C, C_own = yield from communicator.sum(batch.times([basis.T for basis in bases]), self.wire)  # noqa: N806
+        finite = all_finite(C)
+        learned, strengths = self.principal([c.T for c in or_zeros(finite, C)])
+        sums = {name: batch[name].restored(b, c) for name, b, c in zip(batch, bases, C, strict=True)}
+        shares = {name: batch[name].restored(b, c) for name, b, c in zip(batch, bases, C_own, strict=True)}
+        return FactoredSums(sums, shares, finite, learned, strengths)
 
-        def advance(finite: Tensor) -> None:
-            for name, (vectors, strengths) in zip(matrices, learned, strict=True):
-                self.strengths[name] = strengths
-                older = self.basis(self.matrices[name], ranks[name], not transposed)
-                # Coefficients of zeros, as of a step without gradient, would teach unit vectors.
-                self.bases[name, not transposed] = torch.where(finite & (strengths[0] > 0), vectors, older)
-
-        def products(factors: Sequence[Tensor]) -> dict[str, Product]:
-            return {name: Product(basis, c) for name, basis, c in zip(matrices, bases, factors, strict=True)}
-
-        return Reduced(finite, {}, advance, products=products(sums), shares=products(shares))
+    def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:
+        transposed = iteration % 2 == 1
+        for name, vectors, strengths in zip(sums.sums, sums.learned, sums.strengths, strict=True):
+            self.strengths[name] = strengths
+            older = self.basis(self.matrices[name], len(strengths), not transposed)
+            # Coefficients of zeros, as of a step without gradient, would teach unit vectors.
+            self.bases[name, not transposed] = torch.where(finite & (strengths[0] > 0), vectors, older)

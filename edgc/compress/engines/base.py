@@ -1,8 +1,14 @@
-"""The interface between a gradient reducer and an engine."""
+"""The interface of an engine: sums over a process group, in fewer bytes than an all-reduce takes.
+
+An engine returns what the sum has become and what it holds of this process. It knows nothing of errors: what a share
+does not hold of the matrix that was put in is the error, whatever the engine. What changes from step to step by plan
+follows the iteration, so that a step can be repeated. The host never waits for a result: a matrix that is not finite
+on any process makes ``finite`` false, a boolean on the device, and then the rest means nothing.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,67 +17,18 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Steps
 from edgc.comm.wire import Packed
 from edgc.compress import lowrank
+from edgc.compress.batch import Batch
+from edgc.compress.error_feedback import ErrorRule
 from edgc.compress.lowrank import Product
-from edgc.compress.matrices import Matrices
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
-from edgc.stacking import alike, at_once, stacked_view
-
-# Places in a flattened gradient, one more than there are ranks: rank i needs what lies between the i-th and the next.
-type Cuts = Sequence[int]
-
-
-def cuts(start: int, end: int, shard: int, ranks: int) -> Cuts:
-    """Of a gradient that lies between ``start`` and ``end`` of a buffer, of which each rank has a shard so long."""
-    return [min(max(rank * shard, start), end) - start for rank in range(ranks + 1)]
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """What a reduction has left. It takes effect only where all reductions of the step have turned out finite.
-
-    ``finite``: whether this one has, a boolean on the device; if not, the rest means nothing. ``errors``: by name,
-    what the sum does not hold of a gradient; a name that is missing was sent whole. ``advance`` brings the engine's
-    own state to that of the next step, given whether all were finite. ``sharded``: names whose sums each rank got its
-    own part of only; ``finite`` then tells of that, and otherwise is the same on every rank.
-
-    A low-rank engine changes no gradient. ``products``: its sums by name; ``shares``: what each holds of this rank, and
-    what a share does not hold of the own matrix is its error.
-    """
-
-    finite: Tensor
-    errors: dict[str, Tensor]
-    advance: Callable[[Tensor], None]
-    sharded: Collection[str] = ()
-    products: dict[str, Product] = field(default_factory=dict)
-    shares: dict[str, Product] = field(default_factory=dict)
-
-    @classmethod
-    def of_all(cls, several: Sequence["Reduced"]) -> "Reduced":
-        """Reductions of different gradients as one. It does not keep them, so that an error goes when it is taken."""
-        advances = [one.advance for one in several]
-
-        def advance(finite: Tensor) -> None:
-            for each in advances:
-                each(finite)
-
-        return cls(
-            torch.stack([one.finite for one in several]).all(),
-            {name: error for one in several for name, error in one.errors.items()},
-            advance,
-            {name for one in several for name in one.sharded},
-            {name: product for one in several for name, product in one.products.items()},
-            {name: share for one in several for name, share in one.shares.items()},
-        )
+from edgc.stacking import by_shape, map_stacked, stacked_view
 
 
 class Engine:
-    """Sums a set of gradients over a process group with fewer bytes than an all-reduce takes.
+    """What all engines have."""
 
-    What changes from step to step by plan follows the iteration, so that a step can be repeated. The host does not wait
-    for results: a gradient that is not finite on any rank is told in ``Reduced.finite``, and then its sum may be
-    anything.
-    """
+    error_rule: ErrorRule | None = None  # where an engine keeps errors by a rule that no setting changes
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         self.matrices = {matrix.name: matrix for matrix in matrices}
@@ -79,31 +36,59 @@ class Engine:
         self.device = device
 
     def state_dict(self) -> dict[str, Packed]:
-        """What the next step depends on beside the errors. Its tensors are replaced, never changed: no copies."""
+        """What the next step depends on. Its tensors are replaced, never changed: no copies."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Packed]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Continue from ``state_dict``."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in."""
+
+    sums: Sequence[Tensor]
+    shares: Sequence[Tensor]
+    finite: Tensor
 
 
 class Elementwise(Engine, ABC):
-    """An engine that rounds or leaves out single values, of any gradient."""
+    """An engine that rounds or leaves out single values."""
+
+    exact = False  # whether sums are those of fp32, so that no errors are left
+
+    def begin(self, names: Sequence[str], iteration: int, process: int) -> None:
+        """Seed what is drawn at random for the sums of these gradients, on this process of the group."""
 
     @abstractmethod
-    def reduce(
-        self,
-        gradients: Mapping[str, Tensor],
-        older: Mapping[str, Packed],
-        iteration: int,
-        communicator: Communicator,
-        shards: Mapping[str, Cuts],
-    ) -> Steps[Reduced]:
-        """Replace each local gradient (rows x cols, fp32, scaled, older error added) by the group's sum, in place.
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+        """The sums of fp32 tensors of any shape."""
 
-        Over the group, sums and the errors that are returned are together exactly what was put in. ``older`` holds the
-        errors that were added. Of a gradient with cuts in ``shards`` each rank needs only its own part; the others may
-        be left as anything.
-        """
+
+class Piecewise(Elementwise, ABC):
+    """An engine to which it is all the same whether gradients come whole or in pieces of whole groups of values."""
+
+    @abstractmethod
+    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Steps[Sums]:
+        """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
+
+    @abstractmethod
+    def shards_pay(self, sizes: Sequence[int]) -> bool:
+        """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""
+
+
+@dataclass(frozen=True)
+class FactoredSums:
+    """By name, the sums as products of two factors, the same on all processes, and what they hold of this process.
+
+    ``learned`` (side x rank, the strongest column first) and ``strengths`` (rank,) are what the next step starts from.
+    """
+
+    sums: Mapping[str, Product]
+    shares: Mapping[str, Product]
+    finite: Tensor
+    learned: Sequence[Tensor]
+    strengths: Sequence[Tensor]
 
 
 class LowRank(Engine, ABC):
@@ -116,28 +101,33 @@ class LowRank(Engine, ABC):
         self._orthonormalise = lowrank.cholesky_basis if config.kernels == "fused" else lowrank.orthonormalise
 
     def orthonormal(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """Orthonormal bases of the columns of (n x rank) factors, all at once."""
-        return at_once(self._orthonormalise, factors)
+        """Orthonormal bases of the columns of (n x rank) factors; those of equal shapes are one operation."""
+        return map_stacked(self._orthonormalise, factors)
 
-    def principal(self, factors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """``lowrank.sorted_basis`` of (n x rank) factors, all at once."""
-        return at_once(partial(lowrank.sorted_basis, orthonormalise=self._orthonormalise), factors)
-
-    @abstractmethod
-    def turned(self, matrix: MatrixSpec, iteration: int) -> bool:
-        """Whether the transposed matrix is what ``reduce`` works on."""
+    def principal(self, factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """``lowrank.sorted_basis`` of (n x rank) factors: the bases and the norms."""
+        pairs = map_stacked(partial(lowrank.sorted_basis, orthonormalise=self._orthonormalise), factors)
+        return [vectors for vectors, _ in pairs], [norms for _, norms in pairs]
 
     @abstractmethod
-    def reduce(
-        self, matrices: Matrices, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[Reduced]:
-        """The sums of the matrices over the group as ``Reduced.products``; those of all ranks' shares are the same."""
+    def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
+        """Whether ``sum`` is to get the transposed matrix."""
+
+    @abstractmethod
+    def sum(
+        self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
+    ) -> Steps[FactoredSums]:
+        """The sums of the matrices of a batch."""
+
+    @abstractmethod
+    def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:
+        """Take in what an exchange has taught, if all of the step's were ``finite``."""
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether every entry is finite. Of sums that are the same on every rank the answer is, too."""
+    """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
     seen = []
-    for places in alike(tensors):
+    for places in by_shape(tensors):
         view = stacked_view([tensors[place] for place in places])
         whole = [tensors[place] for place in places] if view is None else [view]  # not worth a copy
         seen += [torch.isfinite(tensor).all() for tensor in whole]
@@ -146,4 +136,4 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 def or_zeros(finite: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, or zeros in their place if they are not finite: factorisations refuse what is not."""
-    return at_once(lambda tensor: torch.where(finite, tensor, 0.0), tensors)
+    return map_stacked(lambda tensor: torch.where(finite, tensor, 0.0), tensors)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.wire import WIRES, Packed, choose_all, pack_all, unpack_all, wire
-from edgc.stacking import at_once, stacked, stacked_view
+from edgc.stacking import map_stacked, stacked, stacked_view
 
 
 def layers(gap: int = 7) -> list[Tensor]:
@@ -39,7 +39,7 @@ def test_a_function_is_called_once_for_each_shape_and_results_keep_their_places(
         calls.append(several.shape)
         return several * by.view(-1, *[1] * (several.dim() - 1)), by
 
-    for place, (result, by) in enumerate(at_once(scaled, tensors, factors)):
+    for place, (result, by) in enumerate(map_stacked(scaled, tensors, factors)):
         assert torch.equal(result, place * tensors[place]) and by == place
     assert calls == [(3, 2, 3), (2, 4)]
 

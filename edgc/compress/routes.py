@@ -1,0 +1,343 @@
+"""The ways of gradients through a reduction. A route takes some gradients through three phases.
+
+1. *prepare*: unscale each gradient and add its error, in place. What is to be sent is called M (rows x cols, fp32).
+2. *exchange*: talk to the other processes. Sums take the place of M, as matrices or as products of two factors.
+3. *commit*: once all routes of the step have told whether their sums are finite, write sums and errors, and let the
+   engine take in what it has learned. If not all are finite, every gradient becomes NaN and no state changes.
+
+An exchange changes no state, so a step that fails leaves everything as it was.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.replicas import digest
+from edgc.comm.wire import GROUP, Packed
+from edgc.compress.batch import Batch, FusedBatch, Operand
+from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
+from edgc.compress.equaliser import Equaliser, mean_squares
+from edgc.compress.error_feedback import ErrorFeedback
+from edgc.compress.lowrank import Product, mean_squares_of
+from edgc.specs import MatrixSpec, ShardBounds
+
+# Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
+PORTION = 2**24
+MeanSquares = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the columns of sums, by name
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the routes of one reduction share.
+
+    ``shards``: by name, where in a flattened gradient the part of each process begins and ends; a process needs no more
+    of such a sum than its own part. ``equaliser``: None, and nothing is divided by scales.
+    """
+
+    iteration: int
+    loss_scale: Tensor | None
+    shards: Mapping[str, ShardBounds]
+    communicator: Communicator
+    feedback: ErrorFeedback
+    equaliser: Equaliser | None
+
+    def own_part(self, name: str) -> tuple[int, int]:
+        """Where the part of a flattened sum that this process needs begins and ends."""
+        process = self.communicator.rank
+        return self.shards[name][process], self.shards[name][process + 1]
+
+
+class Route(ABC):
+    """Some gradients of one reduction.
+
+    Args:
+        gradients: contiguous, by name.
+        specs: their shapes as matrices, also of others.
+        step: what all routes share.
+    """
+
+    fed_back = True  # whether sums may leave errors
+
+    def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], step: Step):
+        self.gradients = gradients
+        # view, not reshape: the sums have to reach the gradients; those in 16 bits are copied
+        self.matrices = {name: gradient.view(specs[name].rows, -1).float() for name, gradient in gradients.items()}
+        self.step = step
+        self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
+        self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
+        self.mean_squares: MeanSquares = {}  # after the exchange, with an equaliser; of sharded sums those of own parts
+        self.errors: dict[str, Tensor] = {}  # what the sums do not hold of this process
+        self.narrow: dict[str, Tensor] = {}  # sums as gradients of 16 bits hold them
+
+    def prepare(self, divisors: Mapping[str, Tensor]) -> None:
+        """Unscale and add errors. ``divisors``: 0-dimensional, by name; the loss scale where a name is missing."""
+        for name, matrix in self.matrices.items():
+            self.step.feedback.add_to(name, matrix, divisors.get(name, self.step.loss_scale))
+
+    @abstractmethod
+    def exchange(self) -> Steps[None]:
+        """Sum over the processes."""
+
+    def commit(self, finite: Tensor) -> None:
+        """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
+        feedback, poison = self.step.feedback, torch.where(finite, 0.0, math.nan)
+        for name, matrix in self.matrices.items():
+            if name in self.errors:
+                self._keep(name, self.errors.pop(name), finite)
+            elif name in feedback.packed and bool(finite):  # the host waits once, when compression ends
+                feedback.clear(name)
+            if name in self.narrow:
+                self.gradients[name].view_as(matrix).copy_(self.narrow[name] + poison)
+            else:
+                matrix.mul_(self._scale(finite) + poison)
+
+    def digests(self) -> dict[str, Tensor]:
+        """After ``commit``: hashes of what must be the same on all processes, by name."""
+        return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
+
+    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
+        self.step.feedback.store(name, error, finite, self.step.iteration)
+
+    def _scale(self, finite: Tensor) -> Tensor:
+        return torch.ones_like(finite, dtype=torch.float32) if self.step.loss_scale is None else self.step.loss_scale
+
+    def _round_narrow(self) -> None:
+        """Sums of gradients in 16 bits as their buffers will hold them; what that cuts off goes into the errors."""
+        scale = self._scale(self.finite)
+        for name, gradient in self.gradients.items():
+            if gradient.dtype == torch.float32:
+                continue
+            matrix = self.matrices[name]
+            total = self.narrow[name] = (matrix * scale).to(gradient.dtype)
+            if name in self.errors:  # all processes know what is cut off: each keeps an equal part
+                self.errors[name] += (matrix - total.float() / scale) / self.step.communicator.ranks
+        if self.narrow:
+            self.finite = self.finite & all_finite(list(self.narrow.values()))
+
+
+class ElementwiseRoute(Route):
+    """Gradients that an engine rounds or thins out. With an equaliser they are divided by its scales before."""
+
+    def __init__(
+        self,
+        gradients: Mapping[str, Tensor],
+        specs: Mapping[str, MatrixSpec],
+        step: Step,
+        engine: Elementwise,
+    ):
+        super().__init__(gradients, specs, step)
+        self.engine = engine
+        self.fed_back = not engine.exact
+
+    def exchange(self) -> Steps[None]:
+        matrices, step = self.matrices, self.step
+        scales = step.equaliser.scales(matrices) if step.equaliser is not None and self.fed_back else {}
+        for name, (rows, cols) in scales.items():
+            matrices[name].div_(rows).div_(cols)
+        if self.fed_back:
+            self.errors = {name: torch.empty_like(matrix) for name, matrix in matrices.items()}
+        self.engine.begin(list(matrices), step.iteration, step.communicator.rank)
+        yield from self._sum_in_place()
+        for name, (rows, cols) in scales.items():
+            for restored in (matrices[name], self.errors[name]):
+                restored.mul_(rows).mul_(cols)
+        if step.equaliser is not None:
+            self.mean_squares = {
+                name: mean_squares(matrix, step.own_part(name) if self.sharded else None)
+                for name, matrix in matrices.items()
+                if matrix.shape[0] > 1
+            }
+        self._round_narrow()
+
+    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
+        self.step.feedback.store(name, error, finite, self.step.iteration, self.engine.error_rule)
+
+    def _sum_in_place(self) -> Steps[None]:
+        """Portion by portion, sums take the place of the matrices and errors that of ``errors``."""
+        communicator, engine = self.step.communicator, self.engine
+        whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
+        finite = []
+        if isinstance(engine, Piecewise):
+            by_process = self._pieces_of_processes()
+            sizes = [_size(pieces) for pieces in by_process]
+            self.sharded = bool(sizes) and engine.shards_pay(sizes)
+            portions: Iterator[list[list[Piece]]] = _portions(by_process if self.sharded else whole)
+        else:
+            portions = iter([whole])
+        for portion in portions:
+            values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
+            own = values[communicator.rank if self.sharded else 0]
+            if self.sharded:
+                assert isinstance(engine, Piecewise)
+                result = yield from engine.sum_shards(values, communicator)
+            else:
+                result = yield from engine.sum(own, communicator)
+            if self.fed_back:
+                places, local = (piece for part in portion for piece in part), (one for part in values for one in part)
+                for (name, start, stop), value, share in zip(places, local, result.shares, strict=True):
+                    torch.sub(value, share.view_as(value), out=self.errors[name].view(-1)[start:stop])
+            for value, total in zip(own, result.sums, strict=True):
+                value.copy_(total.view_as(value))
+            finite.append(result.finite)
+        self.finite = torch.stack(finite).all()
+
+    def _pieces_of_processes(self) -> "list[list[Piece]]":
+        """What each process needs of the sums; nothing if all need all."""
+        if not self.step.shards:
+            return []
+        parts: list[list[Piece]] = [[] for _ in range(self.step.communicator.ranks)]
+        for name in self.matrices:
+            for part, (start, stop) in zip(parts, pairwise(self.step.shards[name]), strict=True):
+                if start < stop:
+                    part.append((name, start, stop))
+        return parts
+
+
+class FactorRoute(Route):
+    """Matrices that an engine sums as products of two factors."""
+
+    def __init__(
+        self,
+        gradients: Mapping[str, Tensor],
+        specs: Mapping[str, MatrixSpec],
+        step: Step,
+        engine: LowRank,
+        ranks: Mapping[str, int],
+    ):
+        super().__init__(gradients, specs, step)
+        self.specs = specs
+        self.engine = engine
+        self.ranks = ranks
+        self.factored: FactoredSums | None = None
+
+    def exchange(self) -> Steps[None]:
+        step = self.step
+        scales = {} if step.equaliser is None else step.equaliser.scales(self.matrices)
+        operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
+        for name in operands:
+            if self.engine.transposes(self.specs[name], step.iteration):
+                operands[name] = operands[name].T
+        factored = yield from self.engine.sum(self._batch(operands), self.ranks, step.iteration, step.communicator)
+        self.factored, self.finite = factored, factored.finite
+        if step.equaliser is not None:
+            self.mean_squares = mean_squares_of(factored.sums)
+        if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
+            for name, matrix in self.matrices.items():
+                self.errors[name] = factored.shares[name].taken_from(matrix)
+                factored.sums[name].write(matrix, slice(None))
+            self._round_narrow()
+
+    def commit(self, finite: Tensor) -> None:
+        assert self.factored is not None
+        self.engine.commit(self.factored, self.step.iteration, finite)
+        if self.narrow:
+            super().commit(finite)
+            return
+        gain = self._scale(finite) + torch.where(finite, 0.0, math.nan)
+        for name, matrix in self.matrices.items():
+            self._write(name, matrix, self.factored.shares[name], self.factored.sums[name], gain, finite)
+
+    def digests(self) -> dict[str, Tensor]:
+        sums = {} if self.factored is None else self.factored.sums
+        return {name: digest(product.left) + 3 * digest(product.right) for name, product in sums.items()}
+
+    def _batch(self, operands: Mapping[str, Operand]) -> Batch:
+        return Batch(operands)
+
+    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
+        """The error, and the rows of the sum that this process needs."""
+        with record_function("edgc/residual"):
+            error = share.taken_from(matrix)
+        self._keep(name, error, finite)
+        with record_function("edgc/reconstruct"):
+            total.times(gain).write(matrix, self._own_rows(name))
+
+    def _own_rows(self, name: str) -> slice:
+        if name not in self.step.shards:
+            return slice(None)
+        (start, stop), cols = self.step.own_part(name), self.specs[name].cols
+        return slice(start // cols, -(-stop // cols))
+
+
+class FusedRoute(FactorRoute):
+    """A ``FactorRoute`` through Triton's kernels: fewer passes over the gradients, all of them fp32."""
+
+    def __init__(
+        self,
+        gradients: Mapping[str, Tensor],
+        specs: Mapping[str, MatrixSpec],
+        step: Step,
+        engine: LowRank,
+        ranks: Mapping[str, int],
+        kernels: ModuleType,
+    ):
+        super().__init__(gradients, specs, step, engine, ranks)
+        self.kernels = kernels
+
+    @staticmethod
+    def fits(kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step) -> bool:
+        """Whether the kernels take these gradients, ranks and errors."""
+        rule = step.feedback.rule
+        errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
+        narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
+        return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
+
+    def prepare(self, divisors: Mapping[str, Tensor]) -> None:
+        self._divisors = divisors  # for the first product
+
+    def _batch(self, operands: Mapping[str, Operand]) -> Batch:
+        packed = self.step.feedback.packed
+        errors = {}
+        for name, operand in operands.items():
+            if name in packed:
+                error = packed[name].stored().view_as(self.matrices[name])
+                errors[name] = error.T if operand.transposed else error
+        return FusedBatch(self.kernels, operands, errors, self._divisors)
+
+    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
+        feedback = self.step.feedback
+        older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
+        error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
+        seed = feedback.draw(name, "error", self.step.iteration) >> 32
+        with record_function("edgc/write back"):
+            self.kernels.write_back(
+                matrix, share, total, finite, older, error, self._own_rows(name), self.step.loss_scale, seed
+            )
+        message = error.view(1, -1).view(torch.uint8)
+        feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
+
+
+Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end
+
+
+def _size(pieces: Sequence[Piece]) -> int:
+    return sum(stop - start for _, start, stop in pieces)
+
+
+def _portions(parts: Sequence[Sequence[Piece]]) -> Iterator[list[list[Piece]]]:
+    """Cut every part into portions, the same number of each; one portion of all holds at most ``PORTION`` values."""
+    return map(list, zip_longest(*(_cut(pieces, PORTION // len(parts)) for pieces in parts), fillvalue=[]))
+
+
+def _cut(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
+    """The pieces in lists of at most about ``size`` values, cut at whole groups."""
+    portion: list[Piece] = []
+    room = size
+    for name, start, end in pieces:
+        while start < end:
+            if room < GROUP and portion:
+                yield portion
+                portion, room = [], size
+            stop = min(start + max(room // GROUP, 1) * GROUP, end)
+            portion.append((name, start, stop))
+            room -= stop - start
+            start = stop
+    yield portion

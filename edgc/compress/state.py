@@ -1,0 +1,73 @@
+"""What reductions remember from step to step: errors, an engine's bases, scales, norms."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.wire import Packed, wire
+from edgc.compress.clipping import SpikeClipping
+from edgc.compress.engines.base import Engine
+from edgc.compress.equaliser import Equaliser
+from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
+from edgc.config import EDGCConfig
+
+
+class CompressionState:
+    """The state of one reducer; its parts are keyed by parameter name.
+
+    Args:
+        config: the run's settings.
+        engine: whose state is a part of it; None without one.
+        device: where the tensors are.
+        process: the number of this process in its data-parallel group.
+    """
+
+    def __init__(self, config: EDGCConfig, engine: Engine | None, device: torch.device, process: int):
+        kept_in = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
+        rule = ErrorRule(kept_in, config.error_decay, config.error_average)
+        self.feedback = ErrorFeedback(rule, device, config.seed, process)
+        self.clipping = SpikeClipping()
+        self.equaliser = Equaliser()
+        self.engine = engine
+
+    def state_dict(self) -> dict[str, dict[str, Packed]]:
+        """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""
+        return {
+            "error": dict(self.feedback.packed),
+            "engine": self.engine.state_dict() if self.engine is not None else {},
+            "equaliser": self.equaliser.state_dict(),
+            "clipping": self.clipping.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
+        """Continue from ``state_dict``."""
+        self.feedback.packed = dict(state["error"])
+        self.equaliser.load_state_dict(state["equaliser"])
+        self.clipping.load_state_dict(state["clipping"])
+        if self.engine is not None:
+            self.engine.load_state_dict(state["engine"])
+
+    def settle_errors(self, communicator: Communicator, iteration: int) -> Iterator[tuple[str, Tensor]]:
+        """The sum of each error over the group, fp32, by name; each process continues with an equal part of it.
+
+        Only the sum matters to training, so it is what a checkpoint holds, whatever the number of processes. Every
+        process of the group must run this to its end.
+        """
+        uncounted = Communicator(communicator.group, Traffic())  # a checkpoint is no training traffic
+        norms = self.clipping.norms()
+        if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
+            both = torch.stack([norms, (norms > 0).float()])
+            uncounted.all_reduce(both).wait()
+            self.clipping.set_norms(both[0] / both[1].clamp_min(1))
+        for name in sorted(self.feedback.packed):
+            total = self.feedback.packed[name].values().clone()
+            uncounted.all_reduce(total).wait()
+            self.feedback.share(name, total, communicator.ranks, iteration)
+            yield name, total
+
+    def share_errors(self, totals: Mapping[str, Tensor], communicator: Communicator, iteration: int) -> None:
+        """Take this process's part of sums, on any device, that ``settle_errors`` gave at this iteration."""
+        for name in sorted(totals):
+            self.feedback.share(name, totals[name], communicator.ranks, iteration)

@@ -1,0 +1,57 @@
+"""What the reductions of one set of gradients have shown since somebody last asked."""
+
+import math
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from edgc.observe.moments import GradientStatistics
+
+
+@dataclass
+class Measurements:
+    """What a reducer saw since the last ``take``: one entry a measured iteration.
+
+    0-dimensional tensors stay on the device until somebody asks, so that no step waits for them.
+    """
+
+    entropy: list[float | Tensor] = field(default_factory=list)  # not finite where a loss scale was too large
+    residual: list[float | Tensor] = field(default_factory=list)
+    energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
+    statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
+    spikes: float | Tensor = 0.0  # gradients that were clipped
+    largest_spike: float | Tensor = 0.0  # times its running norm
+    windows: int = 0  # how often ``take`` was called
+
+    def take(self) -> "Measurements":
+        """The entries so far; start anew."""
+        taken = replace(self)
+        self.__init__(windows=self.windows + 1)  # type: ignore[misc]
+        return taken
+
+    def copy(self) -> "Measurements":
+        """As they are now, whatever is added later."""
+        return Measurements(**{name: copy(value) for name, value in vars(self).items()})
+
+    def add_spikes(self, divisors: Tensor, finite: Tensor) -> None:
+        """Count the gradients of a reduction, if it was ``finite``, that clipping has divided by more than 1."""
+        clipped = (divisors > 1) & finite
+        self.spikes = self.spikes + clipped.sum()
+        largest, before = torch.where(clipped, divisors, 0.0).max(), self.largest_spike
+        # a number, as after a window: no copy of it to the device, for which the host would wait
+        self.largest_spike = largest.clamp_min(before) if isinstance(before, float) else torch.maximum(largest, before)
+
+    def mean_energies(self) -> dict[str, list[float]]:
+        """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
+        if not self.energies:
+            return {}
+        means = {}
+        for name, last in self.energies[-1].items():
+            # those of before a resume lie on the CPU
+            seen = [one[name].cpu() for one in self.energies if name in one and len(one[name]) == len(last)]
+            mean = torch.stack(seen).mean(dim=0).tolist()
+            if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
+                means[name] = mean
+        return means
