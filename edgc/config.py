@@ -69,7 +69,7 @@ class EDGCConfig:
         "defaults of the other settings: the paper's algorithm, EDGC's levers at three volumes, from many bytes to "
         "few, or the rival Optimus-CC (default: balanced for powersgd, none for other engines)",
         "name",
-        "docs/frontier",
+        "docs/frontier/README.md",
         tuple(PRESETS),
     )
     engine: str = _knob(
@@ -248,26 +248,29 @@ class EDGCConfig:
     )
     pp_engine: str = _knob(
         "powersgd",
-        "how: in low rank, or every value rounded",
+        "how messages between stages are compressed: in low rank, or every value rounded",
         "name",
         "rounding: arXiv 2306.10209",
         ("powersgd", "int8", "int4", "int2"),
     )
     pp_rank: int | None = _knob(
         None,
-        "rank of these messages (default: where entropy sets ranks, from their own; else that of the gradients)",
+        "rank of messages between stages (default: where entropy sets ranks, by their own; else that of the gradients)",
         "rank",
-        "as pp",
+        "Optimus-CC, ASPLOS 2023",
     )
     pp_wire: str | None = _knob(
         None,
-        "format in which the factors of these messages travel (default: the pipeline's own, fp32 or bf16)",
+        "format in which the factors of messages between stages travel (default: the pipeline's own, fp32 or bf16)",
         "format",
         "EDGC's own",
         FORMATS,
     )
     pp_epilogue_only: bool = _knob(
-        False, "compress only gradients that a stage has nothing to do but wait for", "switch", "as pp"
+        False,
+        "of messages between stages, compress only gradients that a stage has nothing to do but wait for",
+        "switch",
+        "Optimus-CC, ASPLOS 2023",
     )
     fuse_embedding_sync: bool | None = _knob(
         None,
@@ -411,6 +414,56 @@ def flag(name: str) -> str:
     """The command-line flag of a field."""
     (knob,) = (knob for knob in fields(EDGCConfig) if knob.name == name)
     return ("--edgc-no-" if knob.default is True else "--edgc-") + name.replace("_", "-")
+
+
+# Every setting once, by what it is about, for a command line or a document.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What most runs need": (
+        "preset",
+        "engine",
+        "rmax",
+        "static_rank",
+        "window",
+        "warmup_fraction",
+        "pp",
+        "param_wire",
+        "error_dtype",
+        "log_dir",
+    ),
+    "Rank policy": (
+        "rank_model",
+        "rmin",
+        "rank_share",
+        "rank_step",
+        "rank_tilt",
+        "allocation",
+        "stage_share",
+        "align",
+        "link_gbps",
+        "min_saving",
+        "entropy_stability",
+        "entropy_estimator",
+        "iteration_sampling_rate",
+        "gradient_sampling_rate",
+    ),
+    "Compression of gradients": (
+        "compress_embeddings",
+        "equalise",
+        "basis_cycle",
+        "warm_start",
+        "transpose",
+        "density",
+        "stochastic",
+        "hadamard",
+        "local_error",
+        "error_decay",
+        "error_average",
+        "kernels",
+    ),
+    "Formats": ("dense_wire", "rest_wire", "basis_wire", "weak_basis_wire", "wire"),
+    "Pipeline": ("pp_engine", "pp_rank", "pp_wire", "pp_epilogue_only", "fuse_embedding_sync"),
+    "Run": ("seed", "reset_state", "statistics"),
+}
 
 
 def knobs() -> tuple[Field[Any], ...]:

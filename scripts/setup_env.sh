@@ -68,7 +68,7 @@ venv_runs() {
 
 # A hash of all that decides what .venv must hold. The folder counts too: an editable install names it.
 fingerprint() {
-    { "$python" --version && echo "$root" && cat -- "$root"/{setup.py,constraints.txt,pyproject.toml}; } | sha256sum
+    { "$python" --version && echo "$root" && cat -- "$root"/{pyproject.toml,constraints.txt}; } | sha256sum
 }
 
 complete() { [[ -f $stamp ]] && venv_runs && [[ $(fingerprint) == "$(<"$stamp")" ]]; }
@@ -97,7 +97,7 @@ wanted=$(fingerprint)
 say "installing the versions in constraints.txt (torch brings several GB of CUDA libraries); log: .venv/install.log"
 # PIP_CONSTRAINT, which NGC images set, describes the image's own packages and not those of this environment.
 if ! (cd -- "$root" && env -u PIP_CONSTRAINT "$python" -m pip install --no-input --disable-pip-version-check \
-    --progress-bar off -c constraints.txt -e '.[train,evaluate,test]') </dev/null &>"$log"; then
+    --progress-bar off -c constraints.txt -e '.[megatron,data,report,evaluate,test,docs]') </dev/null &>"$log"; then
     tail -n 20 -- "$log" >&2
     die "pip failed; the lines above end its log, $log"
 fi

@@ -133,7 +133,7 @@ def problems(facts: Facts, shape: Namespace, processes: int) -> list[str]:
     torch = f"torch {facts.versions['torch']}"
     found = []
     if facts.versions["megatron-core"] is None:
-        found.append("megatron-core is not installed: bash scripts/setup_env.sh, or pip install -e . elsewhere")
+        found.append("megatron-core is not installed: bash scripts/setup_env.sh, or pip install -e '.[megatron]'")
     if "gloo" not in facts.backends:
         found.append(f"{torch} was built without gloo: install another torch")
     if shape.edgc_cpu:

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.comm.wire import GROUP, Wire, in_groups
+
+T = TypeVar("T")
 
 
 class Work(Protocol):
@@ -21,10 +23,10 @@ class Work(Protocol):
 
 # Code that yields every collective it has started: the caller waits on it, at once or after doing something else, and
 # resumes. So one piece of code serves the synchronous, the overlapped and the side-stream use.
-type Steps[T] = Generator[Work, None, T]
+Steps: TypeAlias = Generator[Work, None, T]
 
 
-def interleave[T](several: Sequence[Steps[T]]) -> Steps[list[T]]:
+def interleave(several: Sequence[Steps[T]]) -> Steps[list[T]]:
     """Take all these steps at once, so that while one waits for its message those of the others travel; their results.
 
     Every rank must call this with the same steps in the same order, as for the collectives themselves.
@@ -47,7 +49,7 @@ def interleave[T](several: Sequence[Steps[T]]) -> Steps[list[T]]:
     return [results[place] for place in range(len(several))]
 
 
-def run[T](reduction: Steps[T]) -> T:
+def run(reduction: Steps[T]) -> T:
     """Run a reduction to its end, waiting on each collective in turn; its result."""
     while True:
         try:

@@ -6,19 +6,18 @@ import typing
 from argparse import ArgumentParser, Namespace
 
 from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.flags import description
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--edgc`` and one flag for every field of ``EDGCConfig``."""
-    group = parser.add_argument_group("edgc", "entropy-driven dynamic gradient compression")
+    group = parser.add_argument_group(
+        "edgc", "entropy-driven dynamic gradient compression; 'python -m edgc flags' prints these flags alone, by group"
+    )
     group.add_argument("--edgc", action="store_true", help="compress the data-parallel gradient reduction")
     hints = typing.get_type_hints(EDGCConfig)
-    defaults = EDGCConfig.from_preset({})
     for knob in knobs():
-        value = getattr(defaults, knob.name)
-        default = "" if value is None or knob.name == "preset" else f" Default: {value}."
-        meta = knob.metadata
-        text = f"{meta['help']} [{meta['unit']}].{default} Source: {meta['source']}.".replace("%", "%%")
+        text = f"[{knob.metadata['unit']}] {description(knob)}".replace("%", "%%")
         if _scalar(hints[knob.name]) is bool:
             # both, since a preset may have switched it on, and None leaves it to the run
             name = knob.name.replace("_", "-")
@@ -39,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                 dest=f"edgc_{knob.name}",
                 type=_scalar(hints[knob.name]),
                 default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"
-                choices=meta["choices"],
+                choices=knob.metadata["choices"],
                 help=text,
             )
     return parser

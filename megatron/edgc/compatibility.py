@@ -50,17 +50,18 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
 
 
 def check_megatron() -> None:
-    """Raise ``ConfigError`` unless EDGC fits the installed Megatron-core. Imports nothing of it.
+    """Raise ``ConfigError`` unless there is a Megatron-core that EDGC fits. Imports nothing of it.
 
     Of a newer minor version than the tested one, whose sources agree in all that EDGC relies on, rank 0 warns.
     """
+    folder = megatron_folder()
     installed = version("megatron-core")
     minor = tuple(int(part) for part in installed.split(".")[:2])
     tested = ".".join(map(str, TESTED))
     mend = f"pip install 'megatron-core>={tested},<{TESTED[0]}.{TESTED[1] + 1}'"
     if minor < TESTED:
         raise ConfigError(f"megatron-core {installed} is installed; this release of EDGC needs {tested}.x: {mend}")
-    if changed := changes(megatron_folder()):
+    if changed := changes(folder):
         raise ConfigError(
             f"megatron-core {installed} is installed; EDGC relies on what has changed in it: {'; '.join(changed)}. "
             f"Either {mend}, or read the changes and see docs/install.md, A newer Megatron-core"

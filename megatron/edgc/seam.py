@@ -206,7 +206,7 @@ def megatron_folder() -> Path:
     """
     core = find_spec("megatron.core")
     if core is None or core.origin is None:
-        raise ConfigError("megatron-core is not installed")
+        raise ConfigError("megatron-core is not installed: install EDGC with its extra 'megatron' (docs/install.md)")
     return Path(core.origin).parents[1]
 
 

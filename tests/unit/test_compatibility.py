@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -227,5 +228,6 @@ def test_the_copies_of_a_tied_embedding_are_summed_in_one_sum_where_that_can_be(
 
 def test_the_package_requires_the_tested_version_or_a_newer_one() -> None:
     tested = ".".join(map(str, compatibility.TESTED))
-    assert f'"megatron-core>={tested}",' in (REPOSITORY / "setup.py").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert f"megatron-core>={tested}" in project["optional-dependencies"]["megatron"]
     assert f"megatron-core=={tested}." in (REPOSITORY / "constraints.txt").read_text()
