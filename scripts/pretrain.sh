@@ -91,7 +91,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]] && ((nodes == 1)); then
 else
     # shellcheck disable=SC2016  # DRY_RUN prints it as it is
     environment+='
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT'
     command=(srun --kill-on-bad-exit=1 "${container[@]}")
