@@ -11,13 +11,13 @@ from megatron.core import parallel_state
 from edgc.comm.wire import FP32, Packed, Wire
 from edgc.compress.reducer import Measurements
 from edgc.observe.moments import GradientStatistics
-from edgc.observe.window import Part
-from megatron.edgc.stages import Stage
+from edgc.plan.run import Part
+from megatron.edgc.stages import MegatronStage
 
 ERROR = "error."  # a parameter's name follows
 
 
-def stage_state(stage: Stage, iteration: int) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
+def stage_state(stage: MegatronStage, iteration: int) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
     """All that a stage's reducers keep, the same on all data-parallel processes: name, contents, bytes on the device.
 
     The errors, one by one, are their sums, and are divided anew on the way; of the other parts each is one tensor.
@@ -47,7 +47,7 @@ def _described(packed: Packed) -> list[Any]:
 
 def unpacked(message: torch.Tensor, contents: Mapping[str, Any], device: torch.device) -> dict[str, Packed]:
     """What ``stage_state`` has put into one tensor."""
-    messages = message.split([size for _, _, size in contents.values()])
+    messages = torch.split(message, [size for _, _, size in contents.values()])
     return {  # a copy of a part of it is aligned
         name: Packed.restored(part.to(device, copy=len(contents) > 1).view(1, -1), torch.Size(shape), Wire(*wire))
         for part, (name, (shape, wire, _)) in zip(messages, contents.items(), strict=True)
@@ -72,7 +72,7 @@ def measurements_of(state: dict[str, Any]) -> Measurements:
     return Measurements(**{**state, "statistics": statistics})
 
 
-def place_of(stage: Stage) -> str:
+def place_of(stage: MegatronStage) -> str:
     """Where a stage's state belongs, whatever the number of data-parallel ranks."""
     key = stage.key
     if key.part is Part.EMBEDDING:
@@ -92,7 +92,8 @@ def message_place() -> str:
 
 def replica_group() -> dist.ProcessGroup:
     """The processes that hold the same part of the model."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def parallel_sizes(args: Namespace) -> dict[str, int]:

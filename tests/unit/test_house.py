@@ -31,7 +31,7 @@ def test_what_decides_imports_no_torch() -> None:
 
 
 # Who may import whom: a room and those to its left, and what lies beside the rooms.
-ORDER = ("plan", "observe", "comm", "compress")
+ORDER = ("plan", "observe", "comm", "compress", "hosts")
 
 
 def test_arrows_between_rooms_point_one_way() -> None:
