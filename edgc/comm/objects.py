@@ -1,13 +1,23 @@
 """Small Python objects between processes: what is told once a run or once a window, never in a step.
 
-``group`` is a process group; None is all processes. Every process of the group must call these together.
+``group`` is a process group; None is all processes. Every process of the group must call these together. Hosts find
+here the types of ``torch.distributed`` that they name.
 """
 
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket as GradBucket
 
-type ProcessGroup = dist.ProcessGroup
+ProcessGroup = dist.ProcessGroup
+
+
+def all_processes() -> ProcessGroup:
+    """The group of all processes. Raises ValueError before ``init_process_group``."""
+    group = dist.group.WORLD
+    if group is None:
+        raise ValueError("torch.distributed has no process group yet: call init_process_group first")
+    return group
 
 
 def process(group: ProcessGroup | None = None) -> int:

@@ -10,9 +10,12 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+import torch
+
 from edgc import __version__
 from edgc.comm.objects import process, processes
 from edgc.compress.clipping import LIMIT
+from edgc.compress.matrices import triton_kernels
 from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
@@ -241,6 +244,14 @@ class Reporter:
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
+
+
+def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
+    """Where fused kernels are asked for that do not run on this device."""
+    if config.kernels == "fused" and triton_kernels(device) is None:
+        Reporter.warn(
+            "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+        )
 
 
 def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:

@@ -29,28 +29,16 @@ from megatron.training import training as megatron_training
 from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
-from edgc.comm.wire import Packed
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.hosts.reporting import Reporter
+from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
 from megatron.edgc.message_plan import RANKS
 from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
-from megatron.edgc.state import (
-    ERROR,
-    in_words,
-    mean_bytes,
-    measurements_of,
-    message_place,
-    parallel_sizes,
-    place_of,
-    plain,
-    replica_group,
-    stage_state,
-    unpacked,
-)
+from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
 VERSION = 3
@@ -385,26 +373,15 @@ class Checkpoints:
         if place not in index["places"]:  # experts that had no copies to reduce over
             Reporter.warn(f"{folder} has nothing of {stage.key}: its state starts anew")
             return
-        layout = self._layout(stage, index)
-
-        def restored(name: str, device: torch.device) -> dict[str, Packed]:
-            return unpacked(state[f"{place}.{name}"], layout[name], device) if name in layout else {}
-
-        parts = {part: restored(part, stage.device) for part in stage.reducers[0].state_dict()}
-        if index["places"][place][0] != dist.get_world_size(stage.process_group):
-            parts["clipping"] = {}  # gradients are scaled by the number of processes, and so are their norms
-        for reducer in stage.reducers:
-            if self._alike(index):
-                reducer.load_state_dict(
-                    {
-                        part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
-                        for part, packed in parts.items()
-                    }
-                )
-            names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
-            # on the CPU: the reducer moves one after another
-            totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
-            reducer.share_errors(totals, index["iteration"])
+        load_stage(
+            stage,
+            self._layout(stage, index),
+            lambda name: state[f"{place}.{name}"],
+            index["iteration"],
+            parts=self._alike(index),
+            # gradients are scaled by the number of processes, and so are their norms
+            norms=index["places"][place][0] == dist.get_world_size(stage.process_group),
+        )
         if self._measured_alike(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             if len(measured) == len(stage.reducers):  # other buckets have measured other things, too

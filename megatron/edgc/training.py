@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
-from edgc.compress.matrices import triton_kernels
 from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum
 from edgc.hosts.costs import reduction_cost
-from edgc.hosts.reporting import Reporter
+from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.windows import WindowExchange
 from edgc.observe.timing import BackwardTimer, Spans
@@ -73,10 +72,7 @@ class Session:
         self.model_config = get_model_config(chunks[0])
         self.run = described_run(self.args, self.scaled)
         device = next(chunks[0].parameters()).device
-        if self.config.kernels == "fused" and triton_kernels(device) is None:
-            Reporter.warn(
-                "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
-            )
+        warn_of_kernels(self.config, device)
         plan = self._plan(device, seam)
         self.config = plan.config
         sent_back = self._message_costs(device)
