@@ -1,4 +1,4 @@
-"""EDGC in Megatron's training loop: one explicit ``install``, one call a step, one exchange a window."""
+"""EDGC in Megatron's training loop: one explicit ``install``, one ``step`` a step, one exchange a window."""
 
 import sys
 from argparse import Namespace
@@ -31,7 +31,13 @@ from edgc.plan.controller import Controller, StageCost
 from edgc.plan.run import MESSAGES_OFF, Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints
-from megatron.edgc.compatibility import check_param_wire, compresses_messages, embedding_apart, fuses_embedding
+from megatron.edgc.compatibility import (
+    check_options,
+    check_param_wire,
+    compresses_messages,
+    embedding_apart,
+    fuses_embedding,
+)
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import message_costs
 from megatron.edgc.message_plan import plan_messages
@@ -41,20 +47,25 @@ from megatron.edgc.stages import MegatronStage, gradient_bytes, stages_of
 
 
 class Session:
-    """EDGC's part of one training run. ``install`` is a ``post_wrap_hook`` of Megatron's model config."""
+    """EDGC's part of one training run: what ``megatron.edgc.attach`` returns.
+
+    ``args`` are Megatron's, validated. State is saved and loaded with Megatron's own checkpoints.
+    Raises ``ConfigError`` for options that EDGC cannot take.
+    """
 
     def __init__(self, config: EDGCConfig, args: Namespace):
         self.args = args
         if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
             config.check_run(args.train_iters)
+        check_options(config, args)
         check_param_wire(config, args)
         fused = fuses_embedding(config, args)
         if not compresses_messages(config, args):
             config = replace(config, **MESSAGES_OFF)
         self.requested = config
         self.config = replace(config, pp="backward" if config.pp == "auto" else config.pp, fuse_embedding_sync=fused)
-        # With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow.
-        self.scaled = bool(args.fp16 or args.loss_scale)
+        self.scaled = scales_loss(args)
+        self.seam = Seam()
         self.messages: PipelineMessages | None = None  # where there is a pipeline
         self.stages: list[MegatronStage] = []  # of this rank
 
@@ -63,17 +74,24 @@ class Session:
         """All stages of the plan."""
         return self.driver.keys
 
-    def install(self, chunks: list[nn.Module], seam: Seam) -> list[nn.Module]:
-        """Take over the gradient reduction of the wrapped model chunks. Every rank calls this at the same point."""
+    def close(self) -> None:
+        """Give Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model."""
+        self.seam.__exit__(None, None, None)
+
+    def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
+        """Take over the gradient reduction of the wrapped model chunks, and return them: a ``post_wrap_hook``.
+
+        Every rank calls this at the same point, before a checkpoint is loaded.
+        """
         self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(self.chunks) < len(chunks):
             others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in self.chunks})
             raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
         self.model_config = get_model_config(chunks[0])
-        self.run = described_run(self.args, self.scaled)
+        self.run = described_run(self.args)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
-        plan = self._plan(device, seam)
+        plan = self._plan(device)
         self.config = plan.config
         sent_back = self._message_costs(device)
         message_settings, warning = plan_messages(self.config, self.requested, self.args, sent_back)
@@ -87,7 +105,7 @@ class Session:
         for stage in self.stages:
             stage.attach(self.config, overlap, self.driver.step, self.run.repeatable)
         backward = self._timed_backward(device)
-        self._wrap_finalize(seam)
+        self._wrap_finalize()
 
         controller = message_controller = None
         if dist.get_rank() == 0:
@@ -102,7 +120,7 @@ class Session:
                 lambda: self.driver.message_ranks,
                 self.run.repeatable,
             )
-            pipeline_parallel.install(self.messages, seam)
+            pipeline_parallel.install(self.messages, self.seam)
             if message_settings is not None and dist.get_rank() == 0:
                 specs = self.messages.specs()
                 message_controller = Controller(message_settings, self.run.iterations, specs, [None] * len(specs))
@@ -124,10 +142,10 @@ class Session:
             self.messages,
             message_controller,
         )
-        self.checkpoints.install(seam, self._resume)
+        self.checkpoints.install(self.seam, self._resume)
         return chunks
 
-    def _plan(self, device: torch.device, seam: Seam) -> RunPlan:
+    def _plan(self, device: torch.device) -> RunPlan:
         """The same plan on every rank, and this rank's stages. A tied embedding is one of them unless the plan has
         nothing to compress.
         """
@@ -145,7 +163,7 @@ class Session:
             dense = plan_run(replace(plan.config, fuse_embedding_sync=False), self.run, self._known(cost))
             plan = replace(dense, compresses=False, warnings=plan.warnings)
         if tied is not None:
-            tied.install(seam)
+            tied.install(self.seam)
         return plan
 
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
@@ -174,16 +192,16 @@ class Session:
             BackwardTimer(chunk, lambda: sampler.measures(self.args.curr_iteration), spans)
         return spans
 
-    def _wrap_finalize(self, seam: Seam) -> None:
+    def _wrap_finalize(self) -> None:
         """Megatron keeps a ``finalize_model_grads_func`` that is already set, and calls it once a training step."""
         finalize: Callable[..., Any] = self.model_config.finalize_model_grads_func or finalize_model_grads
 
         def with_edgc(*args: Any, **kwargs: Any) -> Any:
             result = finalize(*args, **kwargs)
-            self.after_reduction(self.args.curr_iteration)
+            self.step()
             return result
 
-        seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
+        self.seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
 
     def _resume(self) -> None:
         """A checkpoint has been loaded, on rank 0 the controllers' state with it."""
@@ -199,8 +217,13 @@ class Session:
         scale: Tensor = self.model_config.grad_scale_func(torch.ones((), device=self.stages[0].device))
         return scale.reshape(())  # Megatron's own has one element in one dimension
 
-    def after_reduction(self, iteration: int) -> None:
-        """Count the step; at the end of a window exchange what was seen and adopt rank 0's plan."""
+    def step(self) -> None:
+        """After all reductions of a step, before the optimizer's: count it; at the end of a window exchange what was
+        seen and adopt rank 0's plan. Megatron calls it with ``finalize_model_grads_func``.
+
+        Raises ``StepError`` for a step whose gradients must not reach the weights.
+        """
+        iteration = self.args.curr_iteration
         for stage in self.stages:
             stage.end_step()
         if not self.scaled:
@@ -253,11 +276,8 @@ class Session:
         return bool(everywhere)
 
 
-def described_run(args: Namespace, scaled: bool) -> Run:
-    """The run of Megatron's validated arguments. Megatron may skip a step or run it again: an overflow where losses are
-    ``scaled``, or a result that it doubts.
-    """
-    doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
+def described_run(args: Namespace) -> Run:
+    """The run of Megatron's validated arguments."""
     return Run(
         iterations=run_length(args),
         replicas=args.data_parallel_size * args.context_parallel_size,
@@ -265,8 +285,19 @@ def described_run(args: Namespace, scaled: bool) -> Run:
         gradient_bytes=gradient_bytes(args),
         scatters=args.use_distributed_optimizer,
         overlapped=args.overlap_grad_reduce,
-        repeatable=bool(scaled or doubts or args.rerun_mode == "report_stats"),
+        repeatable=repeatable(args),
     )
+
+
+def scales_loss(args: Namespace) -> bool:
+    """With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow."""
+    return bool(args.fp16 or args.loss_scale)
+
+
+def repeatable(args: Namespace) -> bool:
+    """Whether Megatron may skip a step or run it again: an overflow, or a result that it doubts."""
+    doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
+    return bool(scales_loss(args) or doubts or args.rerun_mode == "report_stats")
 
 
 def run_length(args: Namespace) -> int:
