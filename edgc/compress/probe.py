@@ -13,25 +13,12 @@ from edgc.comm.wire import wire
 from edgc.compress.engines import engine_class
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
-from edgc.plan.allocation import Allocation, pays
+from edgc.plan.alignment import RANK_MULTIPLE, CommCost
+from edgc.plan.allocation import Allocation, largest_rank
 from edgc.plan.controller import StageCost
-from edgc.specs import MatrixSpec, shard_bounds
+from edgc.specs import shard_bounds
 
 REPETITIONS = 3
-
-
-def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
-    """The largest rank, in multiples of 4, at which at least one matrix pays; 0 if none does at 4."""
-    limit = max((min(matrix.rows, matrix.cols) for matrix in matrices), default=0)
-    return max(
-        (
-            rank
-            for rank in range(RANK_MULTIPLE, limit + 1, RANK_MULTIPLE)
-            if any(pays(rank, matrix.rows, matrix.cols, min_saving) for matrix in matrices)
-        ),
-        default=0,
-    )
 
 
 def cost_of_link(
@@ -141,12 +128,6 @@ class _Group:
 
 def _host_share(scatters: bool) -> float:
     return 0.5 if scatters else 1.0
-
-
-def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
-    """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
-    rank = break_even_rank(cost.compressed, cost.host_seconds)
-    return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
 
 
 def _seconds(

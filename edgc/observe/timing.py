@@ -58,8 +58,9 @@ class BackwardTimer:
         module.register_forward_hook(self._after_forward)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad and self._active():
-            output.register_hook(self._begin)  # type: ignore[no-untyped-call]
+        first = output[0] if isinstance(output, tuple | list) and output else output  # BERT returns two
+        if isinstance(first, Tensor) and first.requires_grad and self._active():
+            first.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, gradient: Tensor) -> None:
         start = self._spans.mark()

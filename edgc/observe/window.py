@@ -3,41 +3,23 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from statistics import fmean, median
+from typing import Literal
 
 from torch import Tensor
 
 from edgc.observe.moments import GradientStatistics
 from edgc.plan.controller import RankPlan, StageCost
+from edgc.plan.run import StageKey
 
-
-class Part(IntEnum):
-    """Which gradients of the pipeline stages a stage of the plan holds."""
-
-    LAYERS = 0
-    EXPERTS = 1
-    EMBEDDING = 2  # the tied one of the first and the last stage, where they sum it together
-
-
-@dataclass(frozen=True, order=True)
-class StageKey:
-    """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
-
-    part: Part
-    pipeline_stage: int  # counted from 0
-
-    def __str__(self) -> str:
-        if self.part is Part.EMBEDDING:
-            return "tied embedding"
-        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, order=True)
 class Boundary:
     """Where messages between pipeline stages go, counted from 0: gradients ``backward``, activations ``forward``."""
 
-    direction: str
+    direction: Direction
     sender: int
     receiver: int
 

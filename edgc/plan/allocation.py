@@ -39,6 +39,19 @@ def pays(rank: int, rows: int, cols: int, min_saving: float) -> bool:
     return rank <= min(rows, cols) / 2 and saving(rank, rows, cols) >= min_saving
 
 
+def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
+    """The largest rank, in multiples of 4, at which at least one matrix pays; 0 if none does at 4."""
+    limit = max((min(matrix.rows, matrix.cols) for matrix in matrices), default=0)
+    return max(
+        (
+            rank
+            for rank in range(RANK_MULTIPLE, limit + 1, RANK_MULTIPLE)
+            if any(pays(rank, matrix.rows, matrix.cols, min_saving) for matrix in matrices)
+        ),
+        default=0,
+    )
+
+
 def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int) -> Allocation:
     """Sort parameters into those that the engine takes and the rest.
 

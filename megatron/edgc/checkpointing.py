@@ -28,31 +28,20 @@ from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import CheckpointType
 
-from edgc.comm.wire import Packed
+from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.observe.window import Part, StageKey
+from edgc.hosts.reporting import Reporter
+from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.plan.controller import Controller
+from edgc.plan.run import Part, StageKey
+from megatron.edgc.message_plan import RANKS
 from megatron.edgc.pipeline_messages import PipelineMessages
-from megatron.edgc.reporting import Reporter
 from megatron.edgc.seam import Seam
-from megatron.edgc.stages import Stage
-from megatron.edgc.state import (
-    ERROR,
-    in_words,
-    mean_bytes,
-    measurements_of,
-    message_place,
-    parallel_sizes,
-    place_of,
-    plain,
-    replica_group,
-    stage_state,
-    unpacked,
-)
+from megatron.edgc.stages import MegatronStage
+from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
 VERSION = 3
-RANKS = "rmin", "rmax", "static_rank"
 MESSAGES = "pp", "pp_engine", "pp_rank"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
@@ -86,7 +75,7 @@ class Checkpoints:
     requested: EDGCConfig
     config: EDGCConfig
     keys: list[StageKey]
-    stages: list[Stage]
+    stages: list[MegatronStage]
     controller: Controller | None  # on global rank 0 alone
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None  # on global rank 0 alone
@@ -134,9 +123,7 @@ class Checkpoints:
             if index is not None:
                 self.messages_dropped = False
                 _on_all_ranks(lambda: self.load_state_dict(index, entry["state"], folder))
-                everywhere: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everywhere, self.messages_dropped)
-                if any(everywhere):
+                if any(all_gather_objects(self.messages_dropped)):
                     Reporter.warn(
                         f"{os.path.basename(folder)} has other messages between stages, or of other replicas: what was "
                         "left unsent of them starts anew"
@@ -201,32 +188,28 @@ class Checkpoints:
 
     def _index(self, iteration: int, layouts: Mapping[str, Any]) -> dict[str, Any]:
         """What a load has to know before it reads any state: plain values, the same on all processes."""
-        counts = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
+        counts: list[tuple[Any, ...]] = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
         if self.messages is not None:
             counts.append(("messages", *self.messages.byte_counts()))
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object((layouts, counts), everywhere if dist.get_rank() == 0 else None)
-        box: list[Any] = [None]
+        everywhere = gather_objects((layouts, counts))
+        index: dict[str, Any] | None = None
         if self.controller is not None:
             kept, of_messages = self._before[1] if iteration == self._before[0] else self._controllers()
-            box = [
-                {
-                    "version": VERSION,
-                    "iteration": iteration,
-                    "parallel": parallel_sizes(self.args),
-                    "engine": self.requested.engine,
-                    "resolved": {name: getattr(self.config, name) for name in RESOLVED},
-                    "stages": [str(key) for key in self.keys],
-                    "controller": kept,
-                    "messages": self._message_plan(of_messages),
-                    "replicas": 0 if self.messages is None else dist.get_world_size(replica_group()),
-                    "bytes": mean_bytes([count for _, counts in everywhere for count in counts]),
-                    "places": {place: layout for one, _ in everywhere for place, layout in one.items()},
-                }
-            ]
-        dist.broadcast_object_list(box, src=0)
-        index: dict[str, Any] = box[0]
-        return index
+            index = {
+                "version": VERSION,
+                "iteration": iteration,
+                "parallel": parallel_sizes(self.args),
+                "engine": self.requested.engine,
+                "resolved": {name: getattr(self.config, name) for name in RESOLVED},
+                "stages": [str(key) for key in self.keys],
+                "controller": kept,
+                "messages": self._message_plan(of_messages),
+                "replicas": 0 if self.messages is None else dist.get_world_size(replica_group()),
+                "bytes": mean_bytes([count for _, counts in everywhere for count in counts]),
+                "places": {place: layout for one, _ in everywhere for place, layout in one.items()},
+            }
+        shared: dict[str, Any] = broadcast_object(index)
+        return shared
 
     def _message_plan(self, controller: dict[str, Any] | None) -> dict[str, Any] | None:
         if self.messages is None or self.message_controller is None:
@@ -293,7 +276,7 @@ class Checkpoints:
         """Whether more than the errors is of use."""
         return bool(index["resolved"]["engine"] == self.config.engine)
 
-    def _layout(self, stage: Stage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _layout(self, stage: MegatronStage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What this run takes of a stage's state: by its key, what ``_described`` says of each tensor in it."""
         _, layout = index["places"].get(place_of(stage), (0, {}))
         alike, moved = self._alike(index), (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys)
@@ -303,7 +286,7 @@ class Checkpoints:
             if (not (moved and key.endswith(TIED_NAMES)) if key.startswith(ERROR) else alike)
         }
 
-    def _measured_alike(self, stage: Stage, index: Mapping[str, Any]) -> bool:
+    def _measured_alike(self, stage: MegatronStage, index: Mapping[str, Any]) -> bool:
         """Other processes have measured other things: then the window starts anew."""
         ranks, _ = index["places"].get(place_of(stage), (0, {}))
         return self._alike(index) and bool(ranks == dist.get_world_size(stage.process_group))
@@ -383,31 +366,22 @@ class Checkpoints:
         resolved = kept["resolved"] if timed and then == now else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
-    def _load_stage(self, stage: Stage, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
+    def _load_stage(
+        self, stage: MegatronStage, index: Mapping[str, Any], state: Mapping[str, Any], folder: str
+    ) -> None:
         place = place_of(stage)
         if place not in index["places"]:  # experts that had no copies to reduce over
             Reporter.warn(f"{folder} has nothing of {stage.key}: its state starts anew")
             return
-        layout = self._layout(stage, index)
-
-        def restored(name: str, device: torch.device) -> dict[str, Packed]:
-            return unpacked(state[f"{place}.{name}"], layout[name], device) if name in layout else {}
-
-        parts = {part: restored(part, stage.device) for part in stage.reducers[0].state_dict()}
-        if index["places"][place][0] != dist.get_world_size(stage.process_group):
-            parts["clipping"] = {}  # gradients are scaled by the number of processes, and so are their norms
-        for reducer in stage.reducers:
-            if self._alike(index):
-                reducer.state.load_state_dict(
-                    {
-                        part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
-                        for part, packed in parts.items()
-                    }
-                )
-            names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
-            # on the CPU: the reducer moves one after another
-            totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
-            reducer.state.share_errors(totals, reducer.communicator, index["iteration"])
+        load_stage(
+            stage,
+            self._layout(stage, index),
+            lambda name: state[f"{place}.{name}"],
+            index["iteration"],
+            parts=self._alike(index),
+            # gradients are scaled by the number of processes, and so are their norms
+            norms=index["places"][place][0] == dist.get_world_size(stage.process_group),
+        )
         if self._measured_alike(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             if len(measured) == len(stage.reducers):  # other buckets have measured other things, too
@@ -437,9 +411,7 @@ def _on_all_ranks[T](work: Callable[[], T]) -> T:
         message = str(error)
     except Exception as error:  # whatever a state that is not what it should be leads to
         message = f"the EDGC state cannot be read ({type(error).__name__}: {error}); {GO_ON}"
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for found in messages:
+    for found in all_gather_objects(message):
         if found is not None:
             raise ConfigError(found)
     return result  # type: ignore[return-value]  # there was no exception
@@ -460,12 +432,10 @@ def _of_each(key: str, own: Any, group: dist.ProcessGroup, sharded: bool) -> dic
         return {f"{key}.{rank}": _object(f"{key}.{rank}", own)}
     state = {}
     for sender in range(dist.get_world_size(group)):  # one after another: a device need not hold all
-        box = [own if sender == rank else None]
-        dist.broadcast_object_list(box, group=group, group_src=sender)
-        state[f"{key}.{sender}"] = box[0]
+        state[f"{key}.{sender}"] = broadcast_object(own if sender == rank else None, group, sender)
     return state
 
 
 def _writes_torch() -> bool:
     """Whether this process writes a file of a checkpoint in the format ``torch``: Megatron's own rule."""
-    return parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_data_parallel_rank() == 0
+    return 0 in (parallel_state.get_data_parallel_rank(), parallel_state.get_expert_data_parallel_rank())

@@ -1,9 +1,9 @@
 """The data-parallel seam: EDGC's reduction in place of the all-reduce of Megatron's bucket groups."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,12 @@ from edgc.comm.overlap import Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
 from edgc.compress.reducer import GradientReducer
+from edgc.hosts.steps import Step
 from edgc.observe.timing import Spans
 from edgc.specs import ShardBounds, shard_bounds
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a reduction has to know of the step it belongs to."""
-
-    iteration: int
-    loss_scale: Tensor | None
-
-
-class EDGCBucketGroup(_ParamAndGradBucketGroup):
+class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatron is untyped
     """A bucket group whose gradients EDGC sums. Only what starts a collective differs from Megatron's.
 
     Megatron's own object changes its class (``attach``) instead of being replaced, so everything that refers to it
@@ -41,6 +34,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     of a matrix reach all ranks anyway, since the next step starts from them.
     """
 
+    grad_reduce_handle: Any  # of either kind
+    param_gather_handle: Any
     edgc_reducer: GradientReducer
     edgc_weights: "WeightGather"
     edgc_names: dict[torch.nn.Parameter, str]
@@ -106,7 +101,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):
     def _own_collective(self, force_all_reduce: bool | None) -> Work:
         """Megatron's own reduction; with overlap, what to wait for."""
         super().start_grad_sync(force_all_reduce=force_all_reduce)
-        return self.grad_reduce_handle
+        under_way: Work = self.grad_reduce_handle
+        return under_way
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the weights that the distributed optimizer has updated: as Megatron does, or their differences."""
@@ -213,8 +209,10 @@ def _parts(bucket: _ParamAndGradBucket, ranks: int) -> list[list[int]]:
 def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
     """The ranks among which a bucket group's gradients are summed."""
     if group.ddp_config.use_distributed_optimizer:
-        return group.intra_distributed_optimizer_instance_group
-    return group.data_parallel_group
+        shards: dist.ProcessGroup = group.intra_distributed_optimizer_instance_group
+        return shards
+    replicas: dist.ProcessGroup = group.data_parallel_group
+    return replicas
 
 
 def count_dense(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:

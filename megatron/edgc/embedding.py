@@ -21,9 +21,11 @@ from megatron.training import get_args
 from torch import Tensor
 
 from edgc.comm.collectives import Traffic, run
+from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
+from edgc.hosts.steps import Step
 from edgc.observe.timing import Spans
-from megatron.edgc.data_parallel import Step, count_dense, process_group
+from megatron.edgc.data_parallel import count_dense, process_group
 from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages
@@ -49,8 +51,7 @@ class TiedEmbedding:
     def _new_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of a copy."""
         mine = (parallel_state.get_tensor_model_parallel_rank(), self.weight is not None)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = all_gather_objects(mine)
         own = None
         for tensor_rank in sorted({rank for rank, _ in everyone}):
             members = [rank for rank, place in enumerate(everyone) if place == (tensor_rank, True)]
@@ -63,7 +64,8 @@ class TiedEmbedding:
         """A view into the bucket."""
         assert self.weight is not None
         start, end = self._bucket.param_to_index[self.weight]
-        return self._bucket.grad_data[start:end].view(self.weight.shape)
+        gradient: Tensor = self._bucket.grad_data[start:end].view(self.weight.shape)
+        return gradient
 
     def dense_bytes(self) -> float:
         """What Megatron's two sums send in a step."""

@@ -47,13 +47,14 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
     """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
     limit = largest_rank(config, args, config.min_saving) if config.pp_engine == "powersgd" else 0
     ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []
-    only = NO_RANK if config.pp_engine != "powersgd" else None
+    levels: list[int | None] = [*ranks] or [NO_RANK if config.pp_engine != "powersgd" else None]
+    forms = [message_form(config, args, rank) for rank in (None, *levels)]
     costs = {}
     for sender in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
-        dense, *compressed = (
-            _seconds(message_form(config, args, rank), sender, config, device) for rank in (None, *(ranks or [only]))
-        )
-        if dense is not None:
+        timed = [_seconds(form, sender, config, device) for form in forms]
+        seconds = [one for one in timed if one is not None]
+        if seconds:  # this process has received them
+            dense, *compressed = seconds
             cost = CommCost.fit(ranks, compressed) if ranks else CommCost(compressed[0], 0.0)
             costs[sender] = StageCost(cost, dense, dense)
     return costs

@@ -4,8 +4,8 @@ import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,21 +16,11 @@ from torch import Tensor
 
 from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, told
 from edgc.config import EDGCConfig
+from edgc.hosts.steps import Step
 from edgc.observe.entropy import ESTIMATORS, GradientSampler
-from edgc.observe.window import Boundary, MessageWindow, mean_of_finite
+from edgc.observe.window import Boundary, Direction, MessageWindow, mean_of_finite
 from edgc.specs import MatrixSpec
-from megatron.edgc.data_parallel import Step
 from megatron.edgc.message_costs import message_shape, message_wire
-
-OFF: dict[str, Any] = {
-    "pp": "off",
-    "pp_engine": "powersgd",
-    "pp_rank": None,
-    "pp_wire": None,
-    "pp_epilogue_only": False,
-}
-
-Direction = Literal["forward", "backward"]
 
 
 class PipelineMessages:
@@ -179,7 +169,8 @@ class PipelineMessages:
             order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
         else:  # nor does the last chunk of the last stage
             order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
-        return order[place]
+        found: int = order[place]
+        return found
 
     def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
@@ -213,7 +204,7 @@ class PipelineMessages:
 
     def restore_bytes(self, sent: float, dense: float) -> None:
         """Go on counting from a checkpoint's mean over all ranks, without telling directions apart."""
-        self.bytes, self.dense_bytes = Counter(forward=sent), Counter(forward=dense)  # type: ignore[arg-type]
+        self.bytes, self.dense_bytes = Counter({"forward": sent}), Counter({"forward": dense})
         self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
 
     def fits(self, state: dict[str, Any]) -> bool:
@@ -230,7 +221,7 @@ class PipelineMessages:
         for key, kept in state["senders"].items():
             direction, _, chunk = key.partition(":")
             on_device = {part: None if tensor is None else tensor.to(device) for part, tensor in kept.items()}
-            self._sender(direction, int(chunk)).load_state_dict(on_device)  # type: ignore[arg-type]
+            self._sender(direction, int(chunk)).load_state_dict(on_device)
         self.entropy = {direction: list(values) for direction, values in state["entropy"].items()}
         self.bytes, self.dense_bytes, *start = (Counter(count) for count in state["bytes"])
         self._window_start = (start[0], start[1])
@@ -284,25 +275,6 @@ class PipelineMessages:
         return float(sum(self.bytes.values())), float(sum(self.dense_bytes.values()))
 
 
-def message_config(config: EDGCConfig) -> EDGCConfig:
-    """The settings of the messages' controller: those of the gradients', but for a rank of their own.
-
-    Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
-    """
-    own: dict[str, Any] = {"allocation": "uniform", "rank_tilt": 0.0, "dense_wire": "fp32", **OFF}
-    if not config.pp_follows:
-        own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rmin=None, rmax=None)
-    elif config.rank_model in ("measured", "residual"):
-        own["rank_model"] = "gaussian"
-    return replace(config, **own)
-
-
-def uncompressed(config: EDGCConfig) -> EDGCConfig:
-    """The same, of messages that are not compressed after all."""
-    ranks = {"static_rank": None, "rmin": None, "rmax": None}
-    return replace(message_config(config), engine="dense", **ranks)
-
-
 def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:
     receiver = sender + (1 if direction == "forward" else -1)
     return receiver % stages if ring or 0 <= receiver < stages else None
@@ -331,6 +303,7 @@ class Incoming:
         with torch.no_grad():
             if self.tensor.is_cuda:  # the host does not wait to look at it
                 wrong = (seen != self.header.to(seen.device)).any()
+                assert self.wrong is not None
                 self.wrong |= wrong
                 values = torch.where(wrong, torch.nan, values)
             elif seen.tolist() != self.header.tolist():

@@ -61,7 +61,7 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
             send_next = None if send_next is None else messages.outgoing("forward", send_next)
             send_prev = None if send_prev is None else messages.outgoing("backward", send_prev)
         if not messages.training or not messages.directions:
-            return super()._communicate(
+            own: tuple[Tensor | None, Tensor | None, Any] = super()._communicate(
                 tensor_send_next=send_next,
                 tensor_send_prev=send_prev,
                 recv_prev=recv_prev,
@@ -69,6 +69,7 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
+            return own
         device = torch.cuda.current_device()
         dtype = config.pipeline_dtype
         previous = messages.incoming("forward", tensor_shape, dtype, device) if recv_prev else None

@@ -66,6 +66,12 @@ RELIED_ON = (
         names=("save_checkpoint", "finalize_model_grads_func", "curr_iteration"),
     ),
     Relied(
+        "training/training.py",
+        "setup_model_and_optimizer",
+        "get_model is replaced where it is called: EDGC is installed on the model of a model_provider",
+        names=("get_model",),
+    ),
+    Relied(
         "training/checkpointing.py",
         "save_checkpoint",
         "its replacement reads these arguments; generate_state_dict is replaced; what writes the format torch",

@@ -16,12 +16,13 @@ from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.observe.timing import Spans
-from edgc.observe.window import Part, RankWindow, StageKey, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.hosts.stage import Stage
+from edgc.hosts.steps import Step
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import smallest_rank
+from edgc.plan.run import Part, StageKey
 from edgc.specs import Parameter
-from megatron.edgc.data_parallel import EDGCBucketGroup, Step, WeightGather, count_dense, process_group
+from megatron.edgc.data_parallel import EDGCBucketGroup, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
@@ -41,21 +42,13 @@ class Named:
     described: tuple[Parameter, ...]
 
 
-class Stage:
+class MegatronStage(Stage):
     """The bucket groups of one rank that share a rank plan, taken over once ``attach`` has been called.
 
     ``embedding``: the gradient of a tied embedding that Megatron itself sums again, with the copy on another stage.
     """
 
     def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
-        self.key = key
-        self.embedding = embedding
-        self.named = named
-        self.traffic = Traffic()  # of gradients
-        self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and Megatron's own way
-        self.spans = Spans(device)
-        self.device = device
-        self.groups: list[EDGCBucketGroup] = []
         dense = Traffic()
         for one in named:
             for bucket in one.group.buckets:
@@ -63,9 +56,10 @@ class Stage:
                     count_dense(dense, one.group, bucket.grad_data[slice(*bucket.param_to_index[parameter])])
         if embedding is not None:
             dense.count_all_reduce(embedding, COPIES)
-        self.dense_bytes_per_step = dense.bytes
-        self.dense_bytes = 0.0
-        self._window_start = (0.0, 0.0)
+        super().__init__(key, device, dense.bytes)
+        self.embedding = embedding
+        self.named = named
+        self.groups: list[EDGCBucketGroup] = []
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -92,56 +86,16 @@ class Stage:
                 EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
             )
 
-    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
-        """Take the rank at this place among those that are in use."""
-        for reducer in self.reducers:
-            reducer.set_rank(active[place], matrix_ranks)
-
     def end_step(self) -> None:
-        """Once a step, when all its reductions have ended: count what Megatron's own way would have sent.
-
-        Megatron's sum of a tied embedding's two copies is sent beside the buckets.
-        """
-        self.dense_bytes += self.dense_bytes_per_step
+        """Megatron's sum of a tied embedding's two copies is sent beside the buckets."""
+        super().end_step()
         if self.embedding is not None:
             self.traffic.count_all_reduce(self.embedding, COPIES)
-        self.spans.close()
-
-    def take_window(self, micro_backward_seconds: float) -> RankWindow:
-        """What was seen since the last call."""
-        measurements = [reducer.measurements.take() for reducer in self.reducers]
-        sent, dense = self.traffic.bytes, self.dense_bytes
-        window = RankWindow(
-            stage=self.key,
-            entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
-            residual=mean_of_finite([value for m in measurements for value in m.residual]),
-            reduce_seconds=median_or_nan(self.spans.take_seconds()),
-            micro_backward_seconds=micro_backward_seconds,
-            dp_bytes=sent - self._window_start[0],
-            dp_bytes_dense=dense - self._window_start[1],
-            state_bytes=sum(reducer.state_bytes() for reducer in self.reducers),
-            spikes=sum(float(m.spikes) for m in measurements),
-            largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
-            energies={name: values for m in measurements for name, values in m.mean_energies().items()},
-            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
-        )
-        self._window_start = (sent, dense)
-        return window
-
-    def byte_counts(self) -> tuple[float, float, float, float]:
-        """Bytes so far: of gradients, of gradients in Megatron's own way, of updated weights, and in Megatron's way."""
-        return self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes
-
-    def restore_bytes(self, sent: float, dense: float, weights: float, weights_dense: float) -> None:
-        """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's ranks."""
-        self.traffic.resume(sent)
-        self.weights.resume(weights)
-        self.weights_dense.resume(weights_dense)
-        self.dense_bytes = dense
-        self._window_start = (sent, dense)
+        for group in self.groups:
+            group.keep_weights()
 
 
-class EmbeddingStage(Stage):
+class EmbeddingStage(MegatronStage):
     """The tied embedding, whose copies on the first and the last stage EDGC sums in one sum."""
 
     def __init__(self, tied: TiedEmbedding, device: torch.device):
@@ -178,11 +132,11 @@ def stages_of(
     pipeline_stage: int,
     device: torch.device,
     tied: TiedEmbedding | None = None,
-) -> list[Stage]:
+) -> list[MegatronStage]:
     """This rank's stages: that of its pipeline stage first, also if no other rank holds a copy of it; its experts, if
     others do; the tied embedding, if EDGC sums it and this rank has it.
     """
-    stages = []
+    stages: list[MegatronStage] = []
     apart = tied.weight if tied is not None else None
     copy = tied_copy(chunks) if tied is None else None
     embedding: Tensor | None = None if copy is None else getattr(copy[1], "main_grad", None)  # none if it is frozen
@@ -190,7 +144,7 @@ def stages_of(
         named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
         if named and (part is Part.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
             key = StageKey(part, pipeline_stage)
-            stages.append(Stage(key, named, device, embedding if part is Part.LAYERS else None))
+            stages.append(MegatronStage(key, named, device, embedding if part is Part.LAYERS else None))
     if tied is not None and tied.weight is not None:
         stages.append(EmbeddingStage(tied, device))
     return stages

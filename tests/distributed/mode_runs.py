@@ -34,8 +34,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-import edgc.compress.probe  # noqa: E402
 import edgc.plan.allocation  # noqa: E402
+import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
 from edgc.comm.collectives import Steps  # noqa: E402
 from edgc.compress import clipping, lowrank  # noqa: E402
@@ -218,13 +218,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     watch, chunks, initial = Watch(), [], {}
     reduce, pays, limit = GradientReducer.reduce, edgc.plan.allocation.pays, clipping.LIMIT
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
-    largest_rank, break_even = megatron.edgc.training.largest_rank, megatron.edgc.training.break_even
+    largest_rank, break_even = megatron.edgc.message_plan.largest_rank, megatron.edgc.message_plan.break_even
     message_costs = megatron.edgc.training.message_costs
     if "message_seconds" in case:
         cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
         megatron.edgc.training.message_costs = lambda *args: {1: cost}
     if "break_even" in case:
-        megatron.edgc.training.break_even = lambda cost: case["break_even"]
+        megatron.edgc.message_plan.break_even = lambda cost: case["break_even"]
     finalize, collectives = megatron.edgc.training.finalize_model_grads, [getattr(*place) for place in COLLECTIVES]
     megatron.edgc.training.finalize_model_grads = watch.around_finalize(finalize)
     for place, collective in zip(COLLECTIVES, collectives, strict=True):
@@ -235,8 +235,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
         clipping.LIMIT = math.inf  # dense training does not scale spikes down
-        edgc.plan.allocation.pays = edgc.compress.probe.pays = lambda *args: True
-        megatron.edgc.training.largest_rank = lambda config, args, saving: min(message_shape(args))
+        edgc.plan.allocation.pays = lambda *args: True
+        megatron.edgc.message_plan.largest_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
             lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
         )
@@ -266,8 +266,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     finally:
         clipping.LIMIT = limit
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
-        edgc.plan.allocation.pays = edgc.compress.probe.pays = pays
-        megatron.edgc.training.largest_rank, megatron.edgc.training.break_even = largest_rank, break_even
+        edgc.plan.allocation.pays = pays
+        megatron.edgc.message_plan.largest_rank, megatron.edgc.message_plan.break_even = largest_rank, break_even
         megatron.edgc.training.message_costs = message_costs
         megatron.edgc.training.finalize_model_grads = finalize
         for place, collective in zip(COLLECTIVES, collectives, strict=True):

@@ -47,7 +47,7 @@ def test_the_log_says_what_all_of_it_was(tmp_path: Path) -> None:
     flags = "--bf16 --use-distributed-optimizer --edgc --edgc-preset paper --edgc-static-rank 8 --edgc-window 2"
     output = train([*PIPELINE, *shlex.split(flags), "--edgc-log-dir", str(tmp_path)])
     assert (
-        "tied embedding summed over first and last stage by Megatron, counted, not compressed: 65.5 kB a st" in output
+        "tied embedding summed over first and last stage by the host, counted, not compressed: 65.5 kB a st" in output
     )
     start, *_, last = read_events(tmp_path)
     assert (start["embedding_sum"], start["gradient_bytes"]) == ("apart", 4)

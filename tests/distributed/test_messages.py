@@ -168,18 +168,18 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     given, and rounded, which takes 2 s instead of 1, or half a second.
     """
     communicator([])
-    from megatron.edgc.training import Session
+    from megatron.edgc.message_plan import plan_messages
 
     found = []
     for slope, pp_rank in ((1e-3, None), (8e-2, None), (1.0, None), (1.0, 8)):
         config = EDGCConfig(pp="backward", pp_rank=pp_rank, rmin=8, rmax=40)
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
-        settled = Session._message_settings(SimpleNamespace(config=config, requested=config, args=ARGS), {1: cost})
+        settled, _ = plan_messages(config, config, ARGS, {1: cost})
         found.append((settled.engine, settled.rmax or settled.static_rank))
     for pp, seconds in (("backward", 2.0), ("auto", 2.0), ("auto", 0.5)):
         requested = EDGCConfig(pp=pp, pp_engine="int4")
-        session = SimpleNamespace(config=replace(requested, pp="backward"), requested=requested, args=ARGS)
-        settled = Session._message_settings(session, {1: StageCost(CommCost(seconds, 0.0), 1.0, 1.0)})
+        cost = StageCost(CommCost(seconds, 0.0), 1.0, 1.0)
+        settled, _ = plan_messages(replace(requested, pp="backward"), requested, ARGS, {1: cost})
         found.append((settled.engine, settled.static_rank))
     return found
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run
 from edgc.compress import routes
-from edgc.compress.probe import break_even, cost_in_bytes, probe
+from edgc.compress.probe import cost_in_bytes, probe
 from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
 from edgc.plan.allocation import allocate
+from edgc.plan.run import break_even
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 from tools.benchmarks.operations import TensorMemory

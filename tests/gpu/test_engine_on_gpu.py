@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import WIRES, wire
-from edgc.compress.batch import Matrices, Scaled
-from edgc.compress.engines import PowerSGD
+from edgc.compress.batch import Batch, Operand
+from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
 from edgc.observe.timing import Spans
@@ -43,15 +43,16 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
             basis = torch.linalg.qr(tall @ engine.basis(matrix, 8, step).values().double()).Q
             result = basis @ (basis.T @ tall)
             expected[matrix.name] = result if matrix.rows >= matrix.cols else result.T, owed
-        turned = {m.name: local[m.name].T if engine.turned(m, step) else local[m.name] for m in MATRICES}
-        matrices = Matrices({name: Scaled(matrix) for name, matrix in turned.items()})
-        reduced = run(engine.reduce(matrices, {m.name: 8 for m in MATRICES}, step, communicator))
-        assert reduced.finite
-        reduced.advance(reduced.finite)
-        for name, matrix in turned.items():
-            errors[name] = reduced.shares[name].taken_from(matrix)
-            reduced.products[name].write(matrix, slice(None))
-            errors[name] = errors[name] if matrix is local[name] else errors[name].T
+        operands = {m.name: Operand(local[m.name]) for m in MATRICES}
+        batch = Batch(
+            {m.name: operands[m.name].T if engine.transposes(m, step) else operands[m.name] for m in MATRICES}
+        )
+        factored = run(engine.sum(batch, {m.name: 8 for m in MATRICES}, step, communicator))
+        assert factored.finite
+        engine.commit(factored, step, factored.finite)
+        for name, matrix in local.items():
+            errors[name] = factored.shares[name].taken_from(matrix)
+            factored.sums[name].write(matrix, slice(None))
         for name, (result, owed) in expected.items():
             assert torch.allclose(local[name].double(), result, atol=1e-4)
             assert torch.allclose(errors[name].double(), owed - result, atol=1e-4)

@@ -3,11 +3,12 @@ from dataclasses import replace
 import pytest
 
 from edgc.compress.engines import ENGINES, has_rank
-from edgc.compress.probe import break_even, cost_of_link, largest_rank
+from edgc.compress.probe import cost_of_link
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import CommCost
-from edgc.plan.allocation import allocate, pays, uniform_ranks, water_filled_ranks, width
+from edgc.plan.allocation import allocate, largest_rank, pays, uniform_ranks, water_filled_ranks, width
 from edgc.plan.controller import StageCost
+from edgc.plan.run import break_even
 from edgc.specs import MatrixSpec, Parameter
 
 PARAMETERS = [

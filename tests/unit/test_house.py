@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import edgc
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -31,7 +33,7 @@ def test_what_decides_imports_no_torch() -> None:
 
 
 # Who may import whom: a room and those to its left, and what lies beside the rooms.
-ORDER = ("plan", "observe", "comm", "compress")
+ORDER = ("plan", "observe", "comm", "compress", "hosts")
 
 
 def test_arrows_between_rooms_point_one_way() -> None:
@@ -51,3 +53,10 @@ def test_only_entries_import_recipes() -> None:
 
 def test_megatron_is_a_namespace_package() -> None:
     assert not (REPOSITORY / "megatron" / "__init__.py").exists()
+
+
+def test_edgc_offers_at_most_ten_names_and_imports_torch_for_none_that_needs_no_tensor() -> None:
+    assert len(edgc.__all__) <= 10
+    assert all(getattr(edgc, name) is not None for name in edgc.__all__)
+    script = "import edgc, sys; edgc.EDGCConfig, edgc.PRESETS, edgc.ConfigError; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0

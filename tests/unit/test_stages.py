@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from edgc.config import EDGCConfig
+from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
-from edgc.observe.window import Part, StageKey
 from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import Controller, StageCost, StageObservation
+from edgc.plan.run import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
-from megatron.edgc.stages import EmbeddingStage, Stage
-from megatron.edgc.training import compressed_anew
+from megatron.edgc.stages import EmbeddingStage, MegatronStage
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ class EventSpans(Spans):
 
 def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     """Four chunks of a virtual pipeline, 1 s each: a stage takes 4 s, which is what the probe has found."""
-    stage = Stage(StageKey(Part.LAYERS, 0), [], CPU)
+    stage = MegatronStage(StageKey(Part.LAYERS, 0), [], CPU)
     stage.spans = clock = EventSpans()
     for step in range(5):
         for _ in range(4):

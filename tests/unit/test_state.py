@@ -9,13 +9,13 @@ from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed, wire
 from edgc.compress.reducer import Measurements
+from edgc.hosts.state import measurements_of, plain, stage_state, unpacked
 from edgc.observe.moments import GradientStatistics
 from megatron.edgc.pipeline_messages import PipelineMessages
-from megatron.edgc.state import measurements_of, plain, stage_state, unpacked
 
 
-class Reducer:
-    """Of a reducer, what a checkpoint asks for; also a part that this release does not know."""
+class State:
+    """Of a reducer's state, what a checkpoint asks for; also a part that this release does not know."""
 
     def __init__(self) -> None:
         self.errors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
@@ -25,7 +25,7 @@ class Reducer:
             "empty": {},
         }
 
-    def settle_errors(self, iteration: int) -> Iterator[tuple[str, Tensor]]:
+    def settle_errors(self, communicator: object, iteration: int) -> Iterator[tuple[str, Tensor]]:
         yield from self.errors.items()
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
@@ -34,14 +34,14 @@ class Reducer:
 
 def test_every_part_of_a_reducers_state_comes_back() -> None:
     torch.manual_seed(0)
-    reducer = Reducer()
-    stage: Any = SimpleNamespace(reducers=[reducer])
+    state = State()
+    stage: Any = SimpleNamespace(reducers=[SimpleNamespace(state=state, communicator=None)])
     found = {name: unpacked(message, contents, message.device) for name, contents, message in stage_state(stage, 3)}
     assert list(found) == ["error.a", "error.b", "engine", "another"]
-    for name, total in reducer.errors.items():
+    for name, total in state.errors.items():
         assert torch.equal(found[f"error.{name}"][name].values(), total)
     for part in ("engine", "another"):
-        for name, packed in reducer.parts[part].items():
+        for name, packed in state.parts[part].items():
             assert found[part][name].shape == packed.shape
             assert torch.equal(found[part][name].values(), packed.values())
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.observe.window import Boundary, MessageWindow, Part, RankWindow, StageKey, WindowReport
+from edgc.hosts import reporting
+from edgc.hosts.reporting import Reporter
+from edgc.observe.window import Boundary, MessageWindow, RankWindow, WindowReport
 from edgc.plan.controller import RankPlan
-from megatron.edgc import reporting
-from megatron.edgc.reporting import Reporter
+from edgc.plan.run import Part, Run, StageKey
 
 PLAN = RankPlan(
     version=2,
@@ -31,8 +32,7 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(
 ) -> None:
     scalars: dict[str, float] = {}
     writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
-    monkeypatch.setattr(reporting, "get_tensorboard_writer", lambda: writer)
-    monkeypatch.setattr(reporting.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(reporting, "process", lambda: 0)
     message = MessageWindow(Boundary("backward", 1, 0), -3.0, 1e3, 2e3, 0.0)
     report = WindowReport(
         *(200, (64, 64, None), PLAN, tuple(map(seen, range(3))), 0.1, 1e6, 2e6, 0.0, 0.0, 1e3, 2e3),
@@ -40,7 +40,7 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(
         message_plan=RankPlan(1, 200, (12,), proposed=(3.25,), targets=(4,), reasons=("entropy",)),
         messages=(message,),
     )
-    Reporter(EDGCConfig(), SimpleNamespace(), 1000).window(report, last=False)  # type: ignore[arg-type]
+    Reporter(EDGCConfig(), Run(iterations=1000, replicas=2), scalars=lambda: writer).window(report, last=False)
     lines = capsys.readouterr().out.splitlines()
     assert "| rank 64 -> rank 56 (entropy; proposed 0.0; target rank 16) |" in lines[0]
     assert "| rank 64 -> rank 60 (alignment; proposed 0.0) |" in lines[1]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from edgc.config import EDGCConfig
     from edgc.plan.controller import StageCost
     from edgc.specs import Parameter
-    from megatron.edgc.training import Session
 
 VOCABULARY = 50257  # GPT-2's byte-pair encoding
 
@@ -107,9 +106,11 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.edgc.arguments import config_from_args
     from megatron.edgc.message_costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
     from megatron.edgc.stages import gradient_bytes
+    from megatron.edgc.training import Session
 
     if cluster.compute_capability is not None:
         major, minor = divmod(round(cluster.compute_capability * 10), 10)
@@ -118,8 +119,10 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
         torch.cuda.get_device_properties = lambda *args, **kwargs: properties
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--mock-data"]
     sys.argv = ["pretrain_gpt.py", *flags, *tokenizer, "--edgc"]
-    args, session = parse(on_cpu=cluster.gpu == "none")
-    assert session is not None  # as --edgc is among the flags
+    args = parse(on_cpu=cluster.gpu == "none")
+    requested = config_from_args(args)
+    assert requested is not None  # --edgc is among the flags
+    config = Session(requested, args).config
     description = gpt_config_from_args(args)
     # Only shapes are wanted: local layers have those of Transformer Engine's, and nothing is drawn at random.
     description.transformer_impl = "local"
@@ -151,7 +154,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
                 post_process=stage == pipeline - 1,
             )
         messages = message_bytes * _messages(stage, pipeline, args.virtual_pipeline_model_parallel_size or 1)
-        stages.append(_stage_needs(part, args, session, ranks, activations, messages))
+        stages.append(_stage_needs(part, args, config, ranks, activations, messages))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return Needs(
@@ -183,7 +186,7 @@ def _messages(stage: int, stages: int, chunks: int) -> int:
 
 
 def _stage_needs(
-    part: Any, args: Namespace, session: Session, ranks: Sequence[int], activations: int, messages: float
+    part: Any, args: Namespace, config: EDGCConfig, ranks: Sequence[int], activations: int, messages: float
 ) -> StageNeeds:
     import torch
 
@@ -192,8 +195,8 @@ def _stage_needs(
     from edgc.plan.allocation import allocate
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.stages import describe, gradient_bytes
+    from megatron.edgc.training import repeatable
 
-    config = session.config
     parameters = {parameter: describe("", name, parameter) for name, parameter in part.named_parameters()}
     elements = sum(parameter.elements for parameter in parameters.values())
     half = args.params_dtype != torch.float32
@@ -223,7 +226,7 @@ def _stage_needs(
         gradients=elements * gradient,
         optimizer=elements * (12 if half else 8) // owners,
         activations=activations,
-        edgc=_state(list(parameters.values()), config, ranks, session._repeatable()),
+        edgc=_state(list(parameters.values()), config, ranks, repeatable(args)),
         sent={
             "dense": dense,
             **{str(rank): sum(one.seconds(rank) for one in compressed) + summed_apart for rank in ranks},

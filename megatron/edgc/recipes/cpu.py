@@ -167,9 +167,9 @@ def redirect() -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing  # type: ignore[assignment]
-    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
-    _CpuFactories().__enter__()
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
+    torch.accelerator.is_available = lambda: False
+    _CpuFactories().__enter__()  # type: ignore[no-untyped-call]
     _redirect_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
         print("edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr)

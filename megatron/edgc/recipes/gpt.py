@@ -26,7 +26,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 def _needs_batch(vp_stage: int | None) -> bool:
     """Only the first and the last pipeline stage look at the data; of a virtual pipeline: the first and last chunk."""
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return parallel_state.is_pipeline_first_stage(**where) or parallel_state.is_pipeline_last_stage(**where)
+    return bool(parallel_state.is_pipeline_first_stage(**where) or parallel_state.is_pipeline_last_stage(**where))
 
 
 # Flags of Megatron-LM's script that change what a batch is, and that this one does not implement.
@@ -84,7 +84,8 @@ def train_valid_test_datasets(num_samples: list[int | None], vp_stage: int | Non
         lambda: _needs_batch(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0,
         dataset_config(args),
     )
-    return builder.build()
+    datasets: tuple[Any, Any, Any] = builder.build()
+    return datasets
 
 
 # Every rank calls it, not tensor-parallel rank 0 alone: the builder itself meets at barriers of all ranks.
@@ -125,7 +126,9 @@ def get_batch(
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
     batch = {key: batch[key] for key in BATCH_KEYS}
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    cp_group = parallel_state.get_context_parallel_group()
+    own: dict[str, torch.Tensor | None] = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
+    return own
 
 
 def loss_func(
@@ -144,7 +147,7 @@ def _validate(loss: torch.Tensor) -> None:
     args, machine = get_args(), get_rerun_state_machine()
 
     def spike(result: torch.Tensor) -> bool:
-        return machine.is_unexpectedly_large(result, threshold=SPIKE, context="loss")
+        return bool(machine.is_unexpectedly_large(result, threshold=SPIKE, context="loss"))
 
     if args.check_for_nan_in_loss_and_grad:
         for wrong, message in ((torch.isnan, "the loss is NaN"), (torch.isinf, "the loss is infinite")):
@@ -159,4 +162,5 @@ def forward_step(
     """One micro-batch forward; returns the stage's output and the function that turns it into the loss."""
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return output, partial(loss_func, batch["loss_mask"])
+    # only the last stage, which has read it, asks for the loss
+    return output, partial(loss_func, batch["loss_mask"])  # type: ignore[arg-type]

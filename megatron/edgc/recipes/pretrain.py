@@ -12,12 +12,10 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
 from torch.nn import Module
 
-from megatron.edgc.arguments import add_arguments, config_from_args
-from megatron.edgc.checkpointing import shield_writer
-from megatron.edgc.compatibility import check_options
+from megatron.edgc.arguments import add_arguments
+from megatron.edgc.entry import compressing
 from megatron.edgc.recipes import cpu, gpt
 from megatron.edgc.recipes.datasets import check_datasets
-from megatron.edgc.seam import Seam
 from megatron.edgc.training import Session
 
 Hook = Callable[[list[Module]], list[Module]]
@@ -39,13 +37,10 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
 
     ``hooks`` are called with the list of wrapped model chunks, after EDGC's own, and return it.
     """
-    args, session = parse(on_cpu)
+    args = parse(on_cpu)
     check_datasets(args)
     model = gpt_config_from_args(args)
-    shield_writer(args)
-    with Seam() as seam:
-        if session is not None:
-            model.post_wrap_hooks.append(partial(session.install, seam=seam))
+    with compressing(args, model) as session:
         model.post_wrap_hooks.extend(hooks)
         pretrain(
             pretrain_cfg_container_from_args(args, model),
@@ -56,18 +51,13 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     return session
 
 
-def parse(on_cpu: bool) -> tuple[Namespace, Session | None]:
-    """Megatron's arguments and, with EDGC, a session for them. Raises ``ConfigError`` for what EDGC does not accept."""
-    args = parse_and_validate_args(
+def parse(on_cpu: bool) -> Namespace:
+    """Megatron's arguments. Raises ``ConfigError`` for settings and options that EDGC does not accept."""
+    args: Namespace = parse_and_validate_args(
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
-    config = config_from_args(args)
     gpt.check_options(args)
-    if config is None:
-        return args, None
-    session = Session(config, args)
-    check_options(config, args)
-    return args, session
+    return args
 
 
 class _Help(HelpFormatter):

@@ -3,60 +3,71 @@
 import math
 import platform
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
-import torch.distributed as dist
-from megatron.training.global_vars import get_tensorboard_writer
-from torch import Tensor
+import torch
 
 from edgc import __version__
+from edgc.comm.objects import process, processes
+from edgc.compress.batch import triton_kernels
 from edgc.compress.clipping import LIMIT
 from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
-from edgc.observe.window import StageKey, WindowReport
-from edgc.plan.allocation import Allocation
+from edgc.observe.window import WindowReport
 from edgc.plan.controller import NO_RANK, RankPlan, StageCost
-from megatron.edgc.compatibility import embedding_apart
-from megatron.edgc.stages import gradient_bytes
+from edgc.plan.run import Run, RunPlan
 
 
 class Reporter:
-    """Prints and logs on global rank 0; TensorBoard goes through Megatron's own writer, on the last rank."""
+    """Prints and logs on process 0.
 
-    def __init__(self, config: EDGCConfig, args: Namespace, iterations: int):
-        self.config, self.args, self.iterations = config, args, iterations
-        self.on_rank_0 = dist.get_rank() == 0
+    Args:
+        run: what is trained; its ``gradient_bytes`` are those of plain training.
+        log_interval: iterations between two lines of progress; 0: none.
+        scalars: gives a writer with TensorBoard's ``add_scalar``, or None where this process has none.
+        packages: whose versions the log names, beside Python's and torch's.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        run: Run,
+        log_interval: int = 0,
+        scalars: Callable[[], Any] = lambda: None,
+        packages: Sequence[str] = (),
+    ):
+        self.config, self.run, self.iterations = config, run, run.iterations
+        self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
+        self.on_rank_0 = process() == 0
         self.events = EventLog(config.log_dir if self.on_rank_0 else None)
 
     @staticmethod
     def warn(message: str) -> None:
         """One warning line, once for the whole run."""
-        if dist.get_rank() == 0:
+        if process() == 0:
             print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
 
     def start(
         self,
-        keys: Sequence[StageKey],
-        stages: Sequence[Allocation],
-        costs: Sequence[StageCost | None],
-        left_dense: Sequence[str],
-        messages: EDGCConfig | None,
-        message_costs: Mapping[int, StageCost],
-        embedding: Tensor | None,
+        plan: RunPlan,
+        messages: EDGCConfig | None = None,
+        message_costs: Mapping[int, StageCost] | None = None,
+        embedding_bytes: int | None = None,
+        embedding_apart: str = "",
     ) -> None:
-        """What is compressed, what stays dense and why; ``left_dense``: of a stage that is never compressed.
+        """What is compressed, what stays dense and why.
 
         ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them;
-        ``embedding``: the gradient of a tied embedding whose copies Megatron itself sums, if there is one.
+        ``embedding_bytes``: of the gradient of a tied embedding whose copies the host itself sums, if there is one;
+        ``embedding_apart``: why EDGC cannot sum them.
         """
         config = self.config
-        args = self.args
-        value_bytes = gradient_bytes(args)
+        value_bytes = self.run.gradient_bytes
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif not config.dynamic:
@@ -66,9 +77,10 @@ class Reporter:
             aligned = "aligned" if config.align else "not aligned"
             how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
-        for key, allocation, why_dense in zip(keys, stages, left_dense, strict=True):
-            if why_dense:
-                lines.append(f"{key} in {config.dense_wire} throughout: {why_dense}")
+        for stage in plan.stages:
+            key, allocation = stage.key, stage.allocation
+            if stage.dense_because:
+                lines.append(f"{key} in {config.dense_wire} throughout: {stage.dense_because}")
                 continue
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
@@ -82,10 +94,9 @@ class Reporter:
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
                 lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
-        if embedding is not None:
-            what = f"by Megatron, counted, not compressed: {_bytes(embedding.nbytes)} a step"
-            why = embedding_apart(args)
-            why = f": {flag('fuse_embedding_sync')} {why}" if why else ""
+        if embedding_bytes is not None:
+            what = f"by the host, counted, not compressed: {_bytes(embedding_bytes)} a step"
+            why = f": {flag('fuse_embedding_sync')} {embedding_apart}" if embedding_apart else ""
             lines.append(f"tied embedding summed over first and last stage {what}{why}")
         if messages is not None:
             how = f"rank {messages.rmin} to {messages.rmax}" if messages.dynamic else f"rank {messages.static_rank}"
@@ -95,38 +106,39 @@ class Reporter:
             lines.append(f"{what} between stages: {how}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.parameters = [
-            stage.rest_elements + sum(matrix.rows * matrix.cols for matrix in stage.matrices) for stage in stages
+            stage.allocation.rest_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
+            for stage in plan.stages
         ]
         self.events.write(
             "start",
             config=asdict(config),
             iterations=self.iterations,
-            world_size=dist.get_world_size(),
+            world_size=processes(),
             gradient_bytes=value_bytes,
-            embedding_sum="fused" if self.config.fuse_embedding_sync else None if embedding is None else "apart",
+            embedding_sum="fused" if config.fuse_embedding_sync else None if embedding_bytes is None else "apart",
             stages=[
                 {
-                    "name": str(key),
-                    "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in allocation.matrices],
-                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in allocation.rest],
-                    "cost": None if cost is None else asdict(cost),
+                    "name": str(stage.key),
+                    "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in stage.allocation.matrices],
+                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in stage.allocation.rest],
+                    "cost": None if stage.cost is None else asdict(stage.cost),
                 }
-                for key, allocation, cost in zip(keys, stages, costs, strict=True)
+                for stage in plan.stages
             ],
             messages=None
             if messages is None
             else {name: getattr(messages, name) for name in ("engine", "rmin", "rmax", "static_rank")},
-            message_costs={str(sender): asdict(cost) for sender, cost in message_costs.items()},
+            message_costs={str(sender): asdict(cost) for sender, cost in (message_costs or {}).items()},
             versions={
                 "edgc": __version__,
                 "python": platform.python_version(),
-                **{package: version(package) for package in ("torch", "megatron-core", "numpy")},
+                **{package: version(package) for package in ("torch", *self.packages, "numpy")},
             },
         )
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
-        """At Megatron's log interval: how far, how fast, how long still."""
-        if completed % self.args.log_interval == 0 and step_seconds:
+        """At the log interval: how far, how fast, how long still."""
+        if self.log_interval and completed % self.log_interval == 0 and step_seconds:
             pace = median(step_seconds)
             minutes, seconds = divmod(round((self.iterations - completed) * pace), 60)
             self._print(
@@ -183,12 +195,12 @@ class Reporter:
                 )
             for message in report.messages:
                 self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
-            for line in _totals(report, gradient_bytes(self.args)):
+            for line in _totals(report, self.run.gradient_bytes):
                 self._print(f"edgc | {line}")
         self._tensorboard(report)
         event = asdict(report)
-        for message, seen in zip(event["messages"], report.messages, strict=True):
-            message["boundary"] = str(seen.boundary)
+        for message, boundary in zip(event["messages"], report.messages, strict=True):
+            message["boundary"] = str(boundary.boundary)
         for stage, seen in zip(event["stages"], report.stages, strict=True):
             stage["stage"] = str(seen.stage)
             del stage["energies"]  # all spectra would swell the log
@@ -196,7 +208,7 @@ class Reporter:
         self.events.write("window", last=last, **event, **totals)
 
     def _tensorboard(self, report: WindowReport) -> None:
-        writer = get_tensorboard_writer()
+        writer = self.scalars()
         if not writer:
             return
         for stage, seen in enumerate(report.stages):
@@ -234,6 +246,14 @@ class Reporter:
             print(text, flush=True)
 
 
+def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
+    """Where fused kernels are asked for that do not run on this device."""
+    if config.kernels == "fused" and triton_kernels(device) is None:
+        Reporter.warn(
+            "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+        )
+
+
 def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
     """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
     notes = [plan.reasons[place]]
@@ -255,7 +275,7 @@ def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:
 
 
 def _totals(report: WindowReport, value_bytes: int) -> list[str]:
-    """The run's bytes a process, against those of Megatron's own way; its gradients have values of so many bytes."""
+    """The run's bytes a process, against those of the host's own way; its gradients have values of so many bytes."""
     sent, dense = report.dp_bytes, report.dp_bytes_dense
     lines = [f"gradients: sent {_bytes(sent)} of {_bytes(dense)}"]
     if sent:

@@ -1,0 +1,36 @@
+"""What this process tells the others before a run is planned: its parameters, and what reducing them costs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from edgc.comm.collectives import Communicator
+from edgc.compress import probe
+from edgc.config import EDGCConfig
+from edgc.plan.allocation import allocate
+from edgc.plan.controller import StageCost, smallest_rank
+from edgc.plan.run import Run
+from edgc.specs import Parameter
+
+
+def reduction_cost(
+    groups: Sequence[Sequence[Parameter]],
+    config: EDGCConfig,
+    run: Run,
+    communicator: Communicator,
+    device: torch.device,
+) -> StageCost | None:
+    """Of the layers of this process: timed on its link, or computed from ``link_gbps``; None where no rank depends on
+    it.
+
+    ``groups``: the parameters of each group that is reduced by itself. Every process of the communicator must call
+    this at the same time.
+    """
+    allocations = [allocate(group, config, smallest_rank(config)) for group in groups if group]
+    whole = allocate([parameter for group in groups for parameter in group], config, smallest_rank(config))
+    if not config.dynamic or not whole.matrices or run.alone:
+        return None
+    half = run.gradient_bytes == 2
+    if config.link_gbps is None:
+        return probe.probe(allocations, config, communicator, device, run.scatters, half, run.overlapped)
+    return probe.cost_of_link(whole, config, communicator.ranks, config.link_gbps, run.scatters, half)

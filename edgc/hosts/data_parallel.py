@@ -1,0 +1,357 @@
+"""Data parallelism of a plain torch module: one stage, whose gradients are averaged over a group of processes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object
+from edgc.comm.overlap import Handle, Overlap
+from edgc.comm.wire import Packed
+from edgc.compress.reducer import GradientReducer
+from edgc.config import ConfigError, EDGCConfig, flag
+from edgc.hosts.costs import reduction_cost
+from edgc.hosts.reporting import Reporter, warn_of_kernels
+from edgc.hosts.stage import Stage
+from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
+from edgc.hosts.steps import StepDriver
+from edgc.hosts.windows import WindowExchange
+from edgc.observe.timing import Spans
+from edgc.observe.window import WindowReport
+from edgc.plan.allocation import allocate
+from edgc.plan.controller import smallest_rank
+from edgc.plan.run import MESSAGES_OFF, Part, ProcessStage, Run, StageKey, plan_run
+from edgc.specs import Parameter
+
+UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
+VERSION = 1
+KEY = StageKey(Part.LAYERS, 0)
+OF_THE_JOB = "log_dir", "reset_state"  # settings that may differ between a run and its resume
+
+
+@dataclass
+class Unit:
+    """Parameters that are reduced together, by name, whatever buckets their gradients come in."""
+
+    names: tuple[str, ...]
+    reducer: GradientReducer
+    missing: set[str]  # whose gradients have not come in this step
+    before: Mapping[str, Mapping[str, Packed]]  # the reducer's state before this step
+
+
+class Layers(Stage):
+    """All parameters of the module."""
+
+    units: Sequence[Unit] = ()
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        return [unit.reducer for unit in self.units]
+
+
+class EDGCState:
+    """What averages a module's gradients, and all that it remembers from step to step.
+
+    It is the state of ``ddp_hook``; without ``DistributedDataParallel`` call ``step`` after each backward pass.
+
+    1. Parameters are cut into units of ``unit_bytes``, in the order in which a backward pass comes to them. Units do
+       not follow DDP's buckets, which DDP rebuilds after the first step: so no state ever moves.
+    2. A unit's reduction starts when its last gradient has come, and runs beside the rest of the backward pass.
+    3. When all have ended, the processes agree whether all averages are finite. If not, every gradient becomes NaN on
+       every process, as a ``GradScaler`` expects, and error feedback and factors are those of before the step.
+    4. At the end of a window process 0 decides on the ranks of the next one.
+
+    Args:
+        module: the bare module, not one that ``DistributedDataParallel`` has wrapped. Embeddings are told by their
+            type, an output layer by the attribute ``is_embedding_or_output_parameter`` of its weight.
+        config: settings, or the name of a preset.
+        iterations: optimizer steps of the run, those before a checkpoint included.
+        group: the processes that average; None: all.
+        scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
+        unit_bytes: of the gradients that are reduced together.
+
+    Raises ``ConfigError`` for settings that need a pipeline or sharded weights. Collectives begin with ``start``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: EDGCConfig | str = "balanced",
+        *,
+        iterations: int,
+        group: ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        unit_bytes: int = UNIT_BYTES,
+    ):
+        self.requested = data_parallel_config(config)
+        self.requested.check_run(iterations)
+        self.iterations, self.group, self.scaler, self.unit_bytes = iterations, group, scaler, unit_bytes
+        self.parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
+        embeddings = {one.weight for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+        self.described = {name: describe(name, p, p in embeddings) for p, name in self.parameters.items()}
+        self.steps = 0  # averaged so far
+        self.report: WindowReport | None = None  # of the last window
+        self._started = self._ended = False
+        self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
+        self._gradients: dict[str, Tensor] = {}  # of the step under way, by name
+        self._handles: list[Handle] = []
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Time the link, plan the run and build its reducers, once; the first step does so where nobody has.
+
+        Every process of the group must call this together. Raises ``ConfigError`` for ranks that do not fit the module.
+        """
+        if not self._started:
+            self._build(self.requested, timed=True)
+
+    def _build(self, config: EDGCConfig, timed: bool) -> None:
+        parameters = list(self.parameters)
+        self.device = parameters[0].device
+        if any(parameter.device != self.device for parameter in parameters):
+            raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
+        group = self.group or all_processes()
+        uncounted = Communicator(group, Traffic())  # probing is no training traffic
+        self.processes, self._process = uncounted.ranks, uncounted.rank
+        run = Run(self.iterations, self.processes, max(p.itemsize for p in parameters), overlapped=True)
+        warn_of_kernels(config, self.device)
+        names = self._cut()
+        described = [[self.described[name] for name in unit] for unit in names]
+        cost = reduction_cost(described, config, run, uncounted, self.device) if timed else None
+        own = ProcessStage(KEY, tuple(parameter for unit in described for parameter in unit), cost)
+        self.plan = plan_run(config, run, all_gather_objects([own], group))
+        for warning in self.plan.warnings:
+            Reporter.warn(warning)
+        self.config = self.plan.config
+
+        dense = Traffic()
+        for parameter in parameters:
+            dense.count_all_reduce(parameter, self.processes)
+        self.stage = Layers(KEY, self.device, dense.bytes)
+        communicator = Communicator(group, self.stage.traffic)
+        self.stage.units = [self._unit(*unit, communicator) for unit in zip(names, described, strict=True)]
+        self._unit_of = {name: unit for unit in self.stage.units for name in unit.names}
+        self.overlap = Overlap(self.device)
+        self.driver = StepDriver(self.plan.keys, [self.stage], self.config.window, lambda: self.steps, self._loss_scale)
+        controller = self.plan.controller(self.iterations) if self._process == 0 else None
+        self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
+        self.windows.adopt_plans()
+        self.reporter = Reporter(self.config, run)
+        self.reporter.start(self.plan)
+        self._started = True
+
+    def _cut(self) -> list[list[str]]:
+        """The names of each unit. Gradients come about in the reverse order of the parameters."""
+        units: list[list[str]] = []
+        size = math.inf
+        for parameter, name in reversed(self.parameters.items()):
+            if size + parameter.nbytes > self.unit_bytes:
+                units.append([])
+                size = 0
+            units[-1].append(name)
+            size += parameter.nbytes
+        return units
+
+    def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
+        allocation = allocate(parameters, self.config, smallest_rank(self.config))
+        return Unit(tuple(names), GradientReducer(allocation, self.config, communicator, self.device), set(), {})
+
+    def _loss_scale(self) -> Tensor | None:
+        if self.scaler is None:
+            return None
+        scale: Tensor = self.scaler.scale(torch.ones((), device=self.device))
+        return scale
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Average the ``grad`` of every parameter in place. For modules that ``DistributedDataParallel`` does not wrap.
+
+        Every process of the group must call this after the backward pass. Raises RuntimeError where a parameter has no
+        gradient.
+        """
+        self.begin()
+        self.add({p: p.grad for p in self.parameters if p.grad is not None})
+        self.end()
+
+    def begin(self) -> None:
+        """A step begins: no gradient has come."""
+        self.start()
+        if self._ended:
+            raise RuntimeError("this EDGC state was closed")
+        self._gradients, self._handles = {}, []
+        self.driver.step()
+        for unit in self.stage.units:
+            unit.missing, unit.before = set(unit.names), unit.reducer.state.state_dict()
+
+    def add(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """These gradients, by parameter, are complete on this process. They will hold the averages after ``end``.
+
+        Every process must add them in the same order. Raises RuntimeError for a parameter that the module does not
+        have.
+        """
+        for parameter, gradient in gradients.items():
+            name = self.parameters.get(parameter)  # type: ignore[call-overload]
+            if name is None:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter of the module that EDGC was "
+                    "given, or to one that did not require a gradient then"
+                )
+            self._gradients[name] = gradient
+            unit = self._unit_of[name]
+            unit.missing.remove(name)
+            if not unit.missing:
+                self._reduce(unit)
+
+    @torch.no_grad()
+    def _reduce(self, unit: Unit) -> None:
+        """Start the reduction of a unit."""
+        step, reducer = self.driver.step(), unit.reducer
+        gradients = {name: self._gradients[name] for name in unit.names}
+        reducer.begin(step.iteration)
+        reducer.measure(gradients, step.iteration, step.loss_scale)
+        torch._foreach_div_(list(gradients.values()), self.processes)
+        reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
+        self._handles.append(self.overlap.start(reduction, unit.before, self.stage.spans))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Wait for the averages, judge and count the step, and close the window if it is its last one.
+
+        Raises ``ReplicaMismatch`` where processes have drifted apart, and RuntimeError where gradients are missing.
+        """
+        missing = sorted(name for unit in self.stage.units for name in unit.missing)
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} parameters have no gradient in this step, the first {missing[0]}: EDGC needs those of "
+                "all parameters that required one when it was attached"
+            )
+        for handle in self._handles:
+            handle.wait()
+        if self.driver.not_finite():
+            for unit in self.stage.units:
+                unit.reducer.state.load_state_dict(unit.before)
+            torch._foreach_mul_(list(self._gradients.values()), math.nan)
+        for unit in self.stage.units:
+            unit.before = {}  # else the memory of it would stay
+        self._gradients = {}
+        self.stage.end_step()
+        self.driver.end(self.steps)
+        self.steps += 1
+        last = self.steps == self.iterations
+        if last or self.driver.closes_window(self.steps - 1):
+            self._report(last)
+
+    def _report(self, last: bool) -> None:
+        self.report = self.windows.exchange(self.steps)
+        self.reporter.window(self.report, last)
+
+    def close(self) -> None:
+        """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
+        if self._started and not self._ended and self.steps < self.iterations:
+            self._report(last=True)
+        self._ended = True
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, the same on every process: plain values and CPU tensors. So one file is enough.
+
+        Every process of the group must call this, between two steps. Of the error feedback it holds the sums over the
+        processes, which are all that matters to training; from here on the live run has them divided evenly, as the
+        resumed one will.
+        """
+        self.start()
+        layout, tensors = {}, {}
+        for name, contents, message in stage_state(self.stage, self.steps):
+            layout[name], tensors[name] = contents, message.to("cpu", copy=True)
+        own = [plain(reducer.measurements) for reducer in self.stage.reducers], self.stage.byte_counts()
+        everyone = all_gather_objects(own, self.group)
+        controller = self.windows.controller
+        return {
+            "version": VERSION,
+            "steps": self.steps,
+            "requested": asdict(self.requested),
+            "config": asdict(self.config),
+            "controller": broadcast_object(None if controller is None else controller.state_dict(), self.group),
+            "layout": layout,
+            "tensors": tensors,
+            "measurements": [measurements for measurements, _ in everyone],
+            "bytes": [sum(column) / len(everyone) for column in zip(*(count for _, count in everyone), strict=True)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken: at as many processes with the same bits, at others with the same sums.
+
+        Every process of the group must call this. A run with the settings of the one before keeps the ranks that its
+        link was found to allow. Raises ``ConfigError`` for another engine and for parameters of other sizes.
+        """
+        self._check(state)
+        requested = asdict(self.requested)
+        same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(OF_THE_JOB))
+        config = self.requested
+        if same:
+            config = EDGCConfig(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
+        self._build(config, timed=not same)
+        self.steps = state["steps"]
+        processes = len(state["measurements"])
+        load_stage(
+            self.stage,
+            state["layout"],
+            state["tensors"].__getitem__,
+            self.steps,
+            parts=state["config"]["engine"] == self.config.engine,
+            norms=processes == self.processes,
+        )
+        reducers = self.stage.reducers
+        own = state["measurements"][self._process] if processes == self.processes else []
+        if len(own) == len(reducers):  # other processes and other units have measured other things
+            for reducer, measurements in zip(reducers, own, strict=True):
+                reducer.measurements = measurements_of(measurements)
+        self.stage.restore_bytes(*state["bytes"])
+        controller = self.plan.controller(self.iterations)  # on every process, so that an error is one of all
+        controller.load_state_dict(state["controller"])
+        if self.windows.controller is not None:
+            self.windows.controller = controller
+        self.windows.adopt_plans()
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != VERSION:
+            raise ConfigError(f"EDGC state of version {state['version']}: this release reads {VERSION}")
+        engine = state["requested"]["engine"]
+        if engine != self.requested.engine:
+            raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}")
+        for contents in (one for key, one in state["layout"].items() if key.startswith(ERROR)):
+            for name, (shape, _, _) in contents.items():
+                if name not in self.described:
+                    raise ConfigError(f"the EDGC state has an error of {name}, which this module lacks")
+                found, own = math.prod(shape), self.described[name].elements
+                if found != own:
+                    raise ConfigError(f"the EDGC state's error of {name} has {found} values, the parameter {own}")
+
+
+def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
+    """The settings, or those of a preset, without what belongs to a pipeline. Raises ``ConfigError`` for settings that
+    ask for more than averaged gradients.
+    """
+    if isinstance(config, str):
+        config = EDGCConfig.from_preset({"preset": config})
+    refused = {"pp": config.pp not in ("off", "auto"), "fuse_embedding_sync": config.fuse_embedding_sync}
+    refused["param_wire"] = config.param_wire is not None
+    for name, asked in refused.items():
+        if asked:
+            raise ConfigError(f"{flag(name)} = {getattr(config, name)}: a data-parallel module has no such messages")
+    return replace(config, **MESSAGES_OFF, fuse_embedding_sync=False)
+
+
+def describe(name: str, parameter: nn.Parameter, embedding: bool) -> Parameter:
+    """What the allocation needs to know of a parameter."""
+    marked = getattr(parameter, "is_embedding_or_output_parameter", False)
+    return Parameter(name, tuple(parameter.shape), bool(embedding or marked))

@@ -1,0 +1,65 @@
+"""torch's ``DistributedDataParallel`` as a host: EDGC as its communication hook."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc.comm.objects import GradBucket
+from edgc.config import ConfigError, EDGCConfig
+from edgc.hosts.data_parallel import EDGCState
+
+
+def attach(
+    model: nn.Module,
+    config: EDGCConfig | str = "balanced",
+    *,
+    iterations: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> EDGCState:
+    """Let EDGC average the gradients of a ``DistributedDataParallel`` model, or of a bare module.
+
+    The arguments are those of ``EDGCState``. A bare module's gradients are averaged when ``step`` is called. Every
+    process calls this at the same point. Raises ``ConfigError`` for settings, ranks and models that EDGC cannot take.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        state = EDGCState(model, config, iterations=iterations, scaler=scaler)
+        state.start()
+        return state
+    if model.find_unused_parameters and not model.static_graph:
+        raise ConfigError(
+            "find_unused_parameters: DDP drops the average of a parameter that no process has used in a step, and with "
+            "it what error feedback has sent. With static_graph=True a parameter is used always or never"
+        )
+    state = EDGCState(
+        model.module,
+        config,
+        iterations=iterations,
+        group=model.process_group,
+        scaler=scaler,
+        unit_bytes=model.bucket_bytes_cap,
+    )
+    state.start()
+    model.register_comm_hook(state, ddp_hook)
+    return state
+
+
+def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook: ``model.register_comm_hook(EDGCState(module, iterations=...), ddp_hook)``.
+
+    Averages over the process group, as DDP itself does. DDP hands its buckets over in the same order on every process.
+    With ``no_sync`` it does so once for all accumulated micro-batches. The futures of a step resolve together, when
+    all processes know whether its averages are finite; until then reductions run beside the backward pass.
+    """
+    if bucket.index() == 0:
+        state.begin()
+        state.futures = []
+    state.add(dict(zip(bucket.parameters(), bucket.gradients(), strict=True)))
+    devices: list[int | str | torch.device] | None = [state.device] if state.device.type == "cuda" else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    state.futures.append((future, bucket.buffer()))
+    if bucket.is_last():
+        state.end()
+        for waiting, buffer in state.futures:
+            waiting.set_result(buffer)
+        state.futures = []
+    return future

@@ -1,0 +1,74 @@
+"""What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from edgc.comm.collectives import Traffic
+from edgc.compress.reducer import GradientReducer
+from edgc.observe.timing import Spans
+from edgc.observe.window import RankWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.plan.run import StageKey
+
+
+class Stage(ABC):
+    """The reducers of one process that share a rank plan. ``dense_bytes_per_step``: what the host's own way sends."""
+
+    def __init__(self, key: StageKey, device: torch.device, dense_bytes_per_step: float):
+        self.key = key
+        self.device = device
+        self.traffic = Traffic()  # of gradients
+        self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and the host's own way
+        self.spans = Spans(device)
+        self.dense_bytes_per_step = dense_bytes_per_step
+        self.dense_bytes = 0.0
+        self._window_start = (0.0, 0.0)
+
+    @property
+    @abstractmethod
+    def reducers(self) -> Sequence[GradientReducer]:
+        """In the same order on every process of the group."""
+
+    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
+        """Take the rank at this place among those that are in use."""
+        for reducer in self.reducers:
+            reducer.set_rank(active[place], matrix_ranks)
+
+    def end_step(self) -> None:
+        """Once a step, when all its reductions have ended."""
+        self.dense_bytes += self.dense_bytes_per_step
+        self.spans.close()
+
+    def take_window(self, micro_backward_seconds: float) -> RankWindow:
+        """What was seen since the last call."""
+        measurements = [reducer.measurements.take() for reducer in self.reducers]
+        sent, dense = self.traffic.bytes, self.dense_bytes
+        window = RankWindow(
+            stage=self.key,
+            entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
+            residual=mean_of_finite([value for m in measurements for value in m.residual]),
+            reduce_seconds=median_or_nan(self.spans.take_seconds()),
+            micro_backward_seconds=micro_backward_seconds,
+            dp_bytes=sent - self._window_start[0],
+            dp_bytes_dense=dense - self._window_start[1],
+            state_bytes=sum(reducer.state_bytes() for reducer in self.reducers),
+            spikes=sum(float(m.spikes) for m in measurements),
+            largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
+            energies={name: values for m in measurements for name, values in m.mean_energies().items()},
+            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
+        )
+        self._window_start = (sent, dense)
+        return window
+
+    def byte_counts(self) -> tuple[float, float, float, float]:
+        """Bytes so far: of gradients, of gradients in the host's own way, of updated weights, and in the host's way."""
+        return self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes
+
+    def restore_bytes(self, sent: float, dense: float, weights: float, weights_dense: float) -> None:
+        """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
+        self.traffic.resume(sent)
+        self.weights.resume(weights)
+        self.weights_dense.resume(weights_dense)
+        self.dense_bytes = dense
+        self._window_start = (sent, dense)

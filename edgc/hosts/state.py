@@ -1,0 +1,99 @@
+"""What a stage keeps over a checkpoint, as plain values and tensors, and how it is taken up again."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from edgc.comm.wire import FP32, Packed, Wire
+from edgc.hosts.stage import Stage
+from edgc.observe.measurements import Measurements
+from edgc.observe.moments import GradientStatistics
+
+ERROR = "error."  # a parameter's name follows
+Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
+
+
+def stage_state(stage: Stage, iteration: int) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
+    """All that a stage's reducers keep, the same on all data-parallel processes: name, contents, bytes on the device.
+
+    The errors, one by one, are their sums, and are divided anew on the way; of the other parts each is one tensor.
+    """
+    parts: dict[str, dict[str, Packed]] = {}
+    for reducer in stage.reducers:
+        for name, total in reducer.state.settle_errors(reducer.communicator, iteration):
+            yield f"{ERROR}{name}", {name: _described(Packed(total, FP32))}, total.view(torch.uint8).flatten()
+        for part, kept in reducer.state.state_dict().items():
+            if part != "error":
+                parts.setdefault(part, {}).update(kept)
+    for part, kept in parts.items():
+        if kept:
+            described = {name: _described(packed) for name, packed in kept.items()}
+            yield part, described, torch.cat([packed.message.flatten() for packed in kept.values()])
+
+
+def load_stage(
+    stage: Stage, layout: Layout, tensor: Callable[[str], torch.Tensor], iteration: int, *, parts: bool, norms: bool
+) -> None:
+    """Go on where ``stage_state`` was taken.
+
+    ``layout``: the contents of each of its tensors; ``tensor`` gives one by name, on any device. ``parts``: also what
+    is not an error, which is good for any engine; ``norms``: also the running norms of gradients, which depend on the
+    number of processes.
+    """
+
+    def restored(name: str, device: torch.device) -> dict[str, Packed]:
+        return unpacked(tensor(name), layout[name], device) if name in layout else {}
+
+    kept = {part: restored(part, stage.device) for part in stage.reducers[0].state.state_dict()}
+    if not norms:
+        kept["clipping"] = {}
+    for reducer in stage.reducers:
+        if parts:
+            reducer.state.load_state_dict(
+                {
+                    part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
+                    for part, packed in kept.items()
+                }
+            )
+        names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
+        # on the CPU: the reducer moves one after another
+        totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
+        reducer.state.share_errors(totals, reducer.communicator, iteration)
+
+
+def _described(packed: Packed) -> list[Any]:
+    """Shape, wire format and bytes, as plain values."""
+    wire = packed.wire
+    return [
+        list(packed.shape),
+        [wire.bits, wire.stochastic, wire.hadamard, wire.floating],
+        packed.message.nbytes,
+    ]
+
+
+def unpacked(message: torch.Tensor, contents: Mapping[str, Any], device: torch.device) -> dict[str, Packed]:
+    """What ``stage_state`` has put into one tensor."""
+    messages = torch.split(message, [size for _, _, size in contents.values()])
+    return {  # a copy of a part of it is aligned
+        name: Packed.restored(part.to(device, copy=len(contents) > 1).view(1, -1), torch.Size(shape), Wire(*wire))
+        for part, (name, (shape, wire, _)) in zip(messages, contents.items(), strict=True)
+    }
+
+
+def plain(measurements: Measurements) -> dict[str, Any]:
+    """Without tensors on a device and without classes."""
+    return {
+        "entropy": [float(value) for value in measurements.entropy],
+        "residual": [float(value) for value in measurements.residual],
+        "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
+        "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
+        "spikes": float(measurements.spikes),
+        "largest_spike": float(measurements.largest_spike),
+    }
+
+
+def measurements_of(state: dict[str, Any]) -> Measurements:
+    """What ``plain`` was made from."""
+    statistics = [{name: GradientStatistics(**one) for name, one in step.items()} for step in state["statistics"]]
+    return Measurements(**{**state, "statistics": statistics})

@@ -1,0 +1,121 @@
+"""The driver of a step: it brings the plan into the reducers, judges what they have summed, and counts the step."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from edgc.compress.reducer import GradientReducer
+from edgc.hosts.stage import Stage
+from edgc.plan.controller import RankPlan
+from edgc.plan.run import StageKey
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a reduction has to know of the step it belongs to. ``loss_scale``: 0-dimensional; None without one."""
+
+    iteration: int  # counted from 0
+    loss_scale: Tensor | None
+
+
+class StepDriver:
+    """Counts the steps of one process, and gives its stages the ranks of the plan that holds.
+
+    Args:
+        keys: the stages of the plan, in order.
+        stages: those of this process.
+        window: iterations between two plans.
+        iteration: the host's clock: the number of the step under way.
+        loss_scale: what gradients are multiplied with in the step under way; None without one.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[StageKey],
+        stages: Sequence[Stage],
+        window: int,
+        iteration: Callable[[], int],
+        loss_scale: Callable[[], Tensor | None],
+    ):
+        self.keys, self.stages, self.window = list(keys), stages, window
+        self._iteration, self._loss_scale = iteration, loss_scale
+        self.plan = self.message_plan = RankPlan(0, 0, ())
+        self.active: tuple[int | None, ...] = ()  # the ranks of all stages in the step under way
+        self.message_ranks: tuple[int | None, ...] = ()
+        self.step_seconds: list[float] = []  # of the steps of this window
+        self._step: Step | None = None
+        self._verify = False  # whether replicas are compared after this step
+        self._counted: int | None = None
+        self._last_step = math.nan
+
+    def adopt(self, plan: RankPlan, message_plan: RankPlan | None) -> None:
+        """Use these plans from their first iteration on, and never within a step."""
+        self.plan, self.message_plan = plan, message_plan or self.message_plan
+
+    def step(self) -> Step:
+        """The step under way. What asks first, a message or a reduction amid the backward pass, brings in the plan."""
+        iteration = self._iteration()
+        if self._step is None or self._step.iteration != iteration:
+            now = time.perf_counter()
+            if math.isfinite(self._last_step):
+                self.step_seconds.append(now - self._last_step)
+            self._last_step = now
+            before, self.active = self.active, _in_use(self.plan, iteration)
+            self._verify = self.closes_window(iteration) or compressed_anew(self.active, before)
+            self.message_ranks = _in_use(self.message_plan, iteration)
+            for stage in self.stages:
+                self._prepare(stage)
+            self._step = Step(iteration, self._loss_scale())
+        return self._step
+
+    def _prepare(self, stage: Stage) -> None:
+        place = self.keys.index(stage.key)
+        stage.set_rank(self.active, place, self.plan.matrix_ranks[place] if self.plan.matrix_ranks else None)
+        for reducer in stage.reducers:
+            reducer.verify = self._verify
+
+    def closes_window(self, iteration: int) -> bool:
+        """Whether this step is the last of a window."""
+        return (iteration + 1) % self.window == 0
+
+    def roll_back(self, iteration: int) -> None:
+        """Undo what this iteration has done to the reducers' state. Needs reducers that are ``repeatable``."""
+        for reducer in self._reducers():
+            reducer.roll_back(iteration)
+
+    def not_finite(self) -> list[StageKey]:
+        """The stages whose sums of this step are not finite, without loss or gradients of a stage that EDGC leaves."""
+        finite = [(stage.key, r.finite) for stage in self.stages for r in stage.reducers if r.finite is not None]
+        if not finite or bool(torch.stack([flag for _, flag in finite]).all()):
+            return []
+        return sorted({key for key, flag in finite if not bool(flag)})
+
+    def end(self, iteration: int) -> bool:
+        """After the step's reductions: compare replicas where it is time to, count the step; whether it is a new one.
+
+        Raises ``ReplicaMismatch``.
+        """
+        if self._verify:
+            for reducer in self._reducers():
+                reducer.compare_replicas(iteration)
+        new = iteration != self._counted  # else the host has run the step again
+        self._counted = iteration
+        return new
+
+    def _reducers(self) -> list[GradientReducer]:
+        return [reducer for stage in self.stages for reducer in stage.reducers]
+
+
+def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) -> bool:
+    """Whether any stage has a rank that it did not have in the step before; of that nothing is known at first."""
+    return any(now not in (None, was) for now, was in zip_longest(active, before))
+
+
+def _in_use(plan: RankPlan, iteration: int) -> tuple[int | None, ...]:
+    """The ranks of a plan that may begin later."""
+    return plan.ranks if iteration >= plan.first_iteration else (None,) * len(plan.ranks)

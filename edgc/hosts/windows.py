@@ -1,0 +1,150 @@
+"""The exchange at the end of a window: what all processes have seen in, the next plan of process 0 out."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any, Protocol
+
+from edgc.comm.objects import ProcessGroup, all_gather_objects, broadcast_object
+from edgc.hosts.stage import Stage
+from edgc.hosts.steps import StepDriver
+from edgc.observe.timing import Spans
+from edgc.observe.window import (
+    Boundary,
+    MessageWindow,
+    RankWindow,
+    WindowReport,
+    median_or_nan,
+    merge,
+    merge_messages,
+)
+from edgc.plan.controller import Controller, StageObservation
+from edgc.plan.run import Part, StageKey
+
+
+class Messages(Protocol):
+    """What is seen of messages between pipeline stages, where a host compresses them."""
+
+    boundaries: list[Boundary]
+
+    def take_window(self) -> list[MessageWindow]:
+        """Of those that this process has sent since the last call."""
+
+    def byte_counts(self) -> tuple[float, float]:
+        """Bytes sent so far, and in the host's own way."""
+
+
+class WindowExchange:
+    """One exchange a window among the processes of ``group`` (None: all).
+
+    ``controller`` and ``message_controller`` are on process 0 of the group alone. ``backward``: the time that
+    micro-batches take.
+    """
+
+    def __init__(
+        self,
+        driver: StepDriver,
+        stages: Sequence[Stage],
+        backward: Spans,
+        controller: Controller | None,
+        messages: Messages | None = None,
+        message_controller: Controller | None = None,
+        group: ProcessGroup | None = None,
+    ):
+        self.driver, self.stages, self.backward = driver, stages, backward
+        self.controller, self.messages, self.message_controller = controller, messages, message_controller
+        self.group = group
+
+    def adopt_plans(self) -> None:
+        """Take the plans of process 0's controllers."""
+        controllers = self.controller, self.message_controller
+        plans = [None if controller is None else controller.plan for controller in controllers]
+        self.driver.adopt(*broadcast_object(plans, self.group))
+
+    def exchange(self, completed: int, before_decision: Callable[[], None] = lambda: None) -> WindowReport:
+        """Report what was seen since the last call; at the end of a window decide anew, and adopt what was decided.
+
+        ``completed``: steps so far. ``before_decision`` is called on process 0 before its controllers take the window
+        in.
+        """
+        driver = self.driver
+        decide = driver.closes_window(completed - 1)
+        seconds = median_or_nan(self.backward.take_seconds())
+        windows = [stage.take_window(seconds if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
+        counts = [sum(column) for column in zip(*(stage.byte_counts() for stage in self.stages), strict=True)]
+        counts += (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
+        sent = [] if self.messages is None else self.messages.take_window()
+        everywhere = all_gather_objects((windows, counts, sent), self.group)
+        report = None
+        if self.controller is not None:
+            stages = _merged(windows for windows, _, _ in everywhere)
+            messages = _merged_messages(sent for _, _, sent in everywhere)
+            if decide:
+                before_decision()
+                self._decide(self.controller, completed, stages, messages)
+            gradients, dense, weights, weights_dense, piped, piped_dense = (
+                fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)
+            )
+            report = WindowReport(
+                completed,
+                driver.active,
+                self.controller.plan,
+                stages,
+                median(driver.step_seconds) if driver.step_seconds else math.nan,
+                gradients,
+                dense,
+                weights,
+                weights_dense,
+                piped,
+                piped_dense,
+                message_ranks=driver.message_ranks,
+                message_plan=None if self.message_controller is None else self.message_controller.plan,
+                messages=messages,
+                costs=tuple(self.controller.costs),
+            )
+        shared: WindowReport = broadcast_object(report, self.group)
+        driver.step_seconds = []
+        driver.adopt(shared.plan, shared.message_plan)
+        return shared
+
+    def _decide(
+        self,
+        controller: Controller,
+        completed: int,
+        stages: Sequence[RankWindow],
+        messages: Sequence[MessageWindow],
+    ) -> None:
+        ranks = self._gradient_message_ranks()
+        controller.observe(
+            [
+                StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds, ranks.get(s.stage), s.energies)
+                for s in stages
+            ],
+            self.driver.active,
+        )
+        controller.decide(completed)
+        if self.message_controller is not None:
+            self.message_controller.observe([StageObservation(message.entropy) for message in messages])
+            self.message_controller.decide(completed)
+
+    def _gradient_message_ranks(self) -> dict[StageKey, int | None]:
+        """The ranks at which stages have sent activation gradients to the one before, where low rank is asked for."""
+        if self.messages is None:
+            return {}
+        return {
+            StageKey(Part.LAYERS, boundary.sender): rank
+            for boundary, rank in zip(self.messages.boundaries, self.driver.message_ranks, strict=True)
+            if boundary.direction == "backward"
+        }
+
+
+def _merged(processes: Any) -> tuple[RankWindow, ...]:
+    windows = [window for own in processes for window in own]
+    keys = sorted({window.stage for window in windows})
+    return tuple(merge([window for window in windows if window.stage == key]) for key in keys)
+
+
+def _merged_messages(processes: Any) -> tuple[MessageWindow, ...]:
+    windows = [window for own in processes for window in own]
+    boundaries = sorted({window.boundary for window in windows})
+    return tuple(merge_messages([window for window in windows if window.boundary == one]) for one in boundaries)

@@ -1,0 +1,205 @@
+"""From what is known before training to the plan of a run: its settings, its stages, and why a stage stays dense."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from edgc.config import ConfigError, EDGCConfig, flag
+from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
+from edgc.plan.allocation import Allocation, allocate, largest_rank, width
+from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
+from edgc.specs import MatrixSpec, Parameter
+
+# Settings of a pipeline whose messages stay uncompressed.
+MESSAGES_OFF: dict[str, Any] = {
+    "pp": "off",
+    "pp_engine": "powersgd",
+    "pp_rank": None,
+    "pp_wire": None,
+    "pp_epilogue_only": False,
+}
+
+
+class Part(IntEnum):
+    """Which gradients of the pipeline stages a stage of the plan holds."""
+
+    LAYERS = 0
+    EXPERTS = 1
+    EMBEDDING = 2  # the tied one of the first and the last stage, where they sum it together
+
+
+@dataclass(frozen=True, order=True)
+class StageKey:
+    """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
+
+    part: Part
+    pipeline_stage: int  # counted from 0
+
+    def __str__(self) -> str:
+        if self.part is Part.EMBEDDING:
+            return "tied embedding"
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run as its host describes it; the same on every process.
+
+    ``replicas``: how many processes hold the same layers, and sum their gradients. ``gradient_bytes``: of one value in
+    the host's gradient buffers. ``scatters``: the host's own sum is a reduce-scatter, and each process needs its shard
+    alone. ``overlapped``: reductions run beside the backward pass. ``repeatable``: the host may skip a step, or run it
+    again, after its reduction; reducers then keep their state of before the step.
+    """
+
+    iterations: int
+    replicas: int
+    pipeline_stages: int = 1
+    gradient_bytes: int = 4
+    scatters: bool = False
+    overlapped: bool = False
+    repeatable: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether no two processes hold the same layers, so that only messages between stages can be compressed."""
+        return self.replicas == 1
+
+
+@dataclass(frozen=True)
+class ProcessStage:
+    """What one process knows of one of its stages. ``cost``: of its reductions; None where nobody asked for it."""
+
+    key: StageKey
+    parameters: tuple[Parameter, ...]
+    cost: StageCost | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage of the plan. ``dense_because``: why it is never compressed; empty if it may be.
+
+    ``allocation`` is that of its first process, ``cost`` that of its slowest one.
+    """
+
+    key: StageKey
+    allocation: Allocation
+    cost: StageCost | None
+    dense_because: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What holds for the whole run; the same on every process.
+
+    ``config`` has its ranks settled. ``compresses``: false where the link makes low rank slower than the host's own
+    reduction at every rank; ``config`` then asks for the engine ``dense``. ``warnings``: for the user, one line each.
+    """
+
+    config: EDGCConfig
+    stages: tuple[StagePlan, ...]
+    compresses: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[StageKey]:
+        return [stage.key for stage in self.stages]
+
+    def controller(self, iterations: int, message_costs: Sequence[StageCost | None] = ()) -> Controller:
+        """The controller of these stages. ``message_costs``: see there."""
+        return Controller(
+            self.config,
+            iterations,
+            [stage.allocation.matrices for stage in self.stages],
+            [None if stage.dense_because else stage.cost for stage in self.stages],
+            [place for place, stage in enumerate(self.stages) if stage.dense_because],
+            message_costs,
+        )
+
+
+def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
+    """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
+    rank = break_even_rank(cost.compressed, cost.host_seconds)
+    return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
+
+
+def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
+    """Settle rmin and rmax, and sort the parameters of every stage.
+
+    ``processes``: the stages of each process, the first of each its layers. Raises ``ConfigError`` for ranks at which
+    no matrix of the model saves anything, and for settings that cannot work in a run of this length.
+    """
+    config.check_run(run.iterations)
+    usable = max(
+        largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.min_saving)
+        for own in processes
+    )
+    _, largest = static_ranks(config) or (None, None)
+    for name, rank in (("rmin", config.rmin), ("rmax", config.rmax), ("static_rank", largest)):
+        if rank is not None and rank > usable:
+            raise ConfigError(
+                f"{flag(name)} = {getattr(config, name)}: no matrix of this model saves {config.min_saving:g}x at "
+                f"rank {rank}; the largest rank that does is {usable}"
+            )
+    known = [stage for own in processes for stage in own]
+    compresses, warnings = True, []
+    if config.dynamic:
+        lowest = usable if run.alone else _lowest_break_even(config, run, known)
+        compresses = config.rmax is not None or lowest >= max(RANK_MULTIPLE, config.rmin or 0)
+        if compresses:
+            matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
+            config = resolve_ranks(config, lowest, width(matrices))
+            if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
+                raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
+        else:
+            warnings.append(
+                "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
+                "Give --edgc-rmax to compress all the same"
+            )
+            off: dict[str, Any] = {}
+            if config.pp_follows:
+                off = MESSAGES_OFF
+                warnings.append("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
+            config = replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0, **off)
+    stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
+    if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
+        config = replace(config, dense_wire="fp32", param_wire=None)
+    return RunPlan(config, stages, compresses, tuple(warnings))
+
+
+def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
+    """Why a stage's gradients are never compressed; empty if they are."""
+    if key.part is Part.LAYERS and run.alone:
+        return "no other rank has these parameters"
+    share = config.stage_share
+    if key.part is not Part.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
+        return f"beyond {flag('stage_share')} {share:g}"
+    return ""
+
+
+def slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
+    """The cost of a stage whose processes measured it separately; None if they did not."""
+    return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)
+
+
+def _allocated(stage: ProcessStage, config: EDGCConfig, rank: int) -> tuple[MatrixSpec, ...]:
+    return allocate(stage.parameters, config, rank).matrices
+
+
+def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> int:
+    """Over the stages that may be compressed: the slowest link limits all."""
+    return min(
+        (
+            break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.min_saving)
+            for stage in known
+            if stage.cost is not None and not dense_because(stage.key, config, run)
+        ),
+        default=0,
+    )
+
+
+def _planned(key: StageKey, config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> StagePlan:
+    members = [stage for stage in known if stage.key == key]
+    allocation = allocate(members[0].parameters, config, smallest_rank(config))
+    return StagePlan(key, allocation, slowest([stage.cost for stage in members]), dense_because(key, config, run))

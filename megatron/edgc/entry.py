@@ -1,0 +1,66 @@
+"""EDGC in a training script on Megatron-core, this project's own or another one."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.training import get_args
+from megatron.training import training as megatron_training
+from torch import nn
+
+from edgc.config import ConfigError, EDGCConfig
+from megatron.edgc.arguments import config_from_args
+from megatron.edgc.checkpointing import shield_writer
+from megatron.edgc.training import Session
+
+
+def attach(chunks: list[nn.Module], config: EDGCConfig | None = None) -> Session:
+    """Let EDGC reduce the gradients of model chunks that Megatron's DDP has wrapped. For training loops that call
+    Megatron's parts themselves; ``compressing`` is for those that call ``pretrain``.
+
+    ``config``: by default that of the ``--edgc`` flags. Every rank calls this at the same point, after Megatron's
+    arguments are set and before the optimizer is built and a checkpoint loaded. The step under way is
+    ``args.curr_iteration``. Raises ``ConfigError`` for what EDGC cannot take, and without ``--edgc`` or a config.
+    """
+    config = config or config_from_args(get_args())
+    if config is None:
+        raise ConfigError("EDGC has no settings: add --edgc, or give a config")
+    session = Session(config, get_args())
+    try:
+        session.install(chunks)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+@contextmanager
+def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = None) -> Iterator[Session | None]:
+    """What Megatron's ``pretrain`` trains within this context, EDGC reduces the gradients of.
+
+    ``args``: Megatron's, validated, with the ``--edgc`` flags; without ``--edgc``, and without a ``config``, Megatron
+    trains as it is, and the context's value is None. ``model``: the ``ModelConfig`` from which ``pretrain`` builds its
+    model; None where it gets a ``model_provider``. Raises ``ConfigError`` for what EDGC cannot take.
+    """
+    config = config or config_from_args(args)
+    session = None if config is None else Session(config, args)
+    shield_writer(args)
+    if session is None:
+        yield None
+        return
+    with session.seam:
+        if model is not None:
+            model.post_wrap_hooks.append(session.install)
+        else:
+            _install_on_built_models(session)
+        yield session
+
+
+def _install_on_built_models(session: Session) -> None:
+    """Of a ``model_provider`` Megatron builds and wraps the model in one function."""
+
+    def get_model_with_edgc(*args: Any, **kwargs: Any) -> Any:
+        return session.install(get_model(*args, **kwargs))
+
+    get_model = session.seam.replace(megatron_training, "get_model", get_model_with_edgc)

@@ -1,0 +1,438 @@
+"""EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc
+from edgc.config import ConfigError, EDGCConfig
+from edgc.hosts.ddp import attach
+from edgc.observe.events import read_events
+from tests.distributed.gloo import run_on_ranks
+
+WIDTH, TOKENS, CONTEXT = 64, 128, 4
+PAPER = EDGCConfig.from_preset(
+    {
+        "preset": "paper",
+        "window": 4,
+        "rmin": 4,
+        "rmax": 12,
+        "warmup_fraction": 0.1,
+        "entropy_stability": 10.0,
+        "iteration_sampling_rate": 0.5,
+    }
+)
+BALANCED = EDGCConfig.from_preset({"rmax": 8, "window": 10})
+
+
+class Net(nn.Module):
+    """Predicts the next token from the last few; one of its layers may stay unused."""
+
+    def __init__(self, unused: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.mix = nn.Linear(CONTEXT * WIDTH, 2 * WIDTH)
+        self.hidden = nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.output = nn.Linear(2 * WIDTH, TOKENS)
+        if unused:
+            self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mixed = self.mix(self.embedding(tokens).flatten(1)).relu()
+        logits: Tensor = self.output(self.norm(mixed + self.hidden(mixed).relu()))
+        return logits
+
+
+def batch(rank: int, step: int, size: int = 32) -> tuple[Tensor, Tensor]:
+    """Tokens whose next one follows from the last two, and some noise."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(TOKENS, (size, CONTEXT), generator=generator) // 4 * 4 % 32
+    return tokens, (tokens[:, -1] + tokens[:, -2] + torch.randint(4, (size,), generator=generator)) % TOKENS
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**options)
+
+
+class Training:
+    """A DDP model, its optimizer and EDGC; ``config`` None: DDP's own averages."""
+
+    def __init__(self, rank: int, config: EDGCConfig | None, iterations: int = 40, **ddp: Any):
+        self.rank, self.step_number = rank, 0
+        self.net = net(unused=ddp.pop("unused", False))
+        self.model = DistributedDataParallel(self.net, **ddp)
+        self.state = None if config is None else attach(self.model, config, iterations=iterations)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 3e-3)
+
+    def backward(self, micro_batches: int = 1) -> float:
+        self.optimizer.zero_grad()
+        parts = [one.chunk(micro_batches) for one in batch(self.rank, self.step_number)]
+        for place, (tokens, targets) in enumerate(zip(*parts, strict=True)):
+            loss = nn.functional.cross_entropy(self.model(tokens), targets) / micro_batches
+            if place < micro_batches - 1:
+                with self.model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        self.step_number += 1
+        return float(loss.detach())
+
+    def train(self, steps: int, micro_batches: int = 1) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses.append(self.backward(micro_batches))
+            self.optimizer.step()
+        return losses
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.net.named_parameters()}
+
+    def errors(self) -> dict[str, Tensor]:
+        """Of this process, in the shape of the parameters."""
+        assert self.state is not None
+        kept = {n: e for r in self.state.stage.reducers for n, e in r.feedback.packed.items()}
+        return {
+            name: kept[name].values().view_as(p).clone() if name in kept else torch.zeros_like(p)
+            for name, p in self.net.named_parameters()
+        }
+
+
+def mean(tensors: Mapping[str, Tensor], ranks: int = 2) -> dict[str, Tensor]:
+    total = {name: tensor.double() for name, tensor in tensors.items()}
+    for tensor in total.values():
+        dist.all_reduce(tensor)
+    return {name: tensor / ranks for name, tensor in total.items()}
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+LOW_RANK = EDGCConfig.from_preset({"preset": "paper", "static_rank": 8, "warmup_fraction": 0, "window": 4})
+SMALL = {"bucket_cap_mb": 0.05}  # the model in several buckets, and as many units
+
+# Of DDP, micro-batches, settings
+LAYOUTS: dict[str, tuple[dict[str, Any], int, EDGCConfig]] = {
+    "one bucket": ({}, 1, LOW_RANK),
+    "several buckets": (SMALL, 1, LOW_RANK),
+    "gradients as views of buckets": ({**SMALL, "gradient_as_bucket_view": True}, 1, LOW_RANK),
+    "static graph": ({**SMALL, "static_graph": True}, 1, LOW_RANK),
+    "accumulated gradients": (SMALL, 2, LOW_RANK),
+    "accumulated in views of buckets": ({**SMALL, "gradient_as_bucket_view": True}, 2, LOW_RANK),
+    "balanced": (SMALL, 1, BALANCED),
+    "4 bits": (SMALL, 1, EDGCConfig(engine="int4", warmup_fraction=0.0)),
+}
+
+
+def lost(rank: int, ddp: dict[str, Any], micro_batches: int, config: EDGCConfig) -> list[float]:
+    """By step: what of the averaged gradients is in neither result nor errors, relative to the largest entry."""
+    training, alone = Training(rank, config, **ddp), net()
+    found = []
+    for step in range(4):
+        alone.load_state_dict(training.parameters)
+        tokens, targets = batch(rank, step)
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(tokens), targets).backward()
+        own = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        before = mean(training.errors(), 1)
+        training.backward(micro_batches)
+        after, result = mean(training.errors(), 1), training.gradients
+        expected = {name: gradient + before[name] - after[name] for name, gradient in mean(own).items()}
+        worst = max(float((expected[name] - result[name]).abs().max() / expected[name].abs().max()) for name in own)
+        found.append(worst)
+        training.optimizer.step()
+    assert any(error.abs().max() > 0 for error in training.errors().values())
+    return found
+
+
+def ways(rank: int) -> dict[str, dict[str, Tensor]]:
+    """Parameters after some steps, by what reduces and how."""
+    several = Training(rank, LOW_RANK, **SMALL)
+    assert several.state is not None
+    under_way = []
+    reduce = several.state._reduce
+
+    def noting(unit: Any) -> None:
+        reduce(unit)
+        under_way.append(sum(unit.missing != set() for unit in several.state.stage.units))  # type: ignore[union-attr]
+
+    several.state._reduce = noting  # type: ignore[method-assign]
+    several.train(6)
+    assert max(under_way) > 0, "a unit's reduction starts while others still wait for gradients"
+    bare = net()
+    state = edgc.EDGCState(bare, LOW_RANK, iterations=40, unit_bytes=several.model.bucket_bytes_cap)
+    optimizer = torch.optim.Adam(bare.parameters(), 3e-3)
+    for step in range(6):
+        tokens, targets = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(bare(tokens), targets).backward()
+        state.step()
+        optimizer.step()
+    views, plain, dense = (
+        Training(rank, config, **options)
+        for config, options in (
+            (LOW_RANK, {**SMALL, "gradient_as_bucket_view": True, "static_graph": True}),
+            (None, {}),
+            (EDGCConfig(engine="dense"), SMALL),
+        )
+    )
+    for training in (views, plain, dense):
+        training.train(6)
+    return {
+        "DDP": plain.parameters,
+        "dense": dense.parameters,
+        "hook": several.parameters,
+        "views": views.parameters,
+        "step": dict(bare.named_parameters()),
+    }
+
+
+def trained(rank: int, folder: str) -> dict[str, list[float]]:
+    """Losses of some trainings; the last without error feedback at a low rank."""
+    bad = replace(LOW_RANK, static_rank=4, error_decay=0.0)
+    paper, balanced = replace(PAPER, log_dir=folder), BALANCED
+    return {
+        name: Training(rank, config, 120).train(120)
+        for name, config in (("dense", None), ("paper", paper), ("balanced", balanced), ("bad", bad))
+    }
+
+
+def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
+    """A run with a checkpoint within a window, and one that goes on from it."""
+    live = Training(rank, config, 20, **SMALL)
+    live.train(9)
+    assert live.state is not None
+    state, path = live.state.state_dict(), Path(folder, "state.pt")
+    kept = live.errors()
+    if rank == 0:
+        torch.save(state, path)
+    dist.barrier()
+    model, optimizer = live.parameters, live.optimizer.state_dict()
+    optimizer = torch.load(_saved(optimizer, folder, rank))
+    live.train(11)
+    other = Training(rank, config, 20, **SMALL)
+    assert other.state is not None
+    other.net.load_state_dict(model)
+    other.optimizer.load_state_dict(optimizer)
+    other.state.load_state_dict(torch.load(path, weights_only=True))
+    same_errors = same(kept, other.errors())
+    other.step_number = 9
+    other.train(11)
+    reports = [training.state.report for training in (live, other)]
+    return {
+        "errors": same_errors,
+        "parameters": same(live.parameters, other.parameters),
+        "ranks": [report.plan.ranks for report in reports],
+        "entropy": [report.stages[0].entropy for report in reports],
+        "bytes": [report.dp_bytes for report in reports],
+        "sums": mean(kept, 1),
+    }
+
+
+def _saved(state: Any, folder: str, rank: int) -> Path:
+    path = Path(folder, f"optimizer-{rank}.pt")
+    torch.save(state, path)
+    return path
+
+
+def at_another_size(rank: int, folder: str) -> dict[str, Tensor]:
+    """The errors of a run at another number of processes that goes on from ``resumed``'s checkpoint."""
+    training = Training(rank, PAPER, 20, **SMALL)
+    assert training.state is not None
+    training.state.load_state_dict(torch.load(Path(folder, "state.pt"), weights_only=True))
+    errors = mean(training.errors(), 1)
+    training.train(2)
+    assert all(torch.isfinite(p).all() for p in training.parameters.values())
+    return errors
+
+
+def overflowing(rank: int) -> dict[str, Any]:
+    """A step in which process 1 has gradients that overflow, with a loss scale."""
+    found: dict[str, Any] = {}
+    runs = {}
+    for scaled in (False, True):
+        bare = net()
+        model = DistributedDataParallel(bare, **SMALL)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        state = attach(model, LOW_RANK, iterations=40, scaler=scaler)
+        optimizer = torch.optim.SGD(bare.parameters(), 0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            tokens, targets = batch(rank, step)
+            loss = nn.functional.cross_entropy(model(tokens), targets)
+            overflows = scaled and step == 3
+            before = {n: e.values().clone() for r in state.stage.reducers for n, e in r.feedback.packed.items()}
+            factors = [r.state_dict()["engine"] for r in state.stage.reducers]
+            # the gradient of the last layer, of which the first unit consists, overflows last on the way back
+            scaler.scale(loss * torch.inf if overflows and rank == 1 else loss).backward()
+            if overflows:
+                nan = [bool(torch.isnan(p.grad).all()) for p in bare.parameters() if p.grad is not None]
+                after = {n: e.values() for r in state.stage.reducers for n, e in r.feedback.packed.items()}
+                same_factors = all(
+                    torch.equal(old[key].message, new[key].message)
+                    for old, new in zip(factors, (r.state_dict()["engine"] for r in state.stage.reducers), strict=True)
+                    for key in old
+                )
+                found |= {"nan": all(nan), "errors": same(before, after), "factors": same_factors}
+                weights = {name: p.detach().clone() for name, p in bare.named_parameters()}
+            scaler.step(optimizer)
+            scaler.update()
+            if overflows:
+                found["weights"] = same(weights, {name: p.detach() for name, p in bare.named_parameters()})
+                found["scale"] = scaler.get_scale()
+            if step == 2:
+                runs[scaled] = {name: p.detach().clone() for name, p in bare.named_parameters()}
+        found["finite"] = all(bool(torch.isfinite(p).all()) for p in bare.parameters())
+    found["scale changes nothing"] = same(runs[False], runs[True])
+    return found
+
+
+def partly_overflowing(rank: int) -> tuple[bool, bool, bool]:
+    """One parameter's gradient overflows on one process: whether all gradients are NaN, whether errors stay, and
+    whether the next step is as if that one had not been.
+    """
+    trainings = [Training(rank, LOW_RANK, **SMALL) for _ in range(2)]
+    for training in trainings:
+        training.train(2)
+    broken, whole = trainings
+    before = broken.errors()
+    handle = broken.net.mix.bias.register_hook(lambda gradient: gradient * (torch.inf if rank == 1 else 1.0))
+    broken.backward()
+    handle.remove()
+    nan = all(bool(torch.isnan(gradient).all()) for gradient in broken.gradients.values())
+    kept = same(before, broken.errors())
+    for training in trainings:
+        training.step_number = 2
+        training.backward()
+    return nan, kept, same(broken.gradients, whole.gradients)
+
+
+def trained_once(rank: int) -> dict[str, Any]:
+    """The state after a step."""
+    training = Training(rank, LOW_RANK)
+    training.train(1)
+    assert training.state is not None
+    return training.state.state_dict()
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What is not taken, and why."""
+    cases = {
+        "unused": lambda: Training(rank, LOW_RANK, find_unused_parameters=True),
+        "pipeline": lambda: attach(DistributedDataParallel(net()), "optimus", iterations=40),
+        "rank": lambda: Training(rank, replace(PAPER, rmin=None, rmax=256)),
+        "window": lambda: Training(rank, replace(PAPER, window=100)),
+        "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
+        "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
+            Training(rank, EDGCConfig(engine="int4")).state.state_dict()  # type: ignore[union-attr]
+        ),
+        "another module": lambda: edgc.EDGCState(nn.Linear(8, 8), LOW_RANK, iterations=40).load_state_dict(used),
+    }
+    used = trained_once(rank)
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = ""
+        except (ConfigError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def refused_or_not(rank: int) -> tuple[dict[str, str], bool]:
+    return refused(rank), never_used(rank)
+
+
+def never_used(rank: int) -> bool:
+    """A layer that no step uses, in a static graph."""
+    training = Training(rank, LOW_RANK, unused=True, static_graph=True, find_unused_parameters=True)
+    losses = training.train(5)
+    return losses[-1] < losses[0] and all(bool(torch.isfinite(p).all()) for p in training.parameters.values())
+
+
+def all_overflows(rank: int) -> tuple[dict[str, Any], tuple[bool, bool, bool]]:
+    return overflowing(rank), partly_overflowing(rank)
+
+
+def test_nothing_is_lost_however_ddp_lays_gradients_out() -> None:
+    both = run_on_ranks(all_layouts, 2)
+    for name in LAYOUTS:
+        for found in both:
+            assert max(found[name]) < 1e-5, name
+
+
+def all_layouts(rank: int) -> dict[str, list[float]]:
+    return {name: lost(rank, *layout) for name, layout in LAYOUTS.items()}
+
+
+def test_hook_and_step_give_the_same_bits_and_dense_is_ddp_itself() -> None:
+    first, second = run_on_ranks(ways, 2)
+    assert same(first["DDP"], first["dense"])
+    assert same(first["hook"], first["views"]) and same(first["hook"], first["step"])
+    assert not same(first["DDP"], first["hook"])
+    assert all(same(first[way], second[way]) for way in first)
+
+
+def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_path: Path) -> None:
+    both = run_on_ranks(trained, 2, str(tmp_path))
+    end = {name: sum(sum(losses[name][-20:]) for losses in both) / 40 for name in both[0]}
+    print(end)
+    fall = both[0]["dense"][0] - end["dense"]
+    assert end["paper"] - end["dense"] < 0.1 * fall
+    assert end["balanced"] - end["dense"] < 0.1 * fall
+    assert end["bad"] - end["dense"] > 0.2 * fall
+    windows = read_events(tmp_path)[1:]
+    used = [window["ranks"][0] for window in windows]
+    assert used[0] is None and len(set(used)) > 2, "ranks follow entropy"
+    assert windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"] / 2
+
+
+@pytest.mark.parametrize("config", [PAPER, BALANCED], ids=["paper", "balanced"])
+def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> None:
+    both = run_on_ranks(resumed, 2, config, str(tmp_path))
+    for found in both:
+        assert found["errors"] and found["parameters"]
+        for name in ("ranks", "entropy", "bytes"):
+            live, other = found[name]
+            assert live == other, name
+    if config is PAPER:
+        (errors,) = run_on_ranks(at_another_size, 1, str(tmp_path))
+        for name, total in both[0]["sums"].items():
+            torch.testing.assert_close(errors[name], total, rtol=1e-5, atol=1e-8)
+
+
+def test_a_step_that_overflows_is_visible_to_the_scaler_and_changes_no_state() -> None:
+    for found, partly in run_on_ranks(all_overflows, 2):
+        assert found.pop("scale") == 2.0**9
+        assert all(found.values()), found
+        assert partly == (True, True, True)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    reasons = {
+        "unused": "ConfigError: find_unused_parameters",
+        "pipeline": "ConfigError: --edgc-pp = backward",
+        "rank": "ConfigError: --edgc-rmax = 256",
+        "window": "ConfigError: --edgc-window = 100",
+        "no gradient": "RuntimeError: 9 parameters have no gradient",
+        "engine": "ConfigError: EDGC state of the engine int4",
+        "another module": "ConfigError: the EDGC state has an error of",
+    }
+    for found, learned in run_on_ranks(refused_or_not, 2):
+        for name, reason in reasons.items():
+            assert found[name].startswith(reason), found
+        assert learned

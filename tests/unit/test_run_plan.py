@@ -1,0 +1,89 @@
+"""The plan of a run from what its processes know: a pure function, without processes and without torch."""
+
+import pytest
+
+from edgc.config import ConfigError, EDGCConfig
+from edgc.plan.alignment import CommCost
+from edgc.plan.controller import StageCost
+from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
+from edgc.specs import Parameter
+
+RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)
+LAYERS = (
+    Parameter("embedding.weight", (1000, 64), embedding=True),
+    Parameter("fc1.weight", (256, 64)),
+    Parameter("fc1.bias", (256,)),
+    Parameter("small.weight", (8, 8)),
+)
+CHEAP = StageCost(CommCost(0.0, 0.001), 0.02, 0.02)  # 1 ms a rank; the host takes 20 ms
+DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02)
+
+
+def processes(*costs: StageCost | None) -> list[list[ProcessStage]]:
+    """One process a pipeline stage, whose layers cost so much."""
+    return [[ProcessStage(StageKey(Part.LAYERS, stage), LAYERS, cost)] for stage, cost in enumerate(costs)]
+
+
+def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
+    plan = plan_run(EDGCConfig(window=100), RUN, processes(CHEAP, CHEAP))
+    assert plan.compresses and not plan.warnings
+    assert (plan.config.rmin, plan.config.rmax) == (4, 20)
+    assert plan.keys == [StageKey(Part.LAYERS, 0), StageKey(Part.LAYERS, 1)]
+    for stage in plan.stages:
+        assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
+        assert [parameter.name for parameter, _ in stage.allocation.rest] == [
+            "embedding.weight",
+            "fc1.bias",
+            "small.weight",
+        ]
+        assert stage.cost == CHEAP and not stage.dense_because
+
+
+def test_the_slowest_link_limits_the_rank_and_the_slowest_process_is_the_cost_of_its_stage() -> None:
+    slow = StageCost(CommCost(0.0, 0.002), 0.025, 0.025)  # break-even at 12
+    known = [*processes(CHEAP, CHEAP), *processes(slow)]
+    plan = plan_run(EDGCConfig(window=100), RUN, known)
+    assert plan.config.rmax == 12
+    assert [stage.cost for stage in plan.stages] == [slow, CHEAP]
+
+
+def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank_is_given() -> None:
+    config = EDGCConfig(window=100, rest_wire="int8", dense_wire="int8")
+    plan = plan_run(config, RUN, processes(CHEAP, DEAR))
+    assert not plan.compresses and len(plan.warnings) == 1
+    assert (plan.config.engine, plan.config.rest_wire, plan.config.dense_wire) == ("dense", "fp32", "fp32")
+    asked = plan_run(EDGCConfig(window=100, rmax=16), RUN, processes(CHEAP, DEAR))
+    assert asked.compresses and (asked.config.rmin, asked.config.rmax) == (4, 16)
+
+
+def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -> None:
+    plan = plan_run(EDGCConfig(window=100, pp="backward"), RUN, processes(DEAR, DEAR))
+    assert plan.config.pp == "off" and len(plan.warnings) == 2
+    own_rank = plan_run(EDGCConfig(window=100, pp="backward", pp_rank=8), RUN, processes(DEAR, DEAR))
+    assert own_rank.config.pp == "backward" and len(own_rank.warnings) == 1
+
+
+def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> None:
+    plan = plan_run(EDGCConfig(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
+    assert plan.compresses and plan.config.rmax == 20
+    assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
+    controller = plan.controller(RUN.iterations)
+    assert controller.dense == {1} and controller.matrices[1] == ()
+
+
+def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
+    alone = Run(iterations=1000, replicas=1, pipeline_stages=2)
+    plan = plan_run(EDGCConfig(window=100, dense_wire="int8"), alone, processes(None, None))
+    assert plan.config.dense_wire == "fp32" and plan.config.rmax == 24  # by the matrices alone
+    assert all(stage.dense_because for stage in plan.stages)
+
+
+@pytest.mark.parametrize("settings", [{"rmax": 28}, {"rmin": 28}, {"static_rank": 28}])
+def test_a_rank_at_which_nothing_is_saved_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="the largest rank that does is 24"):
+        plan_run(EDGCConfig(window=100, **settings), RUN, processes(CHEAP, CHEAP))
+
+
+def test_a_window_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longer than the run"):
+        plan_run(EDGCConfig(window=2000), RUN, processes(CHEAP, CHEAP))
