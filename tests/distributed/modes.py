@@ -50,6 +50,13 @@ class Mode:
         return tied and "--edgc-no-fuse-embedding-sync" not in self.edgc
 
 
+# Grouped queries, rotary positions, SwiGLU, RMSNorm, no biases, untied embeddings.
+LLAMA = (
+    "--group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather"
+)
+
 MODES = {
     "plain DDP": Mode("", format="torch"),
     "overlapped reduction": Mode("--overlap-grad-reduce --ddp-bucket-size 20000"),
@@ -165,6 +172,10 @@ MODES = {
         "--fp16 --initial-loss-scale 262144 --hysteresis 1 --pipeline-model-parallel-size 2",
         pp="backward",
         tolerance=0.2,
+    ),
+    "Llama shape, bf16, distributed optimizer": Mode(LLAMA, tolerance=0.2, format="torch"),
+    "Llama shape, bf16, distributed optimizer, pipeline, gradients between stages in low rank": Mode(
+        f"{LLAMA} --pipeline-model-parallel-size 2", pp="backward", tolerance=0.2, format="torch"
     ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),

@@ -1,5 +1,6 @@
 """A training script that is not this project's own, on another model: ``examples/pretrain_bert.py``."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -56,3 +57,22 @@ def test_its_pipeline_sends_gradients_between_stages_compressed(tmp_path: Path) 
     *_, last = read_events(tmp_path)
     assert [stage["stage"] for stage in last["stages"]] == ["stage 1", "stage 2"]
     assert last["pp_bytes"] < last["pp_bytes_dense"]
+
+
+def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
+    loop, found = REPOSITORY / "tests" / "distributed" / "own_loop_run.py", {}
+    low_rank = shlex.split("--edgc --edgc-preset paper --edgc-static-rank 8 --edgc-warmup-fraction 0 --edgc-window 6")
+    for name, flags in {"plain": [], "dense": ["--edgc", "--edgc-engine", "dense"], "low rank": low_rank}.items():
+        # the checks are a part of Megatron's own loop
+        unchecked = ["--train-iters", "24", "--no-check-for-nan-in-loss-and-grad"]
+        finished = launch(loop, [*BERT, *unchecked, *flags], 2)
+        assert finished.returncode == 0, failure(finished.stdout)
+        (line,) = (line for line in finished.stdout.splitlines() if line.startswith("RESULT"))
+        found[name] = json.loads(line.removeprefix("RESULT"))
+        assert found[name]["replaced"] == [] and found[name]["finalize"]
+    assert found["dense"]["losses"] == found["plain"]["losses"]
+    plain, low = found["plain"]["losses"], found["low rank"]["losses"]
+    assert plain[-1] < plain[0] - 1 and low[0] == plain[0] and low[1] != plain[1]
+    assert sum(low[-4:]) / 4 < sum(plain[-4:]) / 4 + 0.2 * (plain[0] - plain[-1])
+    sent, dense = found["low rank"]["sent"]
+    assert 0 < sent < dense / 2
