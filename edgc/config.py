@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from edgc.compress.engines import ENGINES, check_engine, has_rank
+
 PAPER = "arXiv 2511.10333"
-LOW_RANK = ("powersgd", "alternating")
 ESTIMATORS = ("gaussian", "histogram", "spacing")
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "int8", "int6", "int5", "int4", "int3", "int2", "int1")  # comm/wire.py
 RANK_MODELS = ("gaussian", "measured", "residual", "constant")
-ENGINES = (*LOW_RANK, "topk", "randomk", "int8", "int4", "int3", "int2", "onebit", "loco", "bf16", "dense")
 
 # What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, one rank for the
 # whole run that energy shares out among the matrices, a short warm-up in int8, and gradients rounded on their way from
@@ -74,11 +74,12 @@ class EDGCConfig:
     )
     engine: str = _knob(
         "powersgd",
-        "how gradients are reduced: low rank (two factors a step, or one in turn), sparse, rounded to a few bits, or "
-        "Megatron's own dense all-reduce (which still counts bytes and entropy)",
+        "how gradients are reduced: in low rank (powersgd, alternating), by a share of their entries (topk, randomk; "
+        "topk:0.05 sends 5 %), rounded to a few bits (int8, int4, int3, int2, onebit, loco, bf16; int4:stochastic has "
+        "no bias, int4:rotated spreads outliers), or by the host's own reduction (dense), with bytes and entropy still "
+        "measured",
         "name",
         "docs/algorithm.md, 5",
-        ENGINES,
     )
     window: int = _knob(1000, "ranks change only at multiples of this", "iterations", f"{PAPER}, w")
     rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
@@ -284,18 +285,6 @@ class EDGCConfig:
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
     )
-    density: float = _knob(
-        0.01, "share of the entries that topk and randomk send", "fraction", "arXiv 1712.01887 sends 0.001"
-    )
-    stochastic: bool = _knob(
-        False, "round at random, without bias, in the int8 and int4 engines", "switch", "QSGD: arXiv 1610.02132"
-    )
-    hadamard: bool = _knob(
-        False,
-        "rotate groups before rounding in the int engines and onebit (low-rank factors always are)",
-        "switch",
-        "SDP4Bit: arXiv 2410.15526",
-    )
     statistics: bool = _knob(
         False,
         "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
@@ -312,6 +301,10 @@ class EDGCConfig:
             value = getattr(self, knob.name)
             if choices and value != knob.default:
                 _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
+        try:
+            check_engine(self.engine)
+        except ValueError as error:
+            raise ConfigError(f"{flag('engine')} = {self.engine}: {error}") from None
         for name in ("rmin", "rmax", "static_rank", "pp_rank"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "a rank must be at least 1")
@@ -334,14 +327,13 @@ class EDGCConfig:
         if self.rank_tilt:
             constant = self.static_rank is not None or (self.low_rank and self.rank_model == "constant")
             _require(constant, "rank_tilt", self.rank_tilt, "tilts only a constant rank")
-        _require(0 < self.density <= 1, "density", self.density, "must lie in (0, 1]")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
         if self.kernels == "fused":
             _require(self.low_rank, "kernels", self.kernels, f"the engine {self.engine} has no rank")
         if self.link_gbps is not None:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
-        if self.engine == "loco":
-            rule = "the engine loco has an error feedback of its own"
+        if self.engine != "dense" and ENGINES[name := self.engine.partition(":")[0]].keeps_errors:
+            rule = f"the engine {name} keeps errors by its own rule"
             _require(not self.equalise, "equalise", True, rule)
             _require(self.error_decay == 1, "error_decay", self.error_decay, rule)
             _require(self.error_average == 0, "error_average", self.error_average, rule)
@@ -374,7 +366,7 @@ class EDGCConfig:
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         preset = given.get("preset", usual)
         settings = {"preset": preset, **PRESETS.get(preset, {}), **given}
-        void = ["static_rank"] if settings.get("engine", cls.engine) not in LOW_RANK else []
+        void = ["static_rank"] if not has_rank(settings.get("engine", cls.engine)) else []
         if "pp_engine" not in given and {"pp_rank", "pp_wire"} & given.keys():
             void.append("pp_engine")  # who gives a rank or a format of factors means low rank
         if settings.get("pp") == "off":
@@ -407,7 +399,7 @@ class EDGCConfig:
     @property
     def low_rank(self) -> bool:
         """Whether the engine has a rank."""
-        return self.engine in LOW_RANK
+        return has_rank(self.engine)
 
 
 def flag(name: str) -> str:
@@ -415,6 +407,19 @@ def flag(name: str) -> str:
     (knob,) = (knob for knob in fields(EDGCConfig) if knob.name == name)
     return ("--edgc-no-" if knob.default is True else "--edgc-") + name.replace("_", "-")
 
+
+# Flags of earlier versions, and what stands for them now.
+GONE: Mapping[str, str] = {
+    "--edgc-density": "--edgc-engine topk:SHARE",
+    "--edgc-stochastic": "--edgc-engine int4:stochastic",
+    "--edgc-hadamard": "--edgc-engine int4:rotated",
+    "--edgc-power-iterations": "nothing: a second iteration cost more bytes than it saved loss",
+    "--edgc-residual-wire": "nothing: the residual stays in the error feedback",
+    **{
+        f"--edgc-{name}-dtype": f"--edgc-{name}"
+        for name in ("wire", "basis-wire", "weak-basis-wire", "rest-wire", "dense-wire", "param-wire", "pp-wire")
+    },
+}
 
 # Every setting once, by what it is about, for a command line or a document.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -452,9 +457,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "basis_cycle",
         "warm_start",
         "transpose",
-        "density",
-        "stochastic",
-        "hadamard",
         "local_error",
         "error_decay",
         "error_average",

@@ -28,7 +28,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from edgc.config import LOW_RANK, PRESETS, EDGCConfig  # noqa: E402
+from edgc.compress.engines import has_rank  # noqa: E402
+from edgc.config import PRESETS, EDGCConfig  # noqa: E402
 from tools import frontier_studies  # noqa: E402
 from tools.frontier_report import EMBEDDING_SUM, draw, markdown  # noqa: E402
 from tools.report import ReportError, Run, load_run, processor, write  # noqa: E402
@@ -45,8 +46,8 @@ LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries
 # it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. A line's ``changes`` is
 # how many of them its code had.
 CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
-    ("basis by QR", lambda engine, _: engine in LOW_RANK),
-    ("only factors scaled", lambda engine, _: engine in LOW_RANK),
+    ("basis by QR", lambda engine, _: has_rank(engine)),
+    ("only factors scaled", lambda engine, _: has_rank(engine)),
     (EMBEDDING_SUM, lambda _, stages: stages > 1),
     ("spikes scaled down", lambda engine, _: engine != "dense"),
     ("spike limit 10", lambda engine, _: engine != "dense"),

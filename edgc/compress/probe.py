@@ -10,7 +10,7 @@ import torch
 from edgc.comm.collectives import Communicator, Steps, all_reduce_bytes, run
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
-from edgc.compress.engines.powersgd import STRONG_SHARE
+from edgc.compress.engines import engine_class
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
@@ -56,17 +56,12 @@ def cost_in_bytes(
     # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
     # is with what low rank does not take.
     rest = sent(allocation.rest_elements, config.rest_wire)
-    if config.engine == "alternating":
-        per_rank = sent(sum(rows + cols for rows, cols in allocation.shapes) / 2, config.wire)
-    else:
-        longer = sum(max(shape) for shape in allocation.shapes)
-        per_rank = sent(STRONG_SHARE * longer, config.basis_wire)
-        per_rank += sent((1 - STRONG_SHARE) * longer, config.weak_basis_wire or config.basis_wire)
-        per_rank += sent(sum(min(shape) for shape in allocation.shapes), config.wire)
+    engine = engine_class(config.engine)
+    factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
     dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
-    return StageCost(CommCost(rest, per_rank), uncompressed, host)
+    return StageCost(CommCost(rest, all_reduce_bytes(factors, ranks)), uncompressed, host)
 
 
 def probe(

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps, Traffic, interleave, run
 from edgc.comm.replicas import KINDS, check, digest
-from edgc.comm.wire import Packed, wire
+from edgc.comm.wire import Packed
 from edgc.compress.batch import triton_kernels
-from edgc.compress.engines import ENGINES, Elementwise, LowRank, Rounding
+from edgc.compress.engines import engine_arguments, engine_class
+from edgc.compress.engines.base import Elementwise, Engine, LowRank
+from edgc.compress.engines.rounding import Rounding
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, MeanSquares, Route, Step
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
@@ -47,9 +49,12 @@ class GradientReducer:
         self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.rest)
         everything = list(self.specs.values())
         # The dense engine has nothing to compress, but its entropy is still wanted.
-        self.engine = ENGINES[config.engine](allocation.matrices, config, device) if config.engine in ENGINES else None
-        self.rest = Rounding(everything, config, device, wire(config.rest_wire))
-        self.dense = Rounding(everything, config, device, wire(config.dense_wire))
+        self.engine: Engine | None = None
+        if config.engine != "dense":
+            arguments = engine_arguments(config.engine)
+            self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
+        self.rest = Rounding(everything, config, device, config.rest_wire)
+        self.dense = Rounding(everything, config, device, config.dense_wire)
         self.state = CompressionState(config, self.engine, device, communicator.rank)
         self.sampler = GradientSampler(
             iteration_rate=config.iteration_sampling_rate,

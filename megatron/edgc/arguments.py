@@ -5,7 +5,7 @@ import types
 import typing
 from argparse import ArgumentParser, Namespace
 
-from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.config import GONE, ConfigError, EDGCConfig, flag, knobs
 from edgc.flags import description
 
 
@@ -30,18 +30,24 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                     help=help,
                 )
         else:
-            names = [flag(knob.name)]
-            if knob.name.endswith("wire"):
-                names.append(f"{names[0]}-dtype")  # who knows --edgc-error-dtype looks for that
             group.add_argument(
-                *names,
+                flag(knob.name),
                 dest=f"edgc_{knob.name}",
                 type=_scalar(hints[knob.name]),
                 default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"
                 choices=knob.metadata["choices"],
                 help=text,
             )
+    for spelling in GONE:
+        group.add_argument(spelling, nargs="?", action=_Gone, help=argparse.SUPPRESS)
     return parser
+
+
+class _Gone(argparse.Action):
+    """A flag of an earlier version."""
+
+    def __call__(self, parser: ArgumentParser, args: Namespace, values: object, option: str | None = None) -> None:
+        raise ConfigError(f"{option} is gone; now: {GONE[str(option)]}")
 
 
 def config_from_args(args: Namespace) -> EDGCConfig | None:

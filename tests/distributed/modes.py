@@ -189,7 +189,7 @@ MODES = {
         "--use-distributed-optimizer --overlap-grad-reduce", "--edgc-engine int4 --edgc-preset paper", format="torch"
     ),
     "topk engine, tensor parallel": Mode(
-        "--tensor-model-parallel-size 2", "--edgc-engine topk --edgc-preset paper --edgc-density 0.05"
+        "--tensor-model-parallel-size 2", "--edgc-engine topk:0.05 --edgc-preset paper"
     ),
 }
 

@@ -1,6 +1,7 @@
 """What every engine owes its user, over real gloo groups (docs/algorithm.md, 5)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import GROUP, wire
-from edgc.compress.engines import ENGINES
+from edgc.comm.collectives import Communicator, Steps, Traffic, run
+from edgc.comm.wire import FP32, GROUP, wire
+from edgc.compress.engines import ENGINES, Registered
+from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
@@ -19,6 +21,20 @@ from tests.distributed.gloo import run_on_ranks
 
 MATRICES = (MatrixSpec("tall", 48, 20), MatrixSpec("wide", 12, 40), MatrixSpec("square", 24, 24))
 CPU = torch.device("cpu")
+
+
+class Sixteenths(Elementwise):
+    """A new engine: every value travels as a multiple of 1/16."""
+
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+        shares = [torch.round(tensor * 16) / 16 for tensor in tensors]
+        sums, _ = yield from communicator.sum(shares, FP32)
+        return Sums(sums, shares, all_finite(sums))
+
+
+# the one line that a new engine needs
+ENGINES["sixteenths"] = Registered("tests.distributed.test_engines:Sixteenths")
+
 # by label: settings
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": name} for name in ENGINES},
@@ -30,8 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
-    "int4, stochastic and rotated": {"engine": "int4", "stochastic": True, "hadamard": True},
-    "topk, denser": {"engine": "topk", "density": 0.1},
+    "int4, stochastic": {"engine": "int4:stochastic"},
+    "topk, denser": {"engine": "topk:0.1"},
 }
 
 

@@ -280,9 +280,7 @@ def test_a_rank_that_no_matrix_can_have_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
 def test_norm_and_zeros_in_the_log_are_of_the_gradient_that_the_optimizer_gets(optimizer: list[str]) -> None:
-    sparse = (
-        "--edgc --edgc-preset paper --edgc-engine topk --edgc-density 0.01 --edgc-window 2 --edgc-warmup-fraction 0.5"
-    )
+    sparse = "--edgc --edgc-preset paper --edgc-engine topk:0.01 --edgc-window 2 --edgc-warmup-fraction 0.5"
     logged = ["--train-iters", "4", "--log-num-zeros-in-grad", "--clip-grad", "0.1", *optimizer]
     dense, sent = train(logged, 2), train([*logged, *sparse.split()], 2)
     elements = int(re.findall(r"number of parameters on .*: (\d+)", dense)[0])

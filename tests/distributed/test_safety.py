@@ -267,7 +267,7 @@ def large_indices(rank: int) -> tuple[bool, float]:
     results = []
     for largest in (sparse.LARGEST_INDEX, 10):
         sparse.LARGEST_INDEX = largest
-        under_test = reducer(Parameter("w", (SIDE, SIDE)), Parameter("bias", (99,)), engine="topk", density=0.01)
+        under_test = reducer(Parameter("w", (SIDE, SIDE)), Parameter("bias", (99,)), engine="topk:0.01")
         under_test.set_rank(0)
         local = {"w": noisy(0, rank), "bias": noisy(1, rank)[0, :99].clone()}
         run(under_test.reduce(local, 0))

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.compress.engines import ENGINES
+from edgc.compress.engines import ENGINES, has_rank
 from edgc.compress.probe import break_even, cost_of_link, largest_rank
-from edgc.config import LOW_RANK, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import allocate, pays, uniform_ranks, water_filled_ranks, width
 from edgc.plan.controller import StageCost
@@ -32,7 +32,7 @@ def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
     assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64))
 
 
-@pytest.mark.parametrize("engine", sorted(set(ENGINES) - set(LOW_RANK)))
+@pytest.mark.parametrize("engine", sorted(name for name in ENGINES if not has_rank(name)))
 def test_engines_without_ranks_take_everything(engine: str) -> None:
     allocation = allocate(PARAMETERS, EDGCConfig(engine=engine), min_rank=4)
     assert [matrix.name for matrix in allocation.matrices] == [parameter.name for parameter in PARAMETERS]

@@ -26,9 +26,11 @@ def test_flags_become_settings_of_the_right_type() -> None:
     assert config == EDGCConfig(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
-def test_a_wire_format_may_be_called_a_dtype() -> None:
-    config = config_from_args(parse("--edgc", "--edgc-wire-dtype", "int8", "--edgc-param-wire-dtype", "int4"))
-    assert config is not None and (config.wire, config.param_wire) == ("int8", "int4")
+@pytest.mark.parametrize("given", ["--edgc-wire-dtype int8", "--edgc-density 0.05", "--edgc-stochastic"])
+def test_a_flag_of_an_earlier_version_says_what_stands_for_it(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--edgc-\S+ is gone; now: --edgc-\S+") as caught:
+        parse("--edgc", *given.split())
+    assert "\n" not in str(caught.value)
 
 
 def test_without_flags_the_default_preset_holds() -> None:

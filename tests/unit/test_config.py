@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from edgc.compress.engines import ENGINES
-from edgc.config import ENGINES as NAMES
+from edgc.compress.engines import ENGINES, engine_class
+from edgc.compress.engines.base import Elementwise, LowRank
 from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
 
 
@@ -38,10 +38,14 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
         ({"rank_tilt": 0.5, "engine": "int4", "rank_model": "constant"}, r"--edgc-rank-tilt = 0.5: tilts only"),
         (
             {"engine": "loco", "equalise": True},
-            r"--edgc-equalise = True: the engine loco has an error feedback of its own",
+            r"--edgc-equalise = True: the engine loco keeps errors by its own rule",
         ),
-        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-error-decay = 0.5: the engine loco has"),
-        ({"density": 0.0}, r"--edgc-density = 0.0: must lie in \(0, 1\]"),
+        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-error-decay = 0.5: the engine loco keeps"),
+        ({"engine": "topk:0"}, r"--edgc-engine = topk:0: the share of the entries that travel must lie in \(0, 1\]"),
+        ({"engine": "topk:some"}, "--edgc-engine = topk:some: the share"),
+        ({"engine": "int4:random"}, "--edgc-engine = int4:random: the argument may be stochastic"),
+        ({"engine": "powersgd:4"}, "--edgc-engine = powersgd:4: this engine takes no argument"),
+        ({"engine": "zip"}, "--edgc-engine = zip: must be one of powersgd, "),
         ({"engine": "int4", "static_rank": 8}, r"--edgc-static-rank = 8: the engine int4 has no rank"),
     ],
 )
@@ -70,11 +74,15 @@ def test_every_knob_says_what_it_is() -> None:
         assert all(knob.metadata[key] for key in ("help", "unit", "source")), knob.name
     assert flag("warmup_fraction") == "--edgc-warmup-fraction"
     assert flag("align") == "--edgc-no-align"
-    assert flag("hadamard") == "--edgc-hadamard"
+    assert flag("equalise") == "--edgc-equalise"
 
 
-def test_every_engine_has_a_name_and_every_name_an_engine() -> None:
-    assert set(NAMES) == {*ENGINES, "dense"}
+def test_every_engine_is_where_its_registration_says() -> None:
+    for name, registered in ENGINES.items():
+        engine = engine_class(name)
+        assert issubclass(engine, LowRank if registered.low_rank else Elementwise)
+        assert (engine.error_rule is not None) == registered.keeps_errors
+        assert EDGCConfig(engine=name).low_rank == registered.low_rank
 
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer
-from edgc.config import ENGINES, ConfigError, EDGCConfig
+from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.allocation import Allocation
 from edgc.specs import MatrixSpec, ShardBounds
 from tools.operations import counted

@@ -9,8 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import Packed
+from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer, Measurements
-from edgc.config import ENGINES, PRESETS, EDGCConfig
+from edgc.config import PRESETS, EDGCConfig
 from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 

@@ -32,6 +32,10 @@ class Alternating(LowRank):
         # By name and whether the matrix is transposed: (rows or cols x rank), orthonormal, fp32
         self.bases: dict[tuple[str, bool], Tensor] = {}
 
+    @classmethod
+    def bytes_per_rank(cls, matrix: MatrixSpec, config: EDGCConfig) -> float:
+        return (matrix.rows + matrix.cols) / 2 * wire(config.wire).bytes_per_value()
+
     def state_dict(self) -> dict[str, Packed]:
         return {
             f"{name}:{'transposed' if transposed else 'straight'}": Packed(basis, FP32)

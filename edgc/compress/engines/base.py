@@ -109,6 +109,11 @@ class LowRank(Engine, ABC):
         pairs = map_stacked(partial(lowrank.sorted_basis, orthonormalise=self._orthonormalise), factors)
         return [vectors for vectors, _ in pairs], [norms for _, norms in pairs]
 
+    @classmethod
+    @abstractmethod
+    def bytes_per_rank(cls, matrix: MatrixSpec, config: EDGCConfig) -> float:
+        """Bytes of the messages that the factors of a matrix take, per unit of rank."""
+
     @abstractmethod
     def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
         """Whether ``sum`` is to get the transposed matrix."""

@@ -21,4 +21,4 @@ class LoCo(Rounding):
     error_rule = ErrorRule(wire("int8"), average=0.8, reset_every=1024)
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
-        super().__init__(matrices, config, device, wire("int4"))
+        super().__init__(matrices, config, device, "int4")

@@ -52,6 +52,15 @@ class PowerSGD(LowRank):
         # V by name and place in the cycle: (n x r), nearly orthonormal, the same bits on every process
         self.bases: dict[tuple[str, int], Packed] = {}
 
+    @classmethod
+    def bytes_per_rank(cls, matrix: MatrixSpec, config: EDGCConfig) -> float:
+        strong, weak, q = (
+            wire(name).bytes_per_value()
+            for name in (config.basis_wire, config.weak_basis_wire or config.basis_wire, config.wire)
+        )
+        longer, shorter = max(matrix.rows, matrix.cols), min(matrix.rows, matrix.cols)
+        return longer * (STRONG_SHARE * strong + (1 - STRONG_SHARE) * weak) + shorter * q
+
     def state_dict(self) -> dict[str, Packed]:
         return {f"{name}:{turn}": basis for (name, turn), basis in self.bases.items()}
 

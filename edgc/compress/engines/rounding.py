@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.wire import Wire
+from edgc.comm.wire import wire
 from edgc.compress.engines.base import Piecewise, Sums, all_finite
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
@@ -19,11 +19,18 @@ from edgc.specs import MatrixSpec
 class Rounding(Piecewise):
     """Sums in a wire format. In fp32 that is the dense all-reduce, which leaves no error."""
 
-    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, wire: Wire):
+    def __init__(
+        self,
+        matrices: Sequence[MatrixSpec],
+        config: EDGCConfig,
+        device: torch.device,
+        format_name: str,
+        variant: str = "",
+    ):
         super().__init__(matrices, config, device)
-        self.wire = wire
-        self.exact = wire.exact
-        self._generator = torch.Generator(device) if wire.stochastic else None
+        self.wire = wire(format_name, stochastic=variant == "stochastic", hadamard=variant == "rotated")
+        self.exact = self.wire.exact
+        self._generator = torch.Generator(device) if self.wire.stochastic else None
 
     def begin(self, names: Sequence[str], iteration: int, process: int) -> None:
         if self._generator is not None:

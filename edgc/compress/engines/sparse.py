@@ -1,5 +1,6 @@
 """Sparsification: few values travel, unrounded."""
 
+from abc import ABC
 from collections.abc import Sequence
 
 import torch
@@ -8,15 +9,29 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Steps
 from edgc.comm.wire import FP32
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
+from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
+from edgc.specs import MatrixSpec
 
 LARGEST_INDEX = 2**31 - 1  # in int32
 
 
-class TopK(Elementwise):
+class Sparse(Elementwise, ABC):
+    """An engine that sends a share of the entries."""
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, share: str):
+        super().__init__(matrices, config, device)
+        self.share = float(share)
+
+    def kept(self, elements: int) -> int:
+        """How many entries of so many travel."""
+        return max(1, round(self.share * elements))
+
+
+class TopK(Sparse):
     """Each process's largest entries of each gradient: Aji and Heafield 2017; Lin et al. 2018 (arXiv 1712.01887).
 
-    An all-gather of k values in fp32 and k indices for each parameter, k = density * elements, at least 1. Indices are
+    An all-gather of k values in fp32 and k indices for each parameter, k = share * elements, at least 1. Indices are
     in int32, and in int64 where a gradient has more than 2^31 elements.
     """
 
@@ -26,7 +41,7 @@ class TopK(Elementwise):
         chosen, values = [], []
         for tensor in tensors:
             flat = tensor.reshape(-1)
-            indices = flat.abs().topk(_kept(flat.numel(), self.config.density), sorted=False).indices
+            indices = flat.abs().topk(self.kept(flat.numel()), sorted=False).indices
             chosen.append(indices.to(index_type))
             values.append(flat[indices])
         sizes = [len(part) for part in values]
@@ -47,10 +62,10 @@ class TopK(Elementwise):
         return Sums(sums, shares, all_finite(all_values))
 
 
-class RandomK(Elementwise):
+class RandomK(Sparse):
     """The same random entries of each gradient on all processes: indices follow from a seed and do not travel.
 
-    An all-reduce of about k values, k = density * elements, at least 1: an entry drawn twice travels once. Source:
+    An all-reduce of about k values, k = share * elements, at least 1: an entry drawn twice travels once. Source:
     Stich et al. 2018 (arXiv 1809.07599).
     """
 
@@ -59,7 +74,7 @@ class RandomK(Elementwise):
         self._generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", iteration))
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
-        chosen = [_draw(tensor.numel(), self.config.density, self._generator).to(self.device) for tensor in tensors]
+        chosen = [self._draw(tensor.numel()).to(self.device) for tensor in tensors]
         local = [tensor.view(-1)[indices] for tensor, indices in zip(tensors, chosen, strict=True)]
         # what is not chosen must not hide what is not finite
         healthy = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
@@ -71,18 +86,13 @@ class RandomK(Elementwise):
 
         return Sums(spread(totals), spread(own), all_finite([flag]))
 
+    def _draw(self, elements: int) -> Tensor:
+        indices: Tensor = torch.unique(torch.randint(elements, (self.kept(elements),), generator=self._generator))
+        return indices
+
 
 def _spread(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """Zeros, with these values at these places of the flattened tensor."""
     flat = like.new_zeros(like.numel())
     flat[indices] = values
     return flat.view_as(like)
-
-
-def _kept(elements: int, density: float) -> int:
-    return max(1, round(density * elements))
-
-
-def _draw(elements: int, density: float, generator: torch.Generator) -> Tensor:
-    indices: Tensor = torch.unique(torch.randint(elements, (_kept(elements, density),), generator=generator))
-    return indices
