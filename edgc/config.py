@@ -67,8 +67,8 @@ class EDGCConfig:
     preset: str | None = _knob(
         None,
         "what sets the defaults of the other settings: the paper's algorithm (paper), EDGC's own from many bytes to "
-        "few (safe, balanced, fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none for "
-        "other engines",
+        "few (safe, balanced, fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none "
+        "for other engines",
         "name",
         "docs/frontier/README.md",
         tuple(PRESETS),
