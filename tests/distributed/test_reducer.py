@@ -15,7 +15,7 @@ from edgc.config import PRESETS, EDGCConfig
 from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
-from tools.operations import TensorMemory
+from tools.benchmarks.operations import TensorMemory
 
 PARAMETERS = [
     Parameter("wide", (24, 96)),

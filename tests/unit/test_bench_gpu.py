@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tools import bench_gpu
-from tools.bench_gpu import Stage
+from tools.benchmarks.contenders import CONTENDERS
+from tools.benchmarks.stage import Stage
 
 
 def test_a_stage_has_the_matrices_of_its_layers() -> None:
@@ -24,7 +25,7 @@ def test_a_run_writes_what_it_has_measured(tmp_path: Path) -> None:
     result = json.loads(page.with_suffix(".json").read_text())
     (stage,) = result["stages"]
     by_name = {row["contender"]: row for row in stage["rows"]}
-    assert set(by_name) == {"hook", *bench_gpu.CONTENDERS}
+    assert set(by_name) == {"hook", *CONTENDERS}
     assert (by_name["plain"]["reads"], by_name["plain"]["writes"]) == (pytest.approx(8, abs=0.5), 4)
     assert all(row["seconds"] > 0 and row["break_even_gbps"] > 0 for row in by_name.values())
     for name, row in by_name.items():

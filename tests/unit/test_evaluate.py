@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tools import evaluate
-from tools.evaluate import EvaluationError, available, difference, markdown, parse_models, summarise
+from tools.evaluate import EvaluationError, available, parse_models
+from tools.evaluation.page import markdown
+from tools.evaluation.scores import difference, summarise
 
 
 def result(right: list[int], perplexity: float = 9.0) -> dict[str, Any]:

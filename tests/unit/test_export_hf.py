@@ -15,12 +15,21 @@ from torch.nn.functional import gelu
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer
 from transformers.activations import ACT2FN
 
-from tools import export_hf, export_tokenizer, preprocess_data
-from tools.export_checkpoint import Checkpoint, ExportError, iteration_folder, read
-from tools.export_hf import activation, blocks, check_arguments, gpt2, gpt2_weights, padding_doubt
+from tools import export_hf, preprocess_data
+from tools._root import REPOSITORY
+from tools.export import tokenizer as export_tokenizer
+from tools.export.checkpoint import Checkpoint, ExportError, iteration_folder, read
+from tools.export.gpt2 import (
+    GPT2_ARGUMENTS,
+    activation,
+    blocks,
+    check_arguments,
+    gpt2,
+    gpt2_weights,
+    padding_doubt,
+)
 
 HIDDEN, HEADS, LAYERS, ROWS, PIECES = 16, 4, 3, 512, 400
-REPOSITORY = Path(export_hf.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,7 @@ def arguments(model: Path | str = "", **changes: Any) -> Namespace:
         "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
         "vocab_file": None,
         "merge_file": None,
-        **{name: wanted for name, (wanted, _) in export_hf.GPT2_ARGUMENTS.items()},
+        **{name: wanted for name, (wanted, _) in GPT2_ARGUMENTS.items()},
     }
     return Namespace(**plain | changes)
 
@@ -372,7 +381,7 @@ def gpt2_files(tmp_path: Path) -> dict[str, str]:
 
 
 def test_gpt2s_own_tokenizer_comes_from_its_two_files(gpt2_files: dict[str, str]) -> None:
-    tokenizer = export_tokenizer.build(arguments(tokenizer_type="GPT2BPETokenizer", **gpt2_files), None)
+    tokenizer = export_tokenizer.build_tokenizer(arguments(tokenizer_type="GPT2BPETokenizer", **gpt2_files), None)
     assert tokenizer("ab b<|endoftext|>")["input_ids"] == [2, 3, 1, 4]
     assert len(tokenizer) == 5 and tokenizer.eos_token_id == 4
 
@@ -381,14 +390,14 @@ def test_a_hugging_face_tokenizer_is_saved_as_it_is(gpt2_files: dict[str, str], 
     source = GPT2Tokenizer(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
     source.save_pretrained(tmp_path / "moved")
     used = arguments(tmp_path / "gone", tokenizer_type="HuggingFaceTokenizer")
-    export_tokenizer.build(used, tmp_path / "moved").save_pretrained(tmp_path / "export")
+    export_tokenizer.build_tokenizer(used, tmp_path / "moved").save_pretrained(tmp_path / "export")
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     for text in ("ab b", "a" * 7 + " bb<|endoftext|>", " ab"):
         assert exported(text)["input_ids"] == source(text)["input_ids"]
     with pytest.raises(ExportError, match="gone: .*see --tokenizer-model"):
-        export_tokenizer.build(used, None)
+        export_tokenizer.build_tokenizer(used, None)
 
 
 def test_tokenizers_without_text_are_refused() -> None:
     with pytest.raises(ExportError, match="--tokenizer-type NullTokenizer"):
-        export_tokenizer.build(arguments(tokenizer_type="NullTokenizer"), None)
+        export_tokenizer.build_tokenizer(arguments(tokenizer_type="NullTokenizer"), None)

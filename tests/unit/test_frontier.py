@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from edgc.config import PRESETS
-from tools import frontier, frontier_report, frontier_studies
-from tools.frontier import ListError, identity, load_list, read_results, record_result
-from tools.frontier_report import Interval, difference, draw, entries, markdown
+from tools import frontier
+from tools._root import REPOSITORY
+from tools.experiments import changes, lists, results, series, studies, training
+from tools.experiments.entries import Interval, difference, entries, old
+from tools.experiments.lists import ListError, Trial, load_list
+from tools.experiments.page import markdown
+from tools.experiments.plot import FAMILIES, draw
+from tools.experiments.results import identity, page_lines, read_results, record_result
 
 LIST = """
 title: A list
@@ -75,7 +80,7 @@ def test_the_command_reports_a_bad_list_with_status_2(tmp_path: Path, capsys: py
 
 
 def test_the_lists_in_the_repository_are_sound() -> None:
-    lists = sorted((frontier.REPOSITORY / "configs" / "frontier").glob("*.yaml"))
+    lists = sorted((REPOSITORY / "configs" / "frontier").glob("*.yaml"))
     assert lists
     for path in lists:
         names = {(trial.setting, trial.seed) for trial in load_list(path).trials}
@@ -201,7 +206,7 @@ def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
 def test_every_engine_has_a_place_in_the_plot() -> None:
     from edgc.compress.engines import ENGINES
 
-    assert {engine for _, _, engines in frontier_report.FAMILIES.values() for engine in engines} == {*ENGINES, "dense"}
+    assert {engine for _, _, engines in FAMILIES.values() for engine in engines} == {*ENGINES, "dense"}
 
 
 def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[str, Any]:
@@ -231,19 +236,19 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
 
 
 def test_trajectories_of_different_windows_agree() -> None:
-    alike, apart = frontier_studies.correlation(seen("a", 5, [8, 8]), seen("b", 20, [8, 8]), 0)
+    alike, apart = series.correlation(seen("a", 5, [8, 8]), seen("b", 20, [8, 8]), 0)
     assert alike == pytest.approx(1) and apart == pytest.approx(0, abs=1e-9)
     opposite = seen("c", 10, [8, 8])
     for window in opposite["windows"]:
         window["entropy"].reverse()
-    alike, apart = frontier_studies.correlation(seen("a", 5, [8, 8]), opposite, 0)
+    alike, apart = series.correlation(seen("a", 5, [8, 8]), opposite, 0)
     assert alike == pytest.approx(-1) and apart == pytest.approx(2 * 3.5)
 
 
-@pytest.mark.parametrize("study", sorted(frontier_studies.STUDIES))
+@pytest.mark.parametrize("study", sorted(studies.STUDIES))
 def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]
-    page, picture = frontier_studies.page("mine", "A title", study, lines)
+    page, picture = studies.page("mine", "A title", study, lines)
     assert picture.startswith(b"\x89PNG") and page.startswith("# A title") and "configs/frontier/mine.yaml" in page
     rows = [row for row in page.splitlines() if row.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
@@ -251,32 +256,32 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
 
 
 def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:
-    page, _ = frontier_studies.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
+    page, _ = studies.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
     assert "| r4 | 4 | 4 kB | 0.1000 | 7.46 | – |" in page
 
 
 def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontier, "RUNS", frontier.REPOSITORY / "runs" / tmp_path.name)
+    monkeypatch.setattr(lists, "RUNS", REPOSITORY / "runs" / tmp_path.name)
     changed = LIST.replace("--edgc-static-rank 8", "--edgc-preset fast")
     trial = load_list(written(tmp_path, changed)).trials[-1]
     arguments = trial.arguments()
-    assert frontier.preset(arguments) == PRESETS["fast"] and frontier.preset(arguments[:-2]) == {}
+    assert changes.preset(arguments) == PRESETS["fast"] and changes.preset(arguments[:-2]) == {}
     # what a preset says of messages between stages does not matter where a flag says it, nor without a pipeline
-    assert frontier.preset(["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"])
-    assert frontier.preset(["--edgc-preset", "paper"]) == {}
+    assert changes.preset(["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"])
+    assert changes.preset(["--edgc-preset", "paper"]) == {}
     gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
-    assert frontier.preset([*arguments, "--edgc-pp", "off"]) == gradients
-    assert frontier.preset(["--edgc-preset", "fast"]) == gradients
-    assert not frontier.finished(trial, [])
+    assert changes.preset([*arguments, "--edgc-pp", "off"]) == gradients
+    assert changes.preset(["--edgc-preset", "fast"]) == gradients
+    assert not training.finished(trial, [])
     trial.folder.mkdir(parents=True)
     try:
         today = {"preset": PRESETS["fast"]}
         for kept in (today, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}):
-            record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(frontier.CHANGES), **kept}
-            (trial.folder / frontier.COMMAND).write_text(json.dumps(record))
-            assert frontier.finished(trial, []) == (kept is today)
+            record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(changes.CHANGES), **kept}
+            (trial.folder / training.COMMAND).write_text(json.dumps(record))
+            assert training.finished(trial, []) == (kept is today)
     finally:
-        shutil.rmtree(frontier.RUNS)
+        shutil.rmtree(lists.RUNS)
 
 
 def test_ranks_suggests_bounds() -> None:
@@ -287,7 +292,7 @@ def test_ranks_suggests_bounds() -> None:
         seen("r99", 10, [99, 99]),
     ]
     lines[1]["val_loss"] = 3.0
-    page, _ = frontier_studies.page("mine", "A title", "ranks", lines)
+    page, _ = studies.page("mine", "A title", "ranks", lines)
     assert "| r4 | 4 | 4 kB | 0.1000 | 20.09 | +50.00 % |" in page
     assert "r_max = 16 " in page and "r_min = 16 " in page
 
@@ -295,7 +300,7 @@ def test_ranks_suggests_bounds() -> None:
 def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
     stage = {"entropy": -1.23456789, "residual": None, "reduce_seconds": 0.1, "statistics": {"k": {"skewness": 1 / 3}}}
     event = {"iteration": 5, "ranks": [4], "dp_bytes": 1.0, "plan": {"version": 1}, "stages": [{**stage, "stage": 0}]}
-    assert frontier._window(event) == {
+    assert results._window(event) == {
         "iteration": 5,
         "ranks": [4],
         "dp_bytes": 1.0,
@@ -310,13 +315,13 @@ def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
 def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(frontier, "RUNS", frontier.REPOSITORY / "runs" / "no-such-folder")
+    monkeypatch.setattr(lists, "RUNS", REPOSITORY / "runs" / "no-such-folder")
     monkeypatch.setattr(frontier, "DOCS", tmp_path)
     path = written(tmp_path, LIST.replace("--edgc-static-rank 8", "--edgc-preset fast"))
     first, second, third = load_list(path).trials
 
-    def kept(trial: frontier.Trial, **other: Any) -> dict[str, Any]:
-        same = {key: getattr(trial, key) for key in frontier.IDENTITY}
+    def kept(trial: Trial, **other: Any) -> dict[str, Any]:
+        same = {key: getattr(trial, key) for key in results.IDENTITY}
         fields = {"settings": " ".join(trial.settings), "flags": " ".join(trial.flags), "preset_settings": {}}
         return {**line("dense", 1, 3.0, 100.0), **same, **fields, **other}
 
@@ -334,15 +339,32 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "| ● | dense | 1.0x | 0.5x | +0.00 % ± 0.00 | 1: +0.00, 7: +0.00 |" in page
     assert "| 2: +0.00 | 0.50 | 0123456+ | with: --edgc-engine int4 |" in page
     assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
-    (old,) = (one for one in frontier.page_lines([third], lines) if one["name"] == "ours")
-    assert "warmup_fraction 0.025" in old["other"] and "rank_share 0.25" in old["other"]
-    assert old["before"] == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10"
-    today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(frontier.CHANGES))
-    assert frontier_report.old(frontier.page_lines([third], [today])[0]) == ""
+    (outdated,) = (one for one in page_lines([third], lines) if one["name"] == "ours")
+    assert "warmup_fraction 0.025" in outdated["other"] and "rank_share 0.25" in outdated["other"]
+    assert outdated["before"] == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10"
+    today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(changes.CHANGES))
+    assert old(page_lines([third], [today])[0]) == ""
     (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert frontier.main(["--config", str(path), "--report"]) == 0
     missing = (
         "not run yet: dense of small-dp2-pp1-10, seed 2\nfrontier: not run yet: ours of large-dp2-pp2-10, seed 3\n"
     )
     assert missing in capsys.readouterr().out
-    assert not (frontier.REPOSITORY / "runs" / "no-such-folder").exists()
+    assert not (REPOSITORY / "runs" / "no-such-folder").exists()
+
+
+def test_flags_of_older_lines_mean_what_todays_say() -> None:
+    shared = "--lr 1e-3 --edgc-preset paper"
+    for then, now in (
+        (
+            "--edgc-engine topk --edgc-density 0.01 --edgc-dense-wire int8",
+            "--edgc-engine topk:0.01 --edgc-dense-wire int8",
+        ),
+        (
+            "--edgc-engine int4 --edgc-dense-wire int8 --edgc-hadamard",
+            "--edgc-engine int4:rotated --edgc-dense-wire int8",
+        ),
+        ("--edgc-engine int4 --edgc-stochastic", "--edgc-engine int4:stochastic"),
+    ):
+        assert changes.respelled(f"{shared} {then}") == f"{shared} {now}"
+        assert changes.respelled(f"{shared} {now}") == f"{shared} {now}"

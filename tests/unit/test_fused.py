@@ -16,7 +16,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.allocation import Allocation
 from edgc.specs import MatrixSpec, ShardBounds
-from tools.operations import counted
+from tools.benchmarks.operations import counted
 
 SIZES = {"tall": (96, 40), "wide": (24, 70), "next": (24, 70)}
 MATRICES = tuple(MatrixSpec(name, *size) for name, size in SIZES.items())

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools import flat_yaml, launch, preflight
+from tools import launch
+from tools.launching import flat_yaml, node
+from tools.launching.attempts import ATTEMPTS, last_value
+from tools.launching.configs import CLUSTERS, METHODS, MODELS, read_yaml
+from tools.shared.megatron import TRACKER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -123,8 +127,8 @@ def test_a_file_that_is_incomplete_or_no_yaml_is_refused(tmp_path: Path, capsys:
 def test_few_checkpoints_are_kept_and_the_launch_says_which(capsys: pytest.CaptureFixture[str], model: str) -> None:
     found = printed(capsys, "--model", model, "--method", "edgc", "--mock-data")
     arguments = shlex.split(found["arguments"].strip("()"))
-    assert int(launch._last("--save-retain-interval", arguments) or 0) > int(
-        launch._last("--save-interval", arguments) or 0
+    assert int(last_value("--save-retain-interval", arguments) or 0) > int(
+        last_value("--save-interval", arguments) or 0
     )
     note = shlex.split(found["notes"].strip("()"))[-1]
     if model == "gpt2_12.1b":  # 12.1 billion parameters of 18 bytes
@@ -141,7 +145,7 @@ def test_few_checkpoints_are_kept_and_the_launch_says_which(capsys: pytest.Captu
 
 
 def test_our_files_read_the_same_without_pyyaml() -> None:
-    files = [*launch.MODELS.glob("*.yaml"), *launch.CLUSTERS.glob("*.yaml"), launch.METHODS]
+    files = [*MODELS.glob("*.yaml"), *CLUSTERS.glob("*.yaml"), METHODS]
     assert len(files) >= 7
     for file in files:
         text = file.read_text()
@@ -207,7 +211,7 @@ def test_a_start_is_recorded_with_its_versions(tmp_path: Path, capsys: pytest.Ca
     arguments = ["--model", "tiny", "--method", "edgc", "--run", str(tmp_path), "--mock-data", "--record"]
     for _ in range(2):
         assert launch.main(arguments) == 0
-    lines = (tmp_path / "edgc" / launch.ATTEMPTS).read_text().splitlines()
+    lines = (tmp_path / "edgc" / ATTEMPTS).read_text().splitlines()
     assert len(lines) == 2
     last = json.loads(lines[-1])
     assert last["processes"] == 4
@@ -219,7 +223,7 @@ def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest
     arguments = ["--model", "tiny", "--method", "edgc", "--run", str(tmp_path), "--mock-data", "--record"]
     assert launch.main(arguments) == 0  # nothing is saved yet, so the shape may still change
     assert launch.main([*arguments, "--hidden-size", "256"]) == 0
-    tracker = tmp_path / "edgc" / "checkpoints" / launch.TRACKER
+    tracker = tmp_path / "edgc" / "checkpoints" / TRACKER
     tracker.parent.mkdir()
     tracker.write_text("10")
     assert launch.main([*arguments, "--hidden-size", "256", "--lr", "1e-4"]) == 0
@@ -285,7 +289,7 @@ def test_twins_differ_in_what_they_compare_alone(size: str) -> None:
     for kind, method in {"baseline": "dense", "edgc": "edgc", "powersgd": "powersgd", "optimus": "optimus"}.items():
         command = dry_run(f"pretrain_gpt2_{size}_{kind}.sh", "--mock-data").splitlines()[-1]
         assert command.startswith("srun ")
-        own = launch._mapping(launch.METHODS)[method]
+        own = read_yaml(METHODS)[method]
         assert own in command
         model = "gpt2_12.1b" if size == "12b" else "gpt2_2.5b"
         commands[kind] = command.replace(own, "FLAGS").replace(f"runs/{model}/{method}", "FOLDER")
@@ -348,14 +352,14 @@ def test_the_printed_command_can_be_pasted_into_an_allocation(tmp_path: Path) ->
 def node_facts(failed: dict[str, str] | None = None, **changed: object) -> str:
     """What ``tools/preflight.py --facts`` prints on a node with 8 H100."""
     versions = {"torch": "2.9.0", "megatron-core": "0.19.2", "edgc": "0.1.0", "transformer-engine": "2.8"}
-    facts = preflight.Facts(
+    facts = node.Facts(
         *("n0", versions, "12.8"),
         gpus=[("NVIDIA H100", 9, 0)] * 8,
         architectures=["sm_90"],
         backends=["nccl", "gloo"],
         failed=failed or {},
     )
-    return preflight.to_line(replace(facts, **changed))  # type: ignore[arg-type]
+    return node.to_line(replace(facts, **changed))  # type: ignore[arg-type]
 
 
 def in_slurm(tmp_path: Path, *facts: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -392,7 +396,7 @@ def test_every_node_is_checked_before_training_and_missing_kernels_are_turned_of
     assert len(log) == 16
     assert log[9].startswith("task 9 of 16 at n0: pretrain_gpt.py ")
     assert log[9].endswith(" --mock-data --no-gradient-accumulation-fusion")
-    attempt = json.loads((tmp_path / "run" / "edgc" / launch.ATTEMPTS).read_text())
+    attempt = json.loads((tmp_path / "run" / "edgc" / ATTEMPTS).read_text())
     assert attempt["arguments"][-1] == "--no-gradient-accumulation-fusion"
     assert "edgc: checkpoints: one every 500 iterations" in done.stdout
     assert done.returncode == 1  # nothing was saved
@@ -403,7 +407,7 @@ def test_every_node_is_checked_before_training_and_missing_kernels_are_turned_of
     [
         ({"node": "n1", "architectures": ["sm_80"]}, "n1: torch 2.9.0 has no kernels for NVIDIA H100 (sm_90)"),
         (
-            {"node": "n1", "failed": {preflight.TRANSFORMER_ENGINE: "missing"}},
+            {"node": "n1", "failed": {node.TRANSFORMER_ENGINE: "missing"}},
             "n1: --transformer-impl transformer_engine",
         ),
         ({"node": "n1", "versions": {"torch": "2.8.0"}}, "n1 differs from n0: torch 2.8.0, not 2.9.0"),
@@ -414,7 +418,7 @@ def test_a_node_that_cannot_train_keeps_all_from_starting(
     tmp_path: Path, second: dict[str, object] | None, says: str
 ) -> None:
     if second is not None and "versions" in second:
-        second["versions"] = {**preflight.from_lines([node_facts()])[0].versions, "torch": "2.8.0"}
+        second["versions"] = {**node.from_lines([node_facts()])[0].versions, "torch": "2.8.0"}
     done = in_slurm(tmp_path, node_facts(), "" if second is None else node_facts(**second))  # type: ignore[arg-type]
     assert done.returncode == 1
     assert says in done.stderr
@@ -447,4 +451,4 @@ def test_the_rehearsal_that_is_shown_ran_what_the_scripts_run() -> None:
         assert summary["settings"]["preset"] == preset
         assert 0 < summary["dp_bytes_ratio"] < most
         assert summary["iterations"] == 200
-    assert "--edgc-preset paper" in launch._mapping(launch.METHODS)["edgc"]
+    assert "--edgc-preset paper" in read_yaml(METHODS)["edgc"]

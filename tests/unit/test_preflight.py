@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import preflight
-from tools.launch import shape_of
+from tools.launching import node, node_checks
+from tools.launching.checks import shape_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = {
@@ -19,7 +19,7 @@ VERSIONS = {
     "transformer-engine": "2.8",
 }
 MISSING = "ModuleNotFoundError: No module named"
-WHOLE = preflight.Facts(
+WHOLE = node.Facts(
     node="n0",
     versions=dict(VERSIONS),
     cuda="12.8",
@@ -27,20 +27,20 @@ WHOLE = preflight.Facts(
     architectures=["sm_80", "sm_90"],
     backends=["nccl", "gloo"],
 )
-NO_APEX = {name: f"{MISSING} {name!r}" for name in preflight.EXTENSIONS if name != preflight.TRANSFORMER_ENGINE}
-NO_TE = {preflight.TRANSFORMER_ENGINE: f"{MISSING} 'transformer_engine'"}
+NO_APEX = {name: f"{MISSING} {name!r}" for name in node.EXTENSIONS if name != node.TRANSFORMER_ENGINE}
+NO_TE = {node.TRANSFORMER_ENGINE: f"{MISSING} 'transformer_engine'"}
 V100 = replace(
     WHOLE, gpus=[("Tesla V100-SXM2-16GB", 7, 0)] * 8, architectures=["sm_70", "sm_80"], failed={**NO_APEX, **NO_TE}
 )
 LOCAL = ["--transformer-impl", "local"]
 
 
-def found(facts: preflight.Facts, *flags: str, processes: int = 8) -> list[str]:
-    return preflight.problems(facts, shape_of(flags), processes)
+def found(facts: node.Facts, *flags: str, processes: int = 8) -> list[str]:
+    return node_checks.problems(facts, shape_of(flags), processes)
 
 
-def added(facts: preflight.Facts, *flags: str) -> list[str]:
-    return list(preflight.fitting_flags(facts, shape_of(flags), flags))
+def added(facts: node.Facts, *flags: str) -> list[str]:
+    return list(node_checks.fitting_flags(facts, shape_of(flags), flags))
 
 
 def test_a_whole_node_has_no_problem_and_keeps_the_kernels_of_apex() -> None:
@@ -75,12 +75,12 @@ def test_a_whole_node_has_no_problem_and_keeps_the_kernels_of_apex() -> None:
             "'transformer_engine'): use an image of NVIDIA's, pip install -e '.[te]', or --transformer-impl local",
         ),
         (
-            {"failed": {**NO_APEX, preflight.APEX: f"apex 0.9.10.dev0 is installed, but {MISSING} 'apex.optimizers'"}},
+            {"failed": {**NO_APEX, node.APEX: f"apex 0.9.10.dev0 is installed, but {MISSING} 'apex.optimizers'"}},
             [],
             "is it PyPI's other project of that name? pip uninstall apex, or build NVIDIA's",
         ),
         (
-            {"failed": {preflight.APEX_NORM: f"{MISSING} 'fused_layer_norm_cuda'"}},
+            {"failed": {node.APEX_NORM: f"{MISSING} 'fused_layer_norm_cuda'"}},
             LOCAL,
             "apex was built without its CUDA extensions, which Megatron's local layers need",
         ),
@@ -99,7 +99,7 @@ def test_each_thing_that_is_missing_is_one_line_with_what_mends_it(
 
 
 def test_a_cpu_run_asks_for_no_gpu() -> None:
-    bare = preflight.Facts("laptop", dict(VERSIONS), backends=["gloo"])
+    bare = node.Facts("laptop", dict(VERSIONS), backends=["gloo"])
     assert found(bare, "--edgc-cpu", processes=4) == []
     assert added(bare, "--edgc-cpu") == []
     assert len(found(bare, processes=4)) == 2  # no NCCL, no GPU
@@ -113,7 +113,7 @@ def test_kernels_of_apex_that_are_missing_are_turned_off_and_no_others() -> None
     assert found(V100, *LOCAL, "--fp16") == []
     assert added(V100, *LOCAL, "--fp16") == everything
     assert added(V100, *LOCAL, *everything) == []
-    one = replace(WHOLE, failed={preflight.APEX_MASK: "missing"})
+    one = replace(WHOLE, failed={node.APEX_MASK: "missing"})
     assert added(one, *LOCAL) == ["--no-masked-softmax-fusion"]
 
 
@@ -135,34 +135,34 @@ def test_kernels_of_apex_that_are_missing_are_turned_off_and_no_others() -> None
     ],
 )
 def test_which_gpu_an_architecture_runs_on(architectures: list[str], capability: tuple[int, int], runs: bool) -> None:
-    assert preflight.runs_on(architectures, *capability) is runs
+    assert node_checks.runs_on(architectures, *capability) is runs
 
 
 def test_nodes_have_to_agree_and_each_that_does_not_is_one_line() -> None:
     other = replace(WHOLE, node="n1", versions={**VERSIONS, "torch": "2.8.0", "edgc": "0.1.0 (source def)"})
-    third = replace(WHOLE, node="n2", failed={preflight.APEX_GRADIENTS: "missing"})
+    third = replace(WHOLE, node="n2", failed={node.APEX_GRADIENTS: "missing"})
     same = replace(WHOLE, node="n3")
-    lines = preflight.check([WHOLE, other, third, same], 4, shape_of([]), 8)
+    lines = node_checks.check([WHOLE, other, third, same], 4, shape_of([]), 8)
     assert lines == [
         "n1 differs from n0: torch 2.8.0, not 2.9.0+cu128; edgc 0.1.0 (source def), not 0.1.0 (source abc): install "
         "the same on all nodes",
         "n2 differs from n0: lacks fused_weight_gradient_mlp_cuda: install the same on all nodes",
     ]
-    assert preflight.check([WHOLE, same], 2, shape_of([]), 8) == []
+    assert node_checks.check([WHOLE, same], 2, shape_of([]), 8) == []
 
 
 def test_a_problem_of_several_nodes_is_one_line_and_a_node_that_is_silent_another() -> None:
     nodes = [replace(WHOLE, node=f"n{place}", gpus=WHOLE.gpus[:4]) for place in range(3)]
-    lines = preflight.check(nodes, 4, shape_of([]), 8)
+    lines = node_checks.check(nodes, 4, shape_of([]), 8)
     assert len(lines) == 2
     assert lines[0].startswith("3 of 4 nodes answered (n0, n1, n2)")
     assert lines[1].startswith("n0, n1, n2: 4 GPUs for 8 processes")
 
 
 def run(
-    *arguments: str, facts: list[preflight.Facts] | None = None, modules: Path | None = None
+    *arguments: str, facts: list[node.Facts] | None = None, modules: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    lines = None if facts is None else "\n".join(["a prologue's line", *map(preflight.to_line, facts)]) + "\n"
+    lines = None if facts is None else "\n".join(["a prologue's line", *map(node.to_line, facts)]) + "\n"
     return subprocess.run(
         [sys.executable, "tools/preflight.py", *arguments],
         cwd=REPOSITORY,
@@ -187,7 +187,7 @@ def test_it_runs_alone_and_its_status_tells() -> None:
 
 def test_what_nodes_print_is_compared_by_another_process() -> None:
     printed = run("--facts", "--edgc-cpu")
-    (own,) = preflight.from_lines(printed.stdout.splitlines())
+    (own,) = node.from_lines(printed.stdout.splitlines())
     assert own.versions["torch"] and own.versions["megatron-core"] and "gloo" in own.backends
     without = [replace(WHOLE, node=node, failed=NO_APEX) for node in ("n1", "n0")]
     done = run("--nodes", "2", "--processes-per-node", "8", "--bf16", facts=without)
@@ -199,7 +199,7 @@ def test_what_nodes_print_is_compared_by_another_process() -> None:
     done = subprocess.run(
         [sys.executable, "tools/preflight.py", "--nodes", "1"],
         cwd=REPOSITORY,
-        input=f"{preflight.PREFIX}cut short",
+        input=f"{node.PREFIX}cut short",
         capture_output=True,
         text=True,
     )
@@ -218,8 +218,8 @@ def test_the_facts_say_what_can_be_imported_whatever_it_prints(tmp_path: Path) -
         (tmp_path / name).write_text(content)
     done = run("--facts", "--bf16", modules=tmp_path)
     assert "hello" in done.stderr
-    (facts,) = preflight.from_lines(done.stdout.splitlines())
+    (facts,) = node.from_lines(done.stdout.splitlines())
     assert len(done.stdout) < 1024  # longer lines of several tasks srun may mix
-    assert facts.has(preflight.APEX_GRADIENTS) and not facts.has(preflight.APEX_SOFTMAX)
-    assert facts.failed[preflight.APEX].startswith("apex 0.9.10.dev0 is installed, but ModuleNotFoundError")
-    assert facts.failed[preflight.TRANSFORMER_ENGINE] == "OSError: libtransformer_engine.so: undefined symbol"
+    assert facts.has(node.APEX_GRADIENTS) and not facts.has(node.APEX_SOFTMAX)
+    assert facts.failed[node.APEX].startswith("apex 0.9.10.dev0 is installed, but ModuleNotFoundError")
+    assert facts.failed[node.TRANSFORMER_ENGINE] == "OSError: libtransformer_engine.so: undefined symbol"

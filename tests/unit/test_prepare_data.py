@@ -25,8 +25,10 @@ from tests.unit.test_preprocess_data import (
     write_jsonl,
 )
 from tests.unit.test_preprocess_data import run as run_with_sentencepiece
-from tools import dataset_parts, preprocess_data
-from tools.text_tokenizer import HuggingFace
+from tools import preprocess_data
+from tools.data import encoding
+from tools.data.parts import Parts
+from tools.data.text_tokenizer import HuggingFace
 
 pytest.importorskip("transformers")
 REPOSITORY = Path(preprocess_data.__file__).parents[1]
@@ -151,8 +153,8 @@ def test_parts_that_do_not_fit_are_made_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "PART_BYTES", 60_000)
-    monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 16)
+    monkeypatch.setattr(encoding, "PART_BYTES", 60_000)
+    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 16)
     source = write_jsonl(tmp_path, CORPUS)
     with monkeypatch.context() as patch:
         encode, left = HuggingFace.encode, iter(range(30))
@@ -184,7 +186,7 @@ def test_parts_that_do_not_fit_are_made_again(
 def test_two_runs_at_once_do_not_write_one_data_set(
     tmp_path: Path, prefix: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with dataset_parts.Parts(prefix.parent / ".corpus-parts", {}):
+    with Parts(prefix.parent / ".corpus-parts", {}):
         assert run(write_jsonl(tmp_path, DOCUMENTS), prefix, bpe) == 1
         assert "another run is writing this data set" in capsys.readouterr().err
     assert contents(prefix.parent) == {}
@@ -196,16 +198,18 @@ def test_two_runs_at_once_do_not_write_one_data_set(
 INTERPRETER = """
 import os, signal, sys
 from itertools import islice
-from tools import dataset_parts, preprocess_data
-preprocess_data.PART_BYTES, preprocess_data.BATCH_DOCUMENTS = 60_000, 16
-write = dataset_parts.Parts.write
+from tools import preprocess_data
+from tools.data import encoding
+from tools.data.parts import Parts
+encoding.PART_BYTES, encoding.BATCH_DOCUMENTS = 60_000, 16
+write = Parts.write
 def dies(parts, documents, vocabulary_size):
     def some():
         yield from islice(documents, 10)
         os.kill(os.getpid(), signal.SIGKILL)
     die = "DIES" in os.environ and len(parts._finished) == 2
     return write(parts, some() if die else documents, vocabulary_size)
-dataset_parts.Parts.write = dies
+Parts.write = dies
 sys.exit(preprocess_data.main(sys.argv[2:]))
 """
 

@@ -17,7 +17,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from tools import preprocess_data, text_tokenizer
+from tools import preprocess_data
+from tools.data import encoding, sources, text_tokenizer
 
 SCRIPT = Path(preprocess_data.__file__)
 VOCABULARY = 400
@@ -169,7 +170,7 @@ def test_every_source_reads_back_exactly(
 
 
 def test_the_standard_library_is_there_without_its_tests() -> None:
-    documents = dict(preprocess_data.read_stdlib())
+    documents = dict(sources.read_stdlib())
     assert {"json/encoder.py", "textwrap.py"} <= documents.keys()
     assert not [name for name in documents if "test" in name.split("/") or "site-packages" in name]
     assert sum(len(text.encode()) for text in documents.values()) > 10e6
@@ -180,7 +181,7 @@ def test_standard_library_files_not_in_utf8_are_left_out(
 ) -> None:
     source = from_folder(tmp_path / "lib")
     (tmp_path / "lib" / "latin.py").write_bytes(b"# \xe9\n")
-    monkeypatch.setattr(preprocess_data.sysconfig, "get_path", lambda name: source[1])
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: source[1])
     assert run(["--python-stdlib"], prefix) == 0
     assert texts(prefix) == DOCUMENTS + NASTY
 
@@ -274,7 +275,7 @@ def test_a_large_corpus_is_sampled_for_the_tokenizer(
 
     monkeypatch.setattr(text_tokenizer.SentencePieceTrainer, "train", spy)
     size = sum(len(text.encode()) for text in DOCUMENTS)
-    monkeypatch.setattr(preprocess_data, "TRAINING_BYTES", size // 2)
+    monkeypatch.setattr(encoding, "TRAINING_BYTES", size // 2)
     assert run(write_jsonl(tmp_path, DOCUMENTS), prefix) == 0
     assert 0.25 * size < len("\n".join(learned).encode()) < 0.75 * size
     assert texts(prefix) == DOCUMENTS
@@ -467,7 +468,7 @@ def test_replacing_a_data_set_keeps_the_model_that_it_is_made_with(tmp_path: Pat
 def test_an_encoding_interrupted_before_its_first_part_leaves_nothing(
     exception: type[BaseException], tmp_path: Path, prefix: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = iter([[[1]] * preprocess_data.BATCH_DOCUMENTS])
+    batches = iter([[[1]] * encoding.BATCH_DOCUMENTS])
 
     def fails_on_the_second_batch(*_: object) -> list[list[int]]:
         ids = next(batches, None)
@@ -476,7 +477,7 @@ def test_an_encoding_interrupted_before_its_first_part_leaves_nothing(
         return ids
 
     monkeypatch.setattr(text_tokenizer.SentencePiece, "encode", fails_on_the_second_batch)
-    documents = [python_like(number) for number in range(2 * preprocess_data.BATCH_DOCUMENTS)]
+    documents = [python_like(number) for number in range(2 * encoding.BATCH_DOCUMENTS)]
     with pytest.raises(exception):
         run(write_jsonl(tmp_path, documents), prefix, tokenizer=model)
     assert contents(prefix.parent) == {}

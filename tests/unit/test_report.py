@@ -1,6 +1,5 @@
 """The report from synthetic runs, whose figures are known."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,12 +9,8 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from edgc.observe.events import EventLog
-
-REPOSITORY = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("report", REPOSITORY / "tools" / "report.py")
-assert _spec is not None and _spec.loader is not None
-report = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(report)
+from tools import report
+from tools._root import REPOSITORY
 
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 

@@ -1,7 +1,7 @@
 """Read the weights and the arguments of a Megatron checkpoint: no process group, no GPU, no model.
 
 Both formats end as the same whole tensors: ``torch`` by joining the shards of all tensor- and pipeline-parallel
-ranks, ``torch_dist`` by torch's own distributed checkpoint reader. Optimizer states are not read.
+processes, ``torch_dist`` by torch's own distributed checkpoint reader. Optimizer states are not read.
 """
 
 import json
@@ -17,11 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-TRACKER = "latest_checkpointed_iteration.txt"
-# Parameters whose tensor-parallel shards lie side by side along this axis; all others are whole on every rank.
+from tools.shared.command import reason
+from tools.shared.megatron import TRACKER
+
+# Parameters whose tensor-parallel shards lie side by side along this axis; all others are whole in every process.
 SHARDED = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
@@ -84,8 +89,7 @@ def read(folder: Path) -> Checkpoint:
 
 def _allow_megatron_classes() -> None:
     """Let torch unpickle what Megatron saves and nothing else, so that the arguments and states can run no code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
+    with warnings.catch_warnings(action="ignore"):  # Megatron says which optimizers are missing
         from megatron.core.safe_globals import register_safe_globals
 
         register_safe_globals()
@@ -112,7 +116,7 @@ def _plain(name: str) -> str:
 # torch_dist
 
 
-class _SafePlanner(dcp.DefaultLoadPlanner):
+class _SafePlanner(DefaultLoadPlanner):
     """Reads pickled parts as ``torch.load`` does by default: plain data and the classes that Megatron names."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
@@ -121,7 +125,7 @@ class _SafePlanner(dcp.DefaultLoadPlanner):
 
 def _read_torch_dist(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
     try:
-        reader = dcp.FileSystemReader(str(folder))
+        reader = FileSystemReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -134,9 +138,8 @@ def _read_torch_dist(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
         level = logger.level
         logger.setLevel(logging.ERROR)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that no process group is there
-                dcp.load(
+            with warnings.catch_warnings(action="ignore"):  # that no process group is there
+                state_dict_loader.load(
                     state,
                     storage_reader=reader,
                     planner=_SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -147,10 +150,10 @@ def _read_torch_dist(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
         args = _args(state.pop(common[0])[0] if common else _load(folder / "common.pt"), folder)
     # what reader and planner raise on missing, short or unreadable files
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise ExportError(f"{folder}: is damaged or incomplete: {_first_line(error)}") from error
-    except dcp.api.CheckpointException as error:
+        raise ExportError(f"{folder}: is damaged or incomplete: {reason(error)}") from error
+    except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise ExportError(f"{folder}: is damaged or incomplete: {_first_line(cause)}") from error
+        raise ExportError(f"{folder}: is damaged or incomplete: {reason(cause)}") from error
     return args, dict(_unstacked(state, args.num_layers))
 
 
@@ -181,7 +184,8 @@ def _read_torch(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ExportError("GPT-2 has no experts: --num-experts")
-    # chunks[v][p]: the v-th virtual chunk of pipeline stage p; activations pass all stages, then the next chunk of each
+    # stages[p][t][v]: pipeline stage p, tensor-parallel process t, virtual chunk v; activations pass the first chunk of
+    # all stages, then the next chunk of each
     stages = [
         [
             _chunks(_load(folder / f"mp_rank_{t:02d}{f'_{p:03d}' if pp > 1 else ''}" / "model_optim_rng.pt"))
@@ -192,8 +196,8 @@ def _read_torch(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     offset = 0
     for chunk in range(len(stages[0][0])):
-        for ranks in stages:
-            shards = [rank[chunk] for rank in ranks]
+        for processes in stages:
+            shards = [chunks[chunk] for chunks in processes]
             numbers = {int(layer[1]) for name in shards[0] if (layer := LAYER.fullmatch(name))}
             for name in shards[0]:
                 layer = LAYER.fullmatch(name)
@@ -206,7 +210,7 @@ def _read_torch(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
 
 
 def _chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """A rank's model chunks: several with a virtual pipeline."""
+    """A process's model chunks: several with a virtual pipeline."""
     keys = ["model"] if "model" in state else sorted(key for key in state if re.fullmatch(r"model\d+", key))
     return [
         {_plain(name): value for name, value in state[key].items() if isinstance(value, Tensor) and _is_weight(name)}
@@ -215,7 +219,7 @@ def _chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def _joined(name: str, shards: list[Tensor]) -> Tensor:
-    """A whole parameter from what each tensor-parallel rank has of it."""
+    """A whole parameter from what each tensor-parallel process has of it."""
     axis = next((axis for ending, axis in SHARDED.items() if name.endswith(ending)), None)
     return shards[0] if axis is None else torch.cat(shards, dim=axis)
 
@@ -230,7 +234,7 @@ def _load(path: Path) -> Any:
         # mapped into memory, so that the optimizer's states in the same file are not read
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise ExportError(f"{path}: is damaged or cut short: {_first_line(error)}") from error
+        raise ExportError(f"{path}: is damaged or cut short: {reason(error)}") from error
 
 
 def _args(state: Any, folder: Path) -> Namespace:
@@ -238,7 +242,3 @@ def _args(state: Any, folder: Path) -> Namespace:
     if not isinstance(args, Namespace):
         raise ExportError(f"{folder}: holds no Megatron arguments")
     return args
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -8,10 +8,11 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tools.export_checkpoint import ExportError
+from tools.export.checkpoint import ExportError
+from tools.shared.command import reason
+from tools.shared.sentencepiece import SPACE_MARK
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-SPACE = "\u2581"  # what SentencePiece writes for a space
 NORMAL, USER_DEFINED, UNUSED = 1, 4, 5  # kinds of pieces that can be found in a text
 BPE = 2  # the kind of model
 # Encoded by both before anything is written: indentations, line ends, spaces at both ends, bytes, control symbols.
@@ -21,14 +22,14 @@ SAMPLES = (
     "   two  spaces   here    and     at the end  ",
     "na\u00efve \u6f22\u5b57 \U0001f916 e\u0301 \ufb01 \u00a0\u3000\u2028 \ufeff \u2047",
     "nul \0 bell \a <s></s><unk><0x0A> <pad> [INST] <|endoftext|>",
-    f"a{SPACE}b {SPACE}{SPACE} \t\t\n \n",
+    f"a{SPACE_MARK}b {SPACE_MARK}{SPACE_MARK} \t\t\n \n",
     "aaaaaaaaa ababababa !!!!!! ------ ======== 1000000 ...... (((()))) \\\\\\ //// ____init____",
     " ",
     "x",
 )
 
 
-def build(args: Namespace, override: Path | None) -> PreTrainedTokenizerBase:
+def build_tokenizer(args: Namespace, override: Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer that the checkpoint's arguments name; ``override`` says where its file is now.
 
     Raises ``ExportError`` for another kind of tokenizer, one that cannot be read, and one that gives other ids.
@@ -58,12 +59,11 @@ def _hugging_face(name: str, args: Namespace) -> PreTrainedTokenizerBase:
         if len(files) == 2 and args.tokenizer_type == "GPT2BPETokenizer":
             from transformers import GPT2Tokenizer
 
-            tokenizer: Any = GPT2Tokenizer(vocab=args.vocab_file, merges=args.merge_file)
+            tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer(vocab=args.vocab_file, merges=args.merge_file)
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, **files)
     except Exception as error:  # the library raises many kinds, for a wrong name as for a missing network
-        reason = str(error).strip().partition("\n")[0]
-        raise ExportError(f"tokenizer {name}: {type(error).__name__}: {reason}; see --tokenizer-model") from error
+        raise ExportError(f"tokenizer {name}: {reason(error)}; see --tokenizer-model") from error
     if tokenizer.eos_token_id is None:
         raise ExportError(f"tokenizer {name}: has no token that ends a document")
     return tokenizer
@@ -81,7 +81,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     # Documents begin where another has ended: no text was seen after the begin-of-sentence piece. Control symbols
     # spelled out in a text are text to SentencePiece, so they are split here, too.
     end = processor.id_to_piece(processor.eos_id())
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=end,
         eos_token=end,
@@ -111,7 +111,7 @@ def _proto(path: Path) -> Any:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when it is imported
     try:
         proto.ParseFromString(path.read_bytes())
     except DecodeError:
@@ -137,7 +137,7 @@ def _tokenizer(proto: Any, path: Path) -> Tokenizer:
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.Replace(SPACE, " "),
+            decoders.Replace(SPACE_MARK, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []),
@@ -167,4 +167,4 @@ def _normalizer(spec: Any) -> Any:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(" "))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])

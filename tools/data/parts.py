@@ -1,4 +1,4 @@
-"""An indexed data set in parts, so that an encoding that was killed goes on after its last finished part."""
+"""An indexed data set in parts: an encoding that was killed continues after its last finished part."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tools.text_tokenizer import InputError
+from tools.data.errors import InputError
 
 
 class Parts:
@@ -96,8 +96,7 @@ class Parts:
             whole = _builder(f"{path}.bin", vocabulary_size)
             for number, files in enumerate(self._finished):
                 if f"{self._path(number, split).name}.bin" in files:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # Megatron's reader misses a rank, which nothing here has
+                    with warnings.catch_warnings(action="ignore"):  # Megatron's reader misses its process's number
                         whole.add_index(str(self._path(number, split)))
             whole.finalize(f"{path}.idx")
 
@@ -129,8 +128,7 @@ class Parts:
 
 
 def _builder(path: str, vocabulary_size: int) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says which optimizers are missing; nothing is trained here
+    with warnings.catch_warnings(action="ignore"):  # Megatron says which optimizers are missing
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     return IndexedDatasetBuilder(path, DType.optimal_dtype(vocabulary_size))

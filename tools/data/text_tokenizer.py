@@ -13,13 +13,9 @@ from typing import Protocol
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron.edgc.recipes.vocabulary import hash_of_sentencepiece, hash_of_vocabulary
-
-# SentencePiece writes a space as this character and so reads the character back as a space.
-SPACE_MARK = "\u2581"
-
-
-class InputError(Exception):
-    """The user's input or arguments cannot be used; the message is one line that says why."""
+from tools.data.errors import InputError
+from tools.shared.command import reason
+from tools.shared.sentencepiece import SPACE_MARK
 
 
 class TextTokenizer(Protocol):
@@ -83,8 +79,7 @@ class HuggingFace:
 
     def __init__(self, name: str) -> None:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 from transformers import AutoTokenizer
         except ImportError:
             raise InputError("--hf-tokenizer needs the package 'transformers'") from None
@@ -92,8 +87,7 @@ class HuggingFace:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
             rules: str = self._tokenizer.backend_tokenizer.to_str()
         except Exception as error:  # the library raises many kinds, for a wrong name as for a missing network
-            reason = str(error).strip().partition("\n")[0]
-            raise InputError(f"--hf-tokenizer {name}: {type(error).__name__}: {reason}") from error
+            raise InputError(f"--hf-tokenizer {name}: {reason(error)}") from error
         end = self._tokenizer.eos_token or self._tokenizer.sep_token  # as in Megatron
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self.vocabulary_size = len(self._tokenizer)

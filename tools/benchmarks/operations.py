@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 WRITTEN_ONLY = {"copy_", "fill_", "zero_"}  # their first argument, without reading what was there
 
 
-class Passes(TorchDispatchMode):
+class Passes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes that operations read and write in tensors of at least ``least`` values, and all operations.
 
     Views are free. What an operation reads twice, or a library keeps in between, is not seen, nor are Triton's kernels
@@ -20,7 +20,7 @@ class Passes(TorchDispatchMode):
     """
 
     def __init__(self, least: int):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.least = least
         self.read = self.written = 0
         self.operations = 0
@@ -62,16 +62,17 @@ def _is_view(func: Any) -> bool:
 
 def counted(step: Callable[[], object], least: int) -> Passes:
     """What a step does with tensors of at least ``least`` values."""
-    with torch.no_grad(), Passes(least) as seen:
+    passes = Passes(least)
+    with torch.no_grad(), passes:
         step()
-    return seen
+    return passes
 
 
-class TensorMemory(TorchDispatchMode):
+class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operators make while this is entered; ``peak`` is the most at any time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._alive: dict[int, int] = {}
 

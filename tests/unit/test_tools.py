@@ -1,0 +1,74 @@
+"""The house of tools/: commands start by their path, rooms import shared parts alone, a launch needs Python 3.9."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools._root import REPOSITORY
+
+TOOLS = REPOSITORY / "tools"
+COMMANDS = sorted(TOOLS.glob("[!_]*.py"))
+# Which other rooms a room may import.
+ARROWS = {
+    "shared": set(),
+    "launching": {"shared"},
+    "benchmarks": {"shared", "launching"},
+    **dict.fromkeys(("data", "evaluation", "experiments", "export", "reports"), {"shared"}),
+}
+# What starts a run on a login node, where there is an old Python and no package.
+LAUNCH = [
+    *(TOOLS / name for name in ("_root.py", "launch.py", "preflight.py")),
+    *(TOOLS / "launching").glob("*.py"),
+    *(TOOLS / "shared" / f"{name}.py" for name in ("command", "machine", "megatron")),
+]
+
+
+def test_rooms_import_no_command_and_no_other_room_than_these() -> None:
+    assert {path.parent.name for path in TOOLS.glob("*/__init__.py")} == set(ARROWS)
+    for room, others in ARROWS.items():
+        for path in (TOOLS / room).glob("*.py"):
+            found = set(re.findall(r"^\s*(?:from|import) tools\.(\w+)", path.read_text(), re.MULTILINE))
+            assert found <= {room, "_root", *others}, f"{path.relative_to(TOOLS)} imports {found}"
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: str(path.relative_to(TOOLS)))
+def test_what_launches_is_python_3_9(path: Path) -> None:
+    module = ast.parse(path.read_text(), feature_version=(3, 9))
+    annotated = any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(module))
+    assert not annotated or "from __future__ import annotations" in path.read_text()
+
+
+def test_what_launches_is_imported_without_a_package() -> None:
+    names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in LAUNCH]
+    script = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {', '.join(names)}"
+    subprocess.run([sys.executable, "-I", "-S", "-B", "-c", script], check=True)
+
+
+# One process for all, which imports torch once.
+HELP = """
+import runpy, sys
+folder, *commands = sys.argv[1:]
+for command in commands:
+    sys.modules.pop("_root", None)
+    sys.path.insert(0, folder)  # as Python does for a file
+    sys.argv = [command, "--help"]
+    try:
+        runpy.run_path(command, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, command
+    assert folder not in sys.path, command
+    del sys.path[0]
+"""
+
+
+def test_every_command_starts_by_its_path_from_anywhere(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", HELP, str(TOOLS), *map(str, COMMANDS)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^usage: (\w+)", done.stdout, re.MULTILINE) == [path.stem for path in COMMANDS]

@@ -1,0 +1,29 @@
+"""What both benchmarks measure with and on."""
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc.comm.collectives import Communicator, Traffic
+from edgc.compress.reducer import GradientReducer
+from edgc.config import PRESETS, EDGCConfig
+from edgc.plan.allocation import Allocation
+
+# The formats of ``balanced`` without its rank policy: a benchmark gives the ranks.
+BALANCED: dict[str, Any] = {
+    name: value for name, value in PRESETS["balanced"].items() if name not in ("rank_model", "rank_share")
+}
+
+
+def make_reducer(allocation: Allocation, config: EDGCConfig, device: torch.device) -> GradientReducer:
+    """A reducer over all processes, which starts to count its traffic."""
+    assert dist.group.WORLD is not None
+    return GradientReducer(allocation, config, Communicator(dist.group.WORLD, Traffic()), device)
+
+
+def versions() -> dict[str, str]:
+    """Of what the times depend on."""
+    return {"python": platform.python_version(), "torch": version("torch"), "edgc": version("edgc")}

@@ -1,0 +1,56 @@
+"""The matrices of one pipeline stage of a model of configs/models/."""
+
+import argparse
+import shlex
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgc.specs import MatrixSpec
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The matrices of one pipeline stage without embeddings, of one tensor-parallel process."""
+
+    title: str
+    matrices: tuple[MatrixSpec, ...]
+    data_parallel: int
+
+    @property
+    def elements(self) -> int:
+        return sum(matrix.rows * matrix.cols for matrix in self.matrices)
+
+    @classmethod
+    def of(cls, name: str, layers: int | None) -> "Stage":
+        """From a file in configs/models/; ``layers``: at most so many."""
+        model = read(Model, MODELS, name)
+        cluster = read(Cluster, CLUSTERS, model.cluster)
+        parser = argparse.ArgumentParser()
+        for flag in ("--num-layers", "--hidden-size"):
+            parser.add_argument(flag, type=int, required=True)
+        for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+            parser.add_argument(flag, type=int, default=1)
+        flags, _ = parser.parse_known_args(shlex.split(model.flags))
+        width, across = flags.hidden_size, flags.tensor_model_parallel_size
+        stages = flags.pipeline_model_parallel_size
+        shapes = {
+            "qkv": (3 * width // across, width),
+            "proj": (width, width // across),
+            "fc1": (4 * width // across, width),
+            "fc2": (width, 4 * width // across),
+        }
+        count = min(flags.num_layers // stages, layers or flags.num_layers)
+        matrices = [MatrixSpec(f"{layer}.{name}", *shape) for layer in range(count) for name, shape in shapes.items()]
+        processes = cluster.nodes * cluster.gpus_per_node
+        return cls(f"{model.title}, {count} layers of a stage", tuple(matrices), processes // (across * stages))
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        sizes = [matrix.rows * matrix.cols for matrix in self.matrices]
+        parts = torch.split(flat, sizes)
+        return {m.name: part.view(m.rows, m.cols) for m, part in zip(self.matrices, parts, strict=True)}
+
+    def factor_elements(self, rank: int) -> int:
+        return sum(rank * (matrix.rows + matrix.cols) for matrix in self.matrices)

@@ -1,0 +1,1 @@
+"""From text to Megatron's indexed files, for ``preprocess_data.py``; what reads these files does not belong here."""

@@ -1,0 +1,58 @@
+"""What today's code makes of a run: what its preset stands for, and what has changed since earlier results."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from edgc.compress.engines import has_rank
+from edgc.config import PRESETS
+
+EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
+
+# What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
+# it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. A line's ``changes`` is
+# how many of them its code had.
+CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
+    ("basis by QR", lambda engine, _: has_rank(engine)),
+    ("only factors scaled", lambda engine, _: has_rank(engine)),
+    (EMBEDDING_SUM, lambda _, stages: stages > 1),
+    ("spikes scaled down", lambda engine, _: engine != "dense"),
+    ("spike limit 10", lambda engine, _: engine != "dense"),
+)
+
+
+# Flags of older lines, and how today's say the same.
+RESPELLED = (
+    (r"--edgc-engine (topk|randomk)\b(.*?) --edgc-density (\S+)", r"--edgc-engine \1:\3\2"),
+    (r"--edgc-engine (int\d)\b(.*?) --edgc-stochastic\b", r"--edgc-engine \1:stochastic\2"),
+    (r"--edgc-engine (int\d)\b(.*?) --edgc-hadamard\b", r"--edgc-engine \1:rotated\2"),
+)
+
+
+def respelled(flags: str) -> str:
+    """Flags of an older line as today's code takes them."""
+    for then, now in RESPELLED:
+        flags = re.sub(then, now, flags)
+    return flags
+
+
+def changed(engine: str, stages: int, known: int) -> str:
+    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing."""
+    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages))
+
+
+def preset(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the preset in these arguments, the last one if there are several, stands for today.
+
+    Without what it says of messages between stages, and of a tied embedding on two of them, if there are none or a flag
+    says it.
+    """
+    names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
+    meaning = PRESETS[names[-1]] if names else {}
+    pipeline = "--pipeline-model-parallel-size" in arguments
+    embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
+    void = {name for name in meaning if name.startswith("pp") and (not pipeline or "--edgc-pp" in arguments)}
+    if not pipeline or embedding & set(arguments):
+        void.add("fuse_embedding_sync")
+    return {name: value for name, value in meaning.items() if name not in void}

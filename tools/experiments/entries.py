@@ -1,0 +1,175 @@
+"""Entries: the runs of a list over their seeds, against the dense runs and against each other."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from tools.experiments.changes import EMBEDDING_SUM
+from tools.shared.runs import times_fewer
+
+# Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
+T_95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+Line = Mapping[str, Any]  # of results.jsonl
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half width of its 95 % confidence interval: infinite for one seed."""
+
+    mean: float
+    half_width: float
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Interval":
+        count = len(values)
+        if count < 2:
+            return cls(values[0], math.inf, count)
+        quantile = T_95[count - 1] if count <= len(T_95) else 1.96
+        return cls(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
+
+    def percent(self) -> str:
+        """``+0.25 % ± 0.10``."""
+        width = f" ± {100 * self.half_width:.2f}" if math.isfinite(self.half_width) else ""
+        return percent(self.mean) + width
+
+
+def percent(share: float) -> str:
+    """``+0.25 %``."""
+    return f"{100 * share:+.2f} %"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a list in one setting, over its seeds. ``gap`` is relative to the dense run of the same seed.
+
+    Runs that today's code would not give again are an entry apart, by what their flags and preset said: ``old`` is why.
+    """
+
+    setting: str
+    name: str
+    engine: str
+    old: str
+    gap: Interval
+    by_seed: tuple[tuple[int, float], ...]  # (seed, gap)
+    reduction: float  # gradient bytes of the dense run over those of this one, whole run
+    total: float  # the same of gradients, gathered weights and messages together
+    step_seconds: float
+    commits: tuple[str, ...]
+    weights: float | None = None  # bytes of the dense run's gathered weights over those of this one, if there are any
+    messages: float | None = None  # the same of messages between pipeline stages
+    state: float | None = None  # bytes a parameter that is kept from step to step
+    on_front: bool = False
+
+    def fewer(self) -> str:
+        """``27.8x``, with the distributed optimizer ``27.8x, weights 1.0x``, with a pipeline ``, messages 1.9x``."""
+        others = (("weights", self.weights), ("messages", self.messages))
+        return f"{self.reduction:.1f}x" + "".join(f", {what} {x:.1f}x" for what, x in others if x is not None)
+
+
+def setting(line: Line) -> str:
+    """What runs must have in common to be compared."""
+    pipeline = f", PP {line['pipeline_parallel']}" if line["pipeline_parallel"] > 1 else ""
+    return f"{line['model']}, DP {line['data_parallel']}{pipeline}, {line['iterations']} iterations"
+
+
+def entries(lines: Sequence[Line]) -> list[Entry]:
+    """The entries of all settings, most bytes first. Runs that are ``left_out`` are not in them."""
+    references = _references(lines)
+    groups: dict[tuple[str, str, str, bool], list[Line]] = {}
+    for line in lines:
+        if not left_out(line, lines):
+            groups.setdefault((setting(line), line["name"], line.get("other", ""), bool(old(line))), []).append(line)
+    found = []
+    for (where, name, _, _), group in groups.items():
+        pairs = [(line, references[where, line["seed"]]) for line in sorted(group, key=lambda line: int(line["seed"]))]
+        gaps = [line["val_loss"] / dense["val_loss"] - 1 for line, dense in pairs]
+        found.append(
+            Entry(
+                setting=where,
+                name=name,
+                engine=group[0]["engine"],
+                old=max(map(old, group), key=len),  # changes come one after another
+                gap=Interval.of(gaps),
+                by_seed=tuple((line["seed"], gap) for (line, _), gap in zip(pairs, gaps, strict=True)),
+                reduction=fmean(times_fewer(dense["dp_bytes"], line["dp_bytes"]) for line, dense in pairs),
+                total=fmean(times_fewer(total_bytes(dense), total_bytes(line)) for line, dense in pairs),
+                step_seconds=fmean(line["step_seconds"] for line in group),
+                commits=tuple(sorted({commit(line) for line in group})),
+                weights=_reduction(pairs, "param_bytes"),
+                messages=_reduction(pairs, "pp_bytes"),
+                state=max(
+                    (line["state_per_parameter"] for line in group if "state_per_parameter" in line), default=None
+                ),
+            )
+        )
+    marked = [replace(entry, on_front=not any(_beats(other, entry) for other in found)) for entry in found]
+    return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
+
+
+def _references(lines: Sequence[Line]) -> dict[tuple[str, int], Line]:
+    """The dense runs by setting and seed."""
+    return {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense" and "defect" not in line}
+
+
+def old(line: Line) -> str:
+    """Why today's code would not give this line again; empty if it would."""
+    return "; ".join(f"{what}: {line[key]}" for key, what in (("other", "with"), ("before", "before")) if line.get(key))
+
+
+def left_out(line: Line, lines: Sequence[Line]) -> str:
+    """Why a run is in no entry: a defect that is written in its line, or no dense run to set it against; else empty."""
+    if "defect" in line:
+        return str(line["defect"])
+    dense = _references(lines).get((setting(line), line["seed"]))
+    if dense is None:
+        return "there is no dense run of its seed"
+    counted = {EMBEDDING_SUM in one.get("before", "") for one in (line, dense)}
+    return "" if len(counted) == 1 else "it and the dense run of its seed do not count the same bytes"
+
+
+def _reduction(pairs: Sequence[tuple[Line, Line]], key: str) -> float | None:
+    """Bytes of the dense runs over those of the others, mean over pairs; None where no pair counts such bytes."""
+    ratios = [dense[key] / line[key] for line, dense in pairs if key in line and key in dense]
+    return fmean(ratios) if ratios else None
+
+
+def _beats(other: Entry, entry: Entry) -> bool:
+    """Whether ``other`` has no more bytes, to within 1 %, and no more loss, and is better in one."""
+    if other.setting != entry.setting:
+        return False
+    no_worse = other.reduction >= 0.99 * entry.reduction and other.gap.mean <= entry.gap.mean
+    return no_worse and (other.reduction > 1.01 * entry.reduction or other.gap.mean < entry.gap.mean)
+
+
+def total_bytes(line: Line) -> float:
+    """Of gradients, gathered weights and messages between stages."""
+    return float(line["dp_bytes"] + line.get("param_bytes", 0) + line.get("pp_bytes", 0))
+
+
+def commit(line: Line) -> str:
+    """Its first seven digits; a + where the checkout had local changes."""
+    return str(line["commit"])[:7] + "+" * str(line["commit"]).endswith("+")
+
+
+def difference(lines: Sequence[Line], first: str, second: str) -> dict[tuple[str, bool], tuple[Interval, float]]:
+    """How much lower the loss of ``first`` is than that of ``second``, relative, and its gradient bytes over its.
+
+    By setting, pairs of which one run is old apart from the others.
+    """
+    runs = {(setting(line), line["name"], line["seed"]): line for line in lines if not left_out(line, lines)}
+    pairs: dict[tuple[str, bool], list[tuple[Line, Line]]] = {}
+    for (where, name, seed), line in runs.items():
+        if name == first and (where, second, seed) in runs:
+            other = runs[where, second, seed]
+            pairs.setdefault((where, bool(old(line) or old(other))), []).append((line, other))
+    return {
+        key: (
+            Interval.of([1 - a["val_loss"] / b["val_loss"] for a, b in both]),
+            fmean(a["dp_bytes"] / b["dp_bytes"] for a, b in both),
+        )
+        for key, both in pairs.items()
+    }

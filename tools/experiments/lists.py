@@ -1,0 +1,123 @@
+"""Lists of runs, as YAML files describe them."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from edgc.config import EDGCConfig
+from tools._root import REPOSITORY
+from tools.experiments.studies import STUDIES
+from tools.shared.megatron import data_flag, data_path
+
+RUNS = REPOSITORY / "runs" / "frontier"
+ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
+LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
+
+
+class ListError(Exception):
+    """A list of runs that breaks a rule; the message names the file, the entry and the rule."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run: an entry of a list under one seed."""
+
+    name: str
+    model: str
+    data_parallel: int
+    pipeline_parallel: int
+    iterations: int
+    seed: int
+    flags: tuple[str, ...]
+    settings: tuple[str, ...]  # what all entries share: model, corpus, optimiser
+
+    @property
+    def setting(self) -> str:
+        """What runs must have in common to be compared."""
+        return f"{self.model}-dp{self.data_parallel}-pp{self.pipeline_parallel}-{self.iterations}"
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / self.setting / f"{self.name}-seed{self.seed}"
+
+    @property
+    def engine(self) -> str:
+        given = [value for flag, value in pairwise((*self.settings, *self.flags)) if flag == "--edgc-engine"]
+        return given[-1].partition(":")[0] if given else EDGCConfig.engine
+
+    def arguments(self) -> list[str]:
+        """Everything after ``pretrain_gpt.py``, with paths relative to the repository."""
+        folder = self.folder.relative_to(REPOSITORY)
+        own = f"--train-iters {self.iterations} --seed {self.seed}"
+        if self.pipeline_parallel > 1:
+            own += f" --pipeline-model-parallel-size {self.pipeline_parallel}"
+        logs = f"--tensorboard-dir {folder}/tensorboard --edgc --edgc-log-dir {folder} --edgc-seed {self.seed}"
+        return [*self.settings, *own.split(), *logs.split(), *self.flags]
+
+
+@dataclass(frozen=True)
+class RunList:
+    """A list of runs, the pairs of entries to set side by side, and the study that it is, if any."""
+
+    name: str
+    title: str
+    trials: tuple[Trial, ...]
+    comparisons: tuple[tuple[str, str], ...]
+    study: str | None = None
+
+
+def load_list(path: Path) -> RunList:
+    """Read a list of runs. Raises ``ListError`` for one that is incomplete or misspelt."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ListError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or set(content) - LIST_KEYS or not {"models", "entries"} <= set(content):
+        raise ListError(f"{path}: needs models and entries, may have {', '.join(sorted(LIST_KEYS))}, and nothing else")
+    corpus = content.get("corpus", "runs/data/stdlib")
+    data = (
+        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
+        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
+        f"--data-cache-path {Path(corpus).parent}/cache"
+    )
+    trials = []
+    for entry in content["entries"]:
+        entry = {**content.get("defaults", {}), **entry}
+        where = f"{path}, entry {entry.get('name', '?')}"
+        if set(entry) != ENTRY_KEYS:
+            wrong = sorted(set(entry) ^ ENTRY_KEYS)
+            raise ListError(f"{where}: missing or unknown: {', '.join(wrong)}")
+        for key in ("name", "model"):  # they name folders and stand in command lines
+            if not re.fullmatch(r"[\w.%+-]+", str(entry[key])):
+                raise ListError(f"{where}: {key} = {entry[key]!r}: only letters, digits and ._%+- are allowed")
+        if entry["model"] not in content["models"]:
+            raise ListError(f"{where}: there is no model {entry['model']}")
+        shared = " ".join((content.get("flags", ""), content["models"][entry["model"]], data))
+        for seed in entry["seeds"]:
+            trials.append(
+                Trial(
+                    name=entry["name"],
+                    model=entry["model"],
+                    data_parallel=entry["data_parallel"],
+                    pipeline_parallel=entry["pipeline_parallel"],
+                    iterations=entry["iterations"],
+                    seed=seed,
+                    flags=tuple(shlex.split(entry["flags"])),
+                    settings=tuple(shlex.split(shared, comments=True)),
+                )
+            )
+    folders = [trial.folder for trial in trials]
+    if twice := sorted({folder.name for folder in folders if folders.count(folder) > 1}):
+        raise ListError(f"{path}: listed twice: {', '.join(twice)}")
+    comparisons = tuple((first, second) for first, second in content.get("comparisons", []))
+    names = {trial.name for trial in trials}
+    if unknown := sorted({name for pair in comparisons for name in pair} - names):
+        raise ListError(f"{path}: compared but not listed: {', '.join(unknown)}")
+    study = content.get("study")
+    if study is not None and study not in STUDIES:
+        raise ListError(f"{path}: study = {study}: must be one of {', '.join(STUDIES)}")
+    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study)

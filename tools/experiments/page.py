@@ -1,0 +1,106 @@
+"""The page of a list of runs: tables of loss gaps and volume reductions."""
+
+from collections.abc import Sequence
+
+from tools.experiments.entries import Entry, Line, commit, difference, entries, left_out, old, setting
+from tools.shared.markdown import header, row
+
+
+def markdown(
+    name: str, title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]], missing: Sequence[str] = ()
+) -> str:
+    """The list's page: a table for each setting, the comparisons, and what the runs ran on."""
+    page = [f"# {title}", ""]
+    page += [
+        "Made by `tools/frontier.py` of all runs of these entries in [results.jsonl](results.jsonl), every seed.",
+        "Gap: validation loss against the dense run of the same seed, mean over seeds ± half the 95 % confidence",
+        "interval (Student's t, paired by seed; none for one seed), and by seed. Fewer bytes: those that the dense run",
+        "sent for gradients over those sent, the whole run with its warm-up; than bf16: if the dense run had sent its",
+        "gradients in bf16; in all: gradients, gathered weights and messages between stages. ● marks the Pareto front.",
+        "State, where it was logged: bytes a parameter that EDGC keeps on a GPU. Step times are medians on shared CPU",
+        "cores over loopback: they say nothing about a cluster. An old row is of runs that would not be the same",
+        "today: its last column says why.",
+        "",
+        f"![Loss gap against volume reduction]({name}.png)",
+        "",
+    ]
+    found = entries(lines)
+    for where in dict.fromkeys(entry.setting for entry in found):
+        here = [line for line in lines if setting(line) == where]
+        page += [f"## {where}", "", *_table([entry for entry in found if entry.setting == where], here), ""]
+        page += [f"Flags of all{_whose(text, here)} runs: `{text}`" for text in _shared(here)]
+        page.append("")
+    if comparisons:
+        page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]
+        for first, second in comparisons:
+            page += [
+                row((f"{first}{', old' * is_old}", second, where, gain.percent(), f"{size:.2f}x"))
+                for (where, is_old), (gain, size) in difference(lines, first, second).items()
+            ]
+        page.append("")
+    flags = {(line["name"], line["flags"]) for line in lines}
+    page += ["## Flags", "", *header(["entry", "flags"])]
+    page += [row((entry, f"`{text}`")) for entry, text in sorted(flags)]
+    page.append("")
+    if dropped := [(line, why) for line in lines if (why := left_out(line, lines))]:
+        page += ["## Left out", "", *header(["entry", "setting", "seed", "loss", "commit", "why"])]
+        page += [
+            row((line["name"], setting(line), line["seed"], f"{line['val_loss']:.4f}", commit(line), why))
+            for line, why in dropped
+        ]
+        page.append("")
+    if missing:
+        page += [f"Not run yet: {'; '.join(missing)}.", ""]
+    return "\n".join([*page, *provenance(lines), ""])
+
+
+def _table(listed: Sequence[Entry], lines: Sequence[Line]) -> list[str]:
+    """The table of one setting; columns that say nothing there are left out."""
+    half = 1.0 if any("--grad-reduce-in-bf16" in text for text in _shared(lines)) else 0.5
+    cells = [
+        {
+            "": "●" if entry.on_front else "",
+            "entry": entry.name,
+            "fewer bytes": entry.fewer(),
+            "than bf16": f"{half * entry.reduction:.1f}x",
+            "in all": f"{entry.total:.1f}x",
+            f"gap to dense in {precision(lines)}": entry.gap.percent(),
+            "by seed (%)": ", ".join(f"{seed}: {100 * gap:+.2f}" for seed, gap in entry.by_seed),
+            "state": "-" if entry.state is None else f"{entry.state:.2f}",
+            "s/step": f"{entry.step_seconds:.2f}",
+            "commit": ", ".join(entry.commits),
+            "old": entry.old,
+        }
+        for entry in listed
+    ]
+    empty = {
+        "in all": all(entry.weights is None and entry.messages is None for entry in listed),
+        "state": all(entry.state is None for entry in listed),
+        "old": not any(entry.old for entry in listed),
+    }
+    columns = [column for column in cells[0] if not empty.get(column)]
+    return [row(columns), row("---" for _ in columns), *(row(one[column] for column in columns) for one in cells)]
+
+
+def _shared(lines: Sequence[Line]) -> list[str]:
+    """The flags that all runs of a setting had, those of today first."""
+    return list(dict.fromkeys(line["settings"] for line in sorted(lines, key=lambda line: bool(old(line)))))
+
+
+def _whose(text: str, lines: Sequence[Line]) -> str:
+    """`` old`` for flags that no other runs have."""
+    return "" if any(line["settings"] == text and not old(line) for line in lines) else " old"
+
+
+def precision(lines: Sequence[Line]) -> str:
+    """What the dense runs of a setting compute in."""
+    kinds = {kind for text in _shared(lines) for kind in ("bf16", "fp16") if f"--{kind}" in text.split()}
+    return " and ".join(sorted(kinds)) or "fp32"
+
+
+def provenance(lines: Sequence[Line]) -> list[str]:
+    """What the runs ran on."""
+    machines = sorted({line["machine"] for line in lines})
+    versions = sorted({", ".join(f"{key} {value}" for key, value in line["versions"].items()) for line in lines})
+    commits = sorted({commit(line) for line in lines})
+    return [f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}. Commits: {', '.join(commits)}."]

@@ -1,0 +1,144 @@
+"""The lines of ``results.jsonl``, one for each trial; docs/frontier/README.md has the fields."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgc.config import EDGCConfig
+from tools.experiments.changes import changed, preset, respelled
+from tools.experiments.lists import Trial
+from tools.shared.files import write
+from tools.shared.runs import Run
+
+IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
+
+
+def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool) -> dict[str, Any]:
+    """One line of ``results.jsonl``, with what each window saw if asked; docs/frontier/README.md has the fields."""
+    config = measured.start["config"]
+    line = {
+        "model": trial.model,
+        "name": trial.name,
+        "engine": config["engine"].partition(":")[0],
+        "preset": config.get("preset"),
+        "preset_settings": record["preset"],
+        "flags": shlex.join(trial.flags),
+        "seed": trial.seed,
+        "iterations": trial.iterations,
+        "data_parallel": trial.data_parallel,
+        "pipeline_parallel": trial.pipeline_parallel,
+        "val_loss": measured.val_loss,
+        "dp_bytes": measured.dp_bytes,
+        "dp_bytes_dense": float(measured.windows[-1]["dp_bytes_dense"]),
+        **({"param_bytes": measured.param_bytes} if measured.param_bytes else {}),
+        **({"pp_bytes": measured.pp_bytes[0], "pp_bytes_dense": measured.pp_bytes[1]} if measured.pp_bytes[1] else {}),
+        **({} if measured.state_per_parameter is None else {"state_per_parameter": measured.state_per_parameter}),
+        "step_seconds": measured.step_seconds,
+        "ranks": [window["ranks"] for window in measured.windows],
+        "settings": shlex.join(trial.settings),
+        "commit": record["commit"] + ("+" if record["modified"] else ""),
+        "changes": record.get("changes", 0),
+        "versions": measured.start["versions"],
+        "machine": record["machine"],
+    }
+    if windows:
+        line["windows"] = [_window(event) for event in measured.windows]
+    return line
+
+
+def _window(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A window of the event log without the plan; numbers to six digits, to keep the file small."""
+    stages = [_rounded(stage) for stage in event["stages"]]
+    return {
+        "iteration": event["iteration"],
+        "ranks": event["ranks"],
+        "dp_bytes": event["dp_bytes"],
+        "stages": [_name(stage["stage"]) for stage in stages],
+        **{key: [stage[key] for stage in stages] for key in ("entropy", "residual", "reduce_seconds", "statistics")},
+    }
+
+
+def _name(stage: str | int) -> str:
+    """A stage's name; older logs only have its number."""
+    return stage if isinstance(stage, str) else f"stage {stage + 1}"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(part) for key, part in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes a line of the results that of one trial: a later run of it takes its place."""
+    return tuple(line[key] for key in IDENTITY)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def record_result(path: Path, line: dict[str, Any]) -> None:
+    """Add a line, or replace that of the same trial; the file is written whole or not at all."""
+    lines = {identity(known): known for known in read_results(path)}
+    if lines.get(identity(line)) == line:
+        return
+    lines[identity(line)] = line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
+
+
+def page_lines(trials: Sequence[Trial], kept: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all runs of these trials' entries, also of other seeds.
+
+    A line that today's code would not give again has ``other``, what its flags and preset said then, or ``before``,
+    the changes that its code lacked.
+    """
+    entry = IDENTITY[:-1]
+    known = {tuple(getattr(trial, key) for key in entry): trial for trial in trials}
+    return [
+        {
+            **line,
+            "other": other_settings(line, known[place]),
+            "before": changed(line["engine"], line["pipeline_parallel"], line.get("changes", 0)),
+        }
+        for line in kept
+        if (place := tuple(line[key] for key in entry)) in known
+    ]
+
+
+def other_settings(line: Mapping[str, Any], trial: Trial) -> str:
+    """What the flags and the preset of a line said that this entry does not say today; empty if nothing."""
+    then = _by_flag(shlex.split(respelled(f"{line['settings']} {line['flags']}")))
+    now = _by_flag([*trial.settings, *trial.flags])
+    found = [" ".join(then[flag]) for flag in then if then[flag] != now.get(flag)]
+    found += [f"no {flag}" for flag in now if flag not in then]
+    meaning, today = line["preset_settings"], preset(trial.arguments())
+    for name in sorted(meaning.keys() | today.keys()):
+        before, after = (one.get(name, getattr(EDGCConfig, name)) for one in (meaning, today))
+        if before != after and name != "fuse_embedding_sync":  # that is one of the changes
+            found.append(f"{name} {before}")
+    return ", ".join(found)
+
+
+def _by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag with its values, the last one if it is given several times."""
+    found: dict[str, list[str]] = {}
+    for word in arguments:
+        if word.startswith("--"):
+            flag = word
+            found[flag] = []
+        found[flag].append(word)
+    return found
+
+
+def not_run(trials: Sequence[Trial], lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The trials that have no line at all, by entry."""
+    done = {identity(line) for line in lines}
+    seeds: dict[str, list[str]] = {}
+    for trial in trials:
+        if tuple(getattr(trial, key) for key in IDENTITY) not in done:
+            seeds.setdefault(f"{trial.name} of {trial.setting}", []).append(str(trial.seed))
+    return [f"{entry}, seed {', '.join(missing)}" for entry, missing in seeds.items()]

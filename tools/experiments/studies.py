@@ -1,0 +1,226 @@
+"""Tables and plots of the studies: what entropy does over a run, and what follows.
+
+A study is a list of runs with the key ``study``; docs/frontier/README.md says what each shows. Each function in
+``STUDIES`` takes the results of the list's runs and gives a figure and the lines of a Markdown table.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tools.experiments.entries import Line, entries, old, percent, setting
+from tools.experiments.page import provenance
+from tools.experiments.series import (
+    Series,
+    correlation,
+    fixed_rank,
+    kinds,
+    mean_rank,
+    reduce_seconds,
+    stage_name,
+    statistic,
+    step_bytes,
+    trajectory,
+)
+from tools.shared.markdown import header, row
+from tools.shared.pictures import GREY, panels, tidy, to_png
+
+Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
+# a gap below this is what a user would accept: it decides the smallest rank that the study of ranks suggests
+ACCEPTED_GAP = 0.01
+
+
+def page(name: str, title: str, study: str, lines: Sequence[Line]) -> tuple[str, bytes]:
+    """The study's page and its plot as PNG."""
+    lines = [line for line in lines if "defect" not in line and "windows" in line]
+    figure, table = STUDIES[study](lines)
+    text = [f"# {title}", "", f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`; raw lines in"]
+    text += [
+        "[results.jsonl](results.jsonl).",
+        "",
+        f"![{title}]({name}.png)",
+        "",
+        *table,
+        "",
+        *_old(lines),
+        *provenance(lines),
+        "",
+    ]
+    return "\n".join(text), to_png(figure, dpi=90)
+
+
+def _old(lines: Sequence[Line]) -> list[str]:
+    """Which runs would not be the same today, and why."""
+    found = [f"- {line['name']}, {setting(line)}: {old(line)}" for line in lines if old(line)]
+    return ["Old runs, which would not be the same today:", "", *found, ""] if found else []
+
+
+def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Entropy over the run, by stage and by kind of layer."""
+    figure, (by_stage, by_kind) = _panels(2)
+    table = header(["run", "of", "first window", "last window", "correlation with the iteration"])
+    for line in lines:
+        stages = range(len(line["windows"][0]["entropy"]))
+        for stage in stages:
+            entropies = trajectory(line, stage)
+            by_stage.plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
+            table.append(_trend(_label(line, lines), stage_name(line, stage), entropies))
+        for stage in stages:
+            for kind in kinds(line, stage):
+                entropies = statistic(line, stage, kind, "gaussian_entropy")
+                by_kind.plot(*entropies, linewidth=1, label=f"{stage_name(line, stage)}: {kind}")
+                table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
+    by_stage.set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
+    by_kind.set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
+    by_stage.legend(frameon=False)
+    by_kind.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure, table
+
+
+def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Communication and perplexity against a fixed rank, and the bounds that they suggest."""
+    figure, (time, perplexity) = _panels(2)
+    fixed = sorted((line for line in lines if fixed_rank(line)), key=fixed_rank)
+    dense = [line for line in lines if line["name"] == "dense"]
+    gaps = {entry.name: entry.gap.mean for entry in entries(lines)}  # none without a dense run
+    table = header(["run", "rank", "bytes a step", "reduction (s)", "perplexity", "gap"])
+    for line in [*dense, *fixed]:
+        cells = [line["name"], fixed_rank(line) or "–", f"{step_bytes(line) / 1e3:.0f} kB"]
+        cells += [f"{reduce_seconds(line):.4f}", f"{math.exp(line['val_loss']):.2f}"]
+        table.append(row([*cells, percent(gaps[line["name"]]) if line["name"] in gaps else "–"]))
+    for axes, value, label in (
+        (time, step_bytes, "bytes a step"),
+        (perplexity, lambda line: math.exp(line["val_loss"]), "validation perplexity"),
+    ):
+        axes.plot([fixed_rank(line) for line in fixed], [value(line) for line in fixed], marker="o", label="fixed rank")
+        for line in dense:
+            axes.axhline(value(line), color=GREY, label="dense")
+        axes.set(xlabel="rank", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.legend(frameon=False)
+    fewer = [fixed_rank(line) for line in fixed if all(step_bytes(line) < step_bytes(other) for other in dense)]
+    good = [fixed_rank(line) for line in fixed if gaps.get(line["name"], math.inf) <= ACCEPTED_GAP]
+    table += [
+        "",
+        f"Suggested: r_max = {max(fewer, default='none')} (largest rank tried that sends fewer bytes than dense), "
+        f"r_min = {min(good, default='none')} (smallest rank tried with a gap of at most {100 * ACCEPTED_GAP:g} %). "
+        "Seconds are those of loopback on a shared CPU.",
+    ]
+    return figure, table
+
+
+def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Whether windows of different length, or samples, see the same entropy and lead to the same ranks."""
+    measured = [line for line in lines if line["name"] != "dense"]
+    figure, (paths, decisions) = _panels(2)
+    table = header(["stage", "runs", "correlation", "largest difference (nats)", "ranks, mean"])
+    for line in measured:
+        for stage in range(len(line["windows"][0]["entropy"])):
+            label = f"{line['name']}: {stage_name(line, stage)}"
+            paths.plot(*trajectory(line, stage), label=label)
+            decisions.step(
+                [window["iteration"] for window in line["windows"]],
+                [window["ranks"][stage] or math.nan for window in line["windows"]],
+                label=label,
+            )
+    for first, second in combinations(measured, 2):
+        for stage in range(len(first["windows"][0]["entropy"])):
+            pearson, largest = correlation(first, second, stage)
+            means = " / ".join(f"{mean_rank(line, stage):.1f}" for line in (first, second))
+            pair = f"{first['name']}, {second['name']}"
+            table.append(row([stage_name(first, stage), pair, f"{pearson:.3f}", f"{largest:.3f}", means]))
+    paths.set(xlabel="iteration", ylabel="entropy (nats)")
+    decisions.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
+    paths.legend(frameon=False, fontsize=7)
+    return figure, table
+
+
+def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Whether gradients are normal: moments, and the Gaussian formula against a histogram."""
+    figure, places = _panels(3)
+    table = header(["run", "kind", "skewness", "excess kurtosis", "Gaussian minus histogram entropy (nats)"])
+    for line in lines:
+        for stage in range(len(line["windows"][-1]["statistics"])):
+            for kind in kinds(line, stage):
+                label = f"{stage_name(line, stage)}, {kind}"
+                cells = []
+                gaussian = statistic(line, stage, kind, "gaussian_entropy")
+                histogram = statistic(line, stage, kind, "histogram_entropy")
+                excess = gaussian[0], gaussian[1] - histogram[1]
+                for axes, (iterations, values) in zip(
+                    places,
+                    (
+                        statistic(line, stage, kind, "skewness"),
+                        statistic(line, stage, kind, "excess_kurtosis"),
+                        excess,
+                    ),
+                    strict=True,
+                ):
+                    axes.plot(iterations, values, linewidth=1, label=label)
+                    cells.append(f"{values[0]:+.2f} → {values[-1]:+.2f}")
+                table.append(row([_label(line, lines), label, *cells]))
+    for axes, title in zip(places, ("skewness", "excess kurtosis", "Gaussian minus histogram entropy"), strict=True):
+        axes.set(xlabel="iteration", title=title)
+        axes.set_yscale("symlog", linthresh=1)
+    places[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    table += ["", "First window → last window. A normal distribution has 0 in all three columns."]
+    return figure, table
+
+
+def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Gap, bytes and ranks under pure data parallelism, and on a pipeline with and without alignment."""
+    figure, (gaps, over_time) = _panels(2)
+    table = header(["setting", "run", "fewer bytes", "gap", "ranks of the last window"])
+    last = {(setting(line), line["name"]): line["windows"][-1]["ranks"] for line in lines}
+    for entry in entries(lines):
+        if entry.name != "dense":
+            gaps.plot(entry.reduction, 100 * entry.gap.mean, "o", label=f"{entry.name}: {entry.setting}")
+        used = ", ".join("dense" if rank is None else str(rank) for rank in last[entry.setting, entry.name])
+        table.append(row([entry.setting, entry.name, f"{entry.reduction:.2f}x", entry.gap.percent(), used]))
+    for line in lines:
+        if line["name"] == "dense":
+            continue
+        for stage in range(len(line["windows"][0]["ranks"])):
+            over_time.step(
+                [window["iteration"] for window in line["windows"]],
+                [window["ranks"][stage] or math.nan for window in line["windows"]],
+                label=f"{line['name']} DP {line['data_parallel']} PP {line['pipeline_parallel']}: stage {stage + 1}",
+            )
+    gaps.set(xlabel="times fewer bytes", ylabel="validation-loss gap (%)")
+    over_time.set(xlabel="iteration", ylabel="rank")
+    gaps.legend(frameon=False, fontsize=7)
+    over_time.legend(frameon=False, fontsize=7)
+    return figure, table
+
+
+STUDIES: Mapping[str, Study] = {
+    "entropy": entropy,
+    "ranks": ranks,
+    "windows": agreement,
+    "statistics": normality,
+    "sampling": agreement,
+    "topology": topology,
+}
+
+
+def _trend(run: str, what: str, series: Series) -> str:
+    iterations, values = series
+    pearson = f"{np.corrcoef(iterations, values)[0, 1]:+.2f}" if values.std() > 0 else "none: constant"
+    return row([run, what, f"{values[0]:.3f}", f"{values[-1]:.3f}", pearson])
+
+
+def _label(line: Line, lines: Sequence[Line]) -> str:
+    """The run's name, with its setting where the list has several."""
+    name: str = line["name"]
+    return name if len({setting(other) for other in lines}) == 1 else f"{name}, {setting(line)}"
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure, places = panels(1, count, width=5.5, height=4.5)
+    for axes in places:
+        tidy(axes)
+    return figure, places

@@ -1,0 +1,87 @@
+"""Training runs: started, or kept where the same command has finished before."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools._root import REPOSITORY
+from tools.experiments.changes import CHANGES, changed, preset
+from tools.experiments.lists import Trial
+from tools.shared.machine import device_name
+from tools.shared.runs import RunError, load_run
+
+COMMAND = "command.json"  # in a run's folder once it has finished
+
+
+def run(trial: Trial, device: Sequence[str]) -> Path:
+    """Train, unless this command has finished before; returns the folder. Raises ``RunError`` if training fails."""
+    folder, arguments = trial.folder, [*device, *trial.arguments()]
+    if finished(trial, device):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    record = {
+        "arguments": arguments,
+        "preset": preset(arguments),
+        "changes": len(CHANGES),
+        "machine": machine(bool(device)),
+        **commit(),
+        "started": round(time.time()),
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    processes = trial.data_parallel * trial.pipeline_parallel
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with (folder / "log.txt").open("wb") as log:
+        status = subprocess.run(
+            [sys.executable, *launcher, str(processes), "pretrain_gpt.py", *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ).returncode
+    if status != 0:
+        raise RunError(f"{folder}: training ended with status {status}, see log.txt there")
+    load_run(folder)  # a run without results has not finished
+    (folder / COMMAND).write_text(json.dumps(record) + "\n")
+    return folder
+
+
+def finished(trial: Trial, device: Sequence[str]) -> bool:
+    """Whether this very command has run to its end before, its preset and the code meaning the same."""
+    if not (trial.folder / COMMAND).is_file():
+        return False
+    record, arguments = json.loads((trial.folder / COMMAND).read_text()), [*device, *trial.arguments()]
+    return bool(
+        record["arguments"] == arguments
+        and record["preset"] == preset(arguments)
+        and not changed(trial.engine, trial.pipeline_parallel, record.get("changes", 0))
+    )
+
+
+def machine(on_cpu: bool) -> str:
+    """What a run started now runs on."""
+    if on_cpu:
+        return device_name(on_gpu=False)
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    return f"{len([name for name in listed if name])} x {listed[0]}"
+
+
+def commit() -> dict[str, Any]:
+    """The checkout's commit, and whether it had other changes than those this tool makes."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    changes = [line for line in git("status", "--porcelain").splitlines() if "docs/frontier/" not in line]
+    return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}

@@ -1,0 +1,32 @@
+"""Files that a command writes: whole or not at all, and parts of pages."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+END = "<!-- end -->"
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def write_json(
+    path: Path, content: object, *, indent: int = 2, default: Callable[[object], object] | None = None
+) -> None:
+    """Write content as JSON; ``default`` turns what JSON has no type for into something that it has."""
+    write(path, (json.dumps(content, indent=indent, default=default) + "\n").encode())
+
+
+def write_tables(page: Path, start: str, tables: str, figures: object) -> None:
+    """Replace what stands between the comments ``start`` and ``END`` of a Markdown page by tables.
+
+    The figures go to a JSON file beside the page, of the same name.
+    """
+    before, rest = page.read_text(encoding="utf-8").split(start, 1)
+    after = rest.split(END, 1)[1]
+    write(page, f"{before}{start}\n{tables}\n\n{END}{after}".encode())
+    write_json(page.with_suffix(".json"), figures, indent=1)

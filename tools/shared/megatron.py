@@ -1,0 +1,15 @@
+"""Names of Megatron's files and flags. Python 3.9 is enough."""
+
+from __future__ import annotations
+
+TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of checkpoints: names the newest
+
+
+def data_path(prefix: object, split: str) -> str:
+    """A split's data files without their endings, as Megatron's flags want them; ``all`` is a whole corpus."""
+    return f"{prefix}_text_document" if split == "all" else f"{prefix}_{split}_text_document"
+
+
+def data_flag(split: str) -> str:
+    """The flag that takes a split's ``data_path``."""
+    return "--data-path" if split == "all" else f"--{split}-data-path"
