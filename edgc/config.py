@@ -66,8 +66,9 @@ class EDGCConfig:
 
     preset: str | None = _knob(
         None,
-        "defaults of the other settings: the paper's algorithm, EDGC's levers at three volumes, from many bytes to "
-        "few, or the rival Optimus-CC (default: balanced for powersgd, none for other engines)",
+        "what sets the defaults of the other settings: the paper's algorithm (paper), EDGC's own from many bytes to "
+        "few (safe, balanced, fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none "
+        "for other engines",
         "name",
         "docs/frontier/README.md",
         tuple(PRESETS),
@@ -85,7 +86,8 @@ class EDGCConfig:
     rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
     rmax: int | None = _knob(
         None,
-        "largest rank, and the rank compression starts at (default: where compressed time reaches dense time)",
+        "largest rank, at which compression starts (default: the break-even rank, at which a compressed reduction "
+        "takes as long as the host's own, or --edgc-rank-share of the width if that is less)",
         "rank",
         f"{PAPER}, r_max",
     )
@@ -98,7 +100,7 @@ class EDGCConfig:
     rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
     warmup_fraction: float = _knob(
         0.1,
-        "share of the run that is reduced in the format of --edgc-dense-wire at least",
+        "smallest share of the run in which everything travels in the format of --edgc-dense-wire",
         "fraction of iterations",
         f"{PAPER}, warm-up",
     )
@@ -118,16 +120,17 @@ class EDGCConfig:
     entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
     rank_model: str = _knob(
         "gaussian",
-        "what sets the rank: what it drops is to stay alike, its norm for normal entries of the sampled entropy "
-        "(gaussian), its norm by the measured spectrum (measured) or its share of the whole (residual); or rmax always "
-        "(constant)",
+        "what sets the rank. The rank keeps the norm constant that it drops, for normal entries of the sampled entropy "
+        "(gaussian) or by the measured spectrum (measured); or it keeps the dropped share of the whole norm constant "
+        "(residual); or it is always rmax (constant)",
         "name",
         f"{PAPER}, CQM; docs/algorithm.md, 2",
         RANK_MODELS,
     )
     allocation: str = _knob(
         "uniform",
-        "how a stage's rank is shared among its matrices: alike, or by the energy that a byte carries, at equal bytes",
+        "how the matrices of a stage share its rank: the same rank for each (uniform), or more rank where a byte "
+        "carries more energy, at equal bytes (waterfill)",
         "name",
         "docs/algorithm.md, 6",
         ("uniform", "waterfill"),
@@ -137,23 +140,23 @@ class EDGCConfig:
     )
     stage_share: float = _knob(
         1.0,
-        "share of the pipeline stages, rounded up, whose gradients are compressed: the first, whose backward pass "
-        "ends last",
+        "share of the pipeline stages, rounded up, whose gradients are compressed; it takes the first stages, whose "
+        "backward passes end last",
         "fraction",
         "Optimus-CC, ASPLOS 2023",
     )
     rank_tilt: float = _knob(
         0.0,
-        "how much above its mean a constant rank starts, as a fraction; it falls linearly to as much below",
+        "how far above its mean a constant rank starts, as a fraction; it falls linearly to as far below",
         "fraction",
         "EDGC's own",
     )
     align: bool = _knob(
-        True, "choose later stages' ranks so that all stages end together (DAC)", "switch", f"{PAPER}, DAC"
+        True, "choose later stages' ranks so that all stages end their step together (DAC)", "switch", f"{PAPER}, DAC"
     )
     link_gbps: float | None = _knob(
         None,
-        "plan for a link of this bandwidth per rank instead of timing this machine's own",
+        "plan for a link of this bandwidth per process instead of timing this machine's link",
         "Gbit/s",
         "EDGC's own: to plan for a cluster from another machine",
     )
@@ -165,15 +168,15 @@ class EDGCConfig:
     )
     error_dtype: str = _knob(
         "fp32",
-        "storage of the error feedback; all but fp32 rounded at random, without bias",
+        "format in which the error feedback is stored; all formats but fp32 round at random, without bias",
         "format",
         "arXiv 1905.13727; rounding: arXiv 1502.02551",
         ("fp32", "bf16", "fp16", "fp8", "int8"),
     )
     kernels: str = _knob(
         "plain",
-        "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations, which go over a "
-        "gradient in fewer passes and launches but have run on no GPU yet",
+        "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations, which need fewer "
+        "passes over a gradient; no GPU has run them yet",
         "name",
         "docs/gpu.md",
         ("plain", "fused"),
@@ -186,20 +189,20 @@ class EDGCConfig:
     )
     local_error: bool = _knob(
         True,
-        "powersgd feeds back what the sum does not hold of this worker's own gradient, not of the workers' mean",
+        "powersgd computes the error against this process's own gradient, not against the mean of all processes",
         "switch",
         "docs/algorithm.md, 5",
     )
     wire: str = _knob(
         "fp32",
-        "format in which low-rank factors travel (of powersgd: the second)",
+        "format in which low-rank factors travel; of powersgd, the second factor",
         "format",
         "EDGC's own",
         FORMATS,
     )
     transpose: bool = _knob(
         True,
-        "powersgd's first factor lies on the longer side of a matrix, not always on its rows",
+        "powersgd transposes wide matrices, so that its first factor lies on the longer side",
         "switch",
         "EDGC's own",
     )
@@ -219,30 +222,31 @@ class EDGCConfig:
     )
     rest_wire: str = _knob(
         "fp32",
-        "format of what low rank does not take (embeddings, one-dimensional parameters, small matrices)",
+        "format of parameters that low rank does not compress (embeddings, one-dimensional parameters, small matrices)",
         "format",
         "EDGC's own",
         FORMATS,
     )
     dense_wire: str = _knob(
         "fp32",
-        "format of everything while a stage is not compressed, as in the warm-up; all but fp32 with error feedback",
+        "format of all gradients of a stage that is not compressed, as in the warm-up; all formats but fp32 have error "
+        "feedback",
         "format",
         "EDGC's own",
         FORMATS,
     )
     param_wire: str | None = _knob(
         None,
-        "format in which the distributed optimizer's updated weights travel, as differences to those before (default: "
-        "Megatron's own all-gather)",
+        "format in which the distributed optimizer's updated weights travel, as differences from the previous weights "
+        "(default: Megatron's own all-gather)",
         "format",
         "SDP4Bit: arXiv 2410.15526",
         ("fp8", "int8", "int6", "int5", "int4"),
     )
     pp: str = _knob(
         "off",
-        "which messages between pipeline stages are compressed: gradients (backward), activations, too (both), or "
-        "gradients where that takes no longer (auto)",
+        "which messages between pipeline stages are compressed: gradients (backward), gradients and activations "
+        "(both), or gradients if that takes no longer on this link (auto)",
         "name",
         "Optimus-CC, ASPLOS 2023; docs/algorithm.md, 8",
         ("off", "auto", "backward", "both"),
@@ -256,7 +260,8 @@ class EDGCConfig:
     )
     pp_rank: int | None = _knob(
         None,
-        "rank of messages between stages (default: where entropy sets ranks, by their own; else that of the gradients)",
+        "rank of messages between stages (default: set by the entropy of the messages if entropy sets ranks, otherwise "
+        "that of the gradients)",
         "rank",
         "Optimus-CC, ASPLOS 2023",
     )
@@ -269,19 +274,21 @@ class EDGCConfig:
     )
     pp_epilogue_only: bool = _knob(
         False,
-        "of messages between stages, compress only gradients that a stage has nothing to do but wait for",
+        "compress only the gradients between stages for which the receiving stage would wait idle",
         "switch",
         "Optimus-CC, ASPLOS 2023",
     )
     fuse_embedding_sync: bool | None = _knob(
         None,
-        "first and last pipeline stage sum the gradient of a tied embedding in one sum over the processes of both, "
-        "instead of each over its own and then with each other (default: wherever there is one, but with the engine "
-        "dense and the preset paper)",
+        "sum the gradient of a tied embedding once, over the processes of the first and the last pipeline stage; "
+        "Megatron sums it over each stage and then between the two (default: on where there is a tied embedding, off "
+        "with the engine dense and the preset paper)",
         "switch",
         "Optimus-CC, ASPLOS 2023",
     )
-    compress_embeddings: bool = _knob(False, "embeddings and the output layer in low rank, too", "switch", "EDGC's own")
+    compress_embeddings: bool = _knob(
+        False, "compress embeddings and the output layer in low rank", "switch", "EDGC's own"
+    )
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
     )
