@@ -104,7 +104,7 @@ class Training:
     def errors(self) -> dict[str, Tensor]:
         """Of this process, in the shape of the parameters."""
         assert self.state is not None
-        kept = {n: e for r in self.state.stage.reducers for n, e in r.feedback.packed.items()}
+        kept = {n: e for r in self.state.stage.reducers for n, e in r.state.feedback.packed.items()}
         return {
             name: kept[name].values().view_as(p).clone() if name in kept else torch.zeros_like(p)
             for name, p in self.net.named_parameters()
@@ -275,16 +275,16 @@ def overflowing(rank: int) -> dict[str, Any]:
             tokens, targets = batch(rank, step)
             loss = nn.functional.cross_entropy(model(tokens), targets)
             overflows = scaled and step == 3
-            before = {n: e.values().clone() for r in state.stage.reducers for n, e in r.feedback.packed.items()}
-            factors = [r.state_dict()["engine"] for r in state.stage.reducers]
+            before = {n: e.values().clone() for r in state.stage.reducers for n, e in r.state.feedback.packed.items()}
+            factors = [r.state.state_dict()["engine"] for r in state.stage.reducers]
             # the gradient of the last layer, of which the first unit consists, overflows last on the way back
             scaler.scale(loss * torch.inf if overflows and rank == 1 else loss).backward()
             if overflows:
                 nan = [bool(torch.isnan(p.grad).all()) for p in bare.parameters() if p.grad is not None]
-                after = {n: e.values() for r in state.stage.reducers for n, e in r.feedback.packed.items()}
+                after = {n: e.values() for r in state.stage.reducers for n, e in r.state.feedback.packed.items()}
                 same_factors = all(
                     torch.equal(old[key].message, new[key].message)
-                    for old, new in zip(factors, (r.state_dict()["engine"] for r in state.stage.reducers), strict=True)
+                    for old, new in zip(factors, (r.state.state_dict()["engine"] for r in state.stage.reducers), strict=True)
                     for key in old
                 )
                 found |= {"nan": all(nan), "errors": same(before, after), "factors": same_factors}
