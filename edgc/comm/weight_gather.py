@@ -20,7 +20,7 @@ def gather_differences(
     not depend on its neighbours: its replicas elsewhere stay alike. What rounding leaves out is in the next difference
     again, as long as the rank updates its shard from unrounded weights of its own, as a mixed-precision optimizer does.
     """
-    own = communicator.rank
+    own = communicator.process
     difference = shards[own].float() - before.float()
     pieces = [in_groups(piece) for piece in torch.split(difference, list(parts[own]))]
     length = max(sum(map(_padded, lengths)) for lengths in parts)

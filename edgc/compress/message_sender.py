@@ -81,7 +81,7 @@ class MessageFormat:
         return (p.T @ q).to(self.dtype)
 
 
-def told(header: Sequence[int]) -> str:
+def described_header(header: Sequence[int]) -> str:
     """A header in words."""
     step, which, rank, size = header
     place, sender = which // (2 * STAGES), which % STAGES

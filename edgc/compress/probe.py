@@ -42,10 +42,10 @@ def cost_in_bytes(
 
     # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
     # is with what low rank does not take.
-    rest = sent(allocation.rest_elements, config.rest_wire)
+    rest = sent(allocation.other_elements, config.rest_wire)
     engine = engine_class(config.engine)
     factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
-    dense = allocation.rest_elements + sum(rows * cols for rows, cols in allocation.shapes)
+    dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
     return StageCost(CommCost(rest, all_reduce_bytes(factors, ranks)), uncompressed, host)
@@ -117,7 +117,7 @@ class _Group:
         generator = torch.Generator().manual_seed(reducer.config.seed)
         self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
-        ranks = reducer.communicator.ranks
+        ranks = reducer.communicator.world_size
         shard = -(-len(self.flat) // ranks)
         ends = zip(sizes, accumulate(sizes.values()), strict=True)
         self.shards = {name: shard_bounds(end - sizes[name], end, shard, ranks) for name, end in ends}

@@ -46,16 +46,16 @@ class GradientReducer:
         self.communicator = communicator
         self.device = device
         self.specs = {matrix.name: matrix for matrix in allocation.matrices}
-        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.rest)
+        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.others)
         everything = list(self.specs.values())
         # The dense engine has nothing to compress, but its entropy is still wanted.
         self.engine: Engine | None = None
         if config.engine != "dense":
             arguments = engine_arguments(config.engine)
             self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
-        self.rest = Rounding(everything, config, device, config.rest_wire)
-        self.dense = Rounding(everything, config, device, config.dense_wire)
-        self.state = CompressionState(config, self.engine, device, communicator.rank)
+        self.others = Rounding(everything, config, device, config.rest_wire)
+        self.warmup = Rounding(everything, config, device, config.dense_wire)
+        self.state = CompressionState(config, self.engine, device, communicator.process)
         self.sampler = GradientSampler(
             iteration_rate=config.iteration_sampling_rate,
             gradient_rate=config.gradient_sampling_rate,
@@ -131,12 +131,12 @@ class GradientReducer:
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
-        return not self.ranks and self._others.exact and not self.state.feedback.packed
+        return not self.ranks and self._without_rank.exact and not self.state.feedback.packed
 
     @property
-    def _others(self) -> Rounding:
+    def _without_rank(self) -> Rounding:
         """What takes everything that has no rank."""
-        return self.rest if self.compressed else self.dense
+        return self.others if self.compressed else self.warmup
 
     def reduce(
         self,
@@ -201,7 +201,7 @@ class GradientReducer:
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
         routes: list[Route] = []
         if others:
-            routes.append(ElementwiseRoute(others, self.specs, step, self._others))
+            routes.append(ElementwiseRoute(others, self.specs, step, self._without_rank))
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):
@@ -269,4 +269,4 @@ class GradientReducer:
             digests[places[name], 3] = of_sum
         uncounted = Communicator(self.communicator.group, Traffic())  # a check is no gradient traffic
         gathered = run(uncounted.all_gather(digests.view(-1)))
-        check(names, gathered.view(-1, *digests.shape), self.communicator.processes, iteration)
+        check(names, gathered.view(-1, *digests.shape), self.communicator.members, iteration)

@@ -51,7 +51,7 @@ class Step:
 
     def own_part(self, name: str) -> tuple[int, int]:
         """Where the part of a flattened sum that this process needs begins and ends."""
-        process = self.communicator.rank
+        process = self.communicator.process
         return self.shards[name][process], self.shards[name][process + 1]
 
 
@@ -118,7 +118,7 @@ class Route(ABC):
             matrix = self.matrices[name]
             total = self.narrow[name] = (matrix * scale).to(gradient.dtype)
             if name in self.errors:  # all processes know what is cut off: each keeps an equal part
-                self.errors[name] += (matrix - total.float() / scale) / self.step.communicator.ranks
+                self.errors[name] += (matrix - total.float() / scale) / self.step.communicator.world_size
         if self.narrow:
             self.finite = self.finite & all_finite(list(self.narrow.values()))
 
@@ -144,7 +144,7 @@ class ElementwiseRoute(Route):
             matrices[name].div_(rows).div_(cols)
         if self.fed_back:
             self.errors = {name: torch.empty_like(matrix) for name, matrix in matrices.items()}
-        self.engine.begin(list(matrices), step.iteration, step.communicator.rank)
+        self.engine.begin(list(matrices), step.iteration, step.communicator.process)
         yield from self._sum_in_place()
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
@@ -174,7 +174,7 @@ class ElementwiseRoute(Route):
             portions = iter([whole])
         for portion in portions:
             values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
-            own = values[communicator.rank if self.sharded else 0]
+            own = values[communicator.process if self.sharded else 0]
             if self.sharded:
                 assert isinstance(engine, Piecewise)
                 result = yield from engine.sum_shards(values, communicator)
@@ -193,7 +193,7 @@ class ElementwiseRoute(Route):
         """What each process needs of the sums; nothing if all need all."""
         if not self.step.shards:
             return []
-        parts: list[list[Piece]] = [[] for _ in range(self.step.communicator.ranks)]
+        parts: list[list[Piece]] = [[] for _ in range(self.step.communicator.world_size)]
         for name in self.matrices:
             for part, (start, stop) in zip(parts, pairwise(self.step.shards[name]), strict=True):
                 if start < stop:

@@ -64,10 +64,10 @@ class CompressionState:
         for name in sorted(self.feedback.packed):
             total = self.feedback.packed[name].values().clone()
             uncounted.all_reduce(total).wait()
-            self.feedback.share(name, total, communicator.ranks, iteration)
+            self.feedback.share(name, total, communicator.world_size, iteration)
             yield name, total
 
     def share_errors(self, totals: Mapping[str, Tensor], communicator: Communicator, iteration: int) -> None:
         """Take this process's part of sums, on any device, that ``settle_errors`` gave at this iteration."""
         for name in sorted(totals):
-            self.feedback.share(name, totals[name], communicator.ranks, iteration)
+            self.feedback.share(name, totals[name], communicator.world_size, iteration)

@@ -33,4 +33,4 @@ def reduction_cost(
     half = run.gradient_bytes == 2
     if config.link_gbps is None:
         return probe.probe(allocations, config, communicator, device, run.scatters, half, run.overlapped)
-    return probe.cost_of_link(whole, config, communicator.ranks, config.link_gbps, run.scatters, half)
+    return probe.cost_of_link(whole, config, communicator.world_size, config.link_gbps, run.scatters, half)

@@ -15,11 +15,11 @@ from edgc.comm.wire import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.hosts.costs import reduction_cost
+from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.stage import Stage
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.hosts.steps import StepDriver
-from edgc.hosts.windows import WindowExchange
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
@@ -119,7 +119,7 @@ class EDGCState:
             raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
         group = self.group or all_processes()
         uncounted = Communicator(group, Traffic())  # probing is no training traffic
-        self.processes, self._process = uncounted.ranks, uncounted.rank
+        self.processes, self._process = uncounted.world_size, uncounted.process
         run = Run(self.iterations, self.processes, max(p.itemsize for p in parameters), overlapped=True)
         warn_of_kernels(config, self.device)
         names = self._cut()

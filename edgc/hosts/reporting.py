@@ -88,7 +88,7 @@ class Reporter:
             lines.append(f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * value_bytes)} a step")
             count: Counter[str] = Counter()
             size: Counter[str] = Counter()
-            for parameter, why in allocation.rest:
+            for parameter, why in allocation.others:
                 count[why] += 1
                 size[why] += parameter.elements * value_bytes
             for why, number in count.items():
@@ -106,7 +106,7 @@ class Reporter:
             lines.append(f"{what} between stages: {how}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.parameters = [
-            stage.allocation.rest_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
+            stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
             for stage in plan.stages
         ]
         self.events.write(
@@ -120,7 +120,7 @@ class Reporter:
                 {
                     "name": str(stage.key),
                     "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in stage.allocation.matrices],
-                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in stage.allocation.rest],
+                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in stage.allocation.others],
                     "cost": None if stage.cost is None else asdict(stage.cost),
                 }
                 for stage in plan.stages

@@ -12,15 +12,15 @@ from edgc.specs import MatrixSpec, Parameter
 
 @dataclass(frozen=True)
 class Allocation:
-    """Which parameters of one reducer the engine takes, and why it leaves the rest."""
+    """Which parameters of one reducer the engine takes, and why it leaves the others."""
 
     matrices: tuple[MatrixSpec, ...]
-    rest: tuple[tuple[Parameter, str], ...]
+    others: tuple[tuple[Parameter, str], ...]
 
     @property
-    def rest_elements(self) -> int:
+    def other_elements(self) -> int:
         """Elements that the engine leaves, whatever the rank."""
-        return sum(parameter.elements for parameter, _ in self.rest)
+        return sum(parameter.elements for parameter, _ in self.others)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -53,29 +53,29 @@ def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
 
 
 def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int) -> Allocation:
-    """Sort parameters into those that the engine takes and the rest.
+    """Sort parameters into those that the engine takes and the others.
 
     An engine without ranks takes everything, as it is. Low rank takes matrices; a parameter of more than two dimensions
     counts as a matrix (``Parameter.spec``). A matrix that does not pay at ``min_rank``, the smallest
     rank of the run, never will.
     """
     matrices: list[MatrixSpec] = []
-    rest: list[tuple[Parameter, str]] = []
+    others: list[tuple[Parameter, str]] = []
     for parameter in parameters:
         spec = parameter.spec
         if not parameter.elements:
-            rest.append((parameter, "no elements"))
+            others.append((parameter, "no elements"))
         elif not config.low_rank and config.engine != "dense":
             matrices.append(spec)
         elif spec.rows == 1:
-            rest.append((parameter, "one-dimensional"))
+            others.append((parameter, "one-dimensional"))
         elif parameter.embedding and not config.compress_embeddings:
-            rest.append((parameter, "embedding or output layer"))
+            others.append((parameter, "embedding or output layer"))
         elif pays(min_rank, spec.rows, spec.cols, config.min_saving):
             matrices.append(spec)
         else:
-            rest.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
-    return Allocation(tuple(matrices), tuple(rest))
+            others.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
+    return Allocation(tuple(matrices), tuple(others))
 
 
 def width(matrices: Iterable[MatrixSpec]) -> int:

@@ -248,7 +248,7 @@ class Checkpoints:
             )
             return None
         # What a probe of the link decided then and now may differ; errors are good for any engine.
-        if not self._alike(index):
+        if not self._same_engine(index):
             Reporter.warn(
                 f"{name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of its EDGC "
                 "state only the error feedback is used"
@@ -272,24 +272,24 @@ class Checkpoints:
                     )
         return index
 
-    def _alike(self, index: Mapping[str, Any]) -> bool:
+    def _same_engine(self, index: Mapping[str, Any]) -> bool:
         """Whether more than the errors is of use."""
         return bool(index["resolved"]["engine"] == self.config.engine)
 
     def _layout(self, stage: MegatronStage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What this run takes of a stage's state: by its key, what ``_described`` says of each tensor in it."""
         _, layout = index["places"].get(place_of(stage), (0, {}))
-        alike, moved = self._alike(index), (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys)
+        alike, moved = self._same_engine(index), (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys)
         return {
             key: contents
             for key, contents in layout.items()
             if (not (moved and key.endswith(TIED_NAMES)) if key.startswith(ERROR) else alike)
         }
 
-    def _measured_alike(self, stage: MegatronStage, index: Mapping[str, Any]) -> bool:
+    def _same_processes(self, stage: MegatronStage, index: Mapping[str, Any]) -> bool:
         """Other processes have measured other things: then the window starts anew."""
         ranks, _ = index["places"].get(place_of(stage), (0, {}))
-        return self._alike(index) and bool(ranks == dist.get_world_size(stage.process_group))
+        return self._same_engine(index) and bool(ranks == dist.get_world_size(stage.process_group))
 
     def _requests(self, index: Mapping[str, Any]) -> dict[str, Any]:
         """What this process needs of the state, in Megatron's terms."""
@@ -300,7 +300,7 @@ class Checkpoints:
                 size = sum(size for _, _, size in contents.values())
                 key = f"{place}.{name}"
                 requests[key] = _tensor(key, torch.empty(size, dtype=torch.uint8, device="cpu"), own)
-            if self._measured_alike(stage, index):
+            if self._same_processes(stage, index):
                 key = f"{place}.measurements.{own}"
                 requests[key] = _object(key, None)
         if self._same_replicas(index):
@@ -316,7 +316,7 @@ class Checkpoints:
         for stage in self.stages:
             self._load_stage(stage, index, state, folder)
         self._load_messages(index, state, folder)
-        if self.controller is None or not self._alike(index):
+        if self.controller is None or not self._same_engine(index):
             return
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
@@ -378,11 +378,11 @@ class Checkpoints:
             self._layout(stage, index),
             lambda name: state[f"{place}.{name}"],
             index["iteration"],
-            parts=self._alike(index),
+            parts=self._same_engine(index),
             # gradients are scaled by the number of processes, and so are their norms
             norms=index["places"][place][0] == dist.get_world_size(stage.process_group),
         )
-        if self._measured_alike(stage, index):
+        if self._same_processes(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             if len(measured) == len(stage.reducers):  # other buckets have measured other things, too
                 for reducer, measurements in zip(stage.reducers, measured, strict=True):

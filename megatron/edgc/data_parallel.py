@@ -110,15 +110,17 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             super().start_param_sync(force_sync=force_sync)  # waits for the one under way
             return
         weights = self.edgc_weights
-        all_shards = [shard_buffer(bucket.param_data, weights.communicator.ranks) for bucket in self.buckets]
+        all_shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
         for shards in all_shards:
-            weights.dense.count_all_gather(shards[0], weights.communicator.ranks)
+            weights.dense.count_all_gather(shards[0], weights.communicator.world_size)
         if weights.before is None:
             for shards in all_shards:
-                weights.communicator.traffic.count_all_gather(shards[0], weights.communicator.ranks)
+                weights.communicator.traffic.count_all_gather(shards[0], weights.communicator.world_size)
             super().start_param_sync(force_sync=force_sync)
             return
-        gather = weights.gather(all_shards, [_parts(bucket, weights.communicator.ranks) for bucket in self.buckets])
+        gather = weights.gather(
+            all_shards, [_parts(bucket, weights.communicator.world_size) for bucket in self.buckets]
+        )
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = self.edgc_overlap.start(gather, keep=weights.before)
         else:
@@ -133,8 +135,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         weights = self.edgc_weights
         # parameters in fp32 are the optimizer's own: they must not be rounded
         if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
-            shards = [shard_buffer(bucket.param_data, weights.communicator.ranks) for bucket in self.buckets]
-            weights.before = [each[weights.communicator.rank].clone() for each in shards]
+            shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
+            weights.before = [each[weights.communicator.process].clone() for each in shards]
 
     def _check_and_scale(self) -> None:
         """As Megatron does before its own collective; an average in the collective becomes one before it."""
@@ -144,7 +146,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         for bucket in self.buckets:
             factor = bucket.gradient_scaling_factor
             if config.average_in_collective:
-                factor /= self.edgc_reducer.communicator.ranks
+                factor /= self.edgc_reducer.communicator.world_size
             if factor != 1.0:
                 with torch.no_grad():
                     bucket.grad_data *= factor
@@ -162,7 +164,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
     def _shard_bounds(self) -> dict[str, ShardBounds]:
         """Where in each flattened gradient the shards of the ranks begin and end."""
-        ranks = self.edgc_reducer.communicator.ranks
+        ranks = self.edgc_reducer.communicator.world_size
         return {
             self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // ranks, ranks)
             for bucket in self.buckets
@@ -192,7 +194,7 @@ class WeightGather:
             ]
         )
         # With experts Megatron gathers everything once for each of two optimizers, the second time only their updates.
-        self.before = [shards[self.communicator.rank].clone() for shards in all_shards]
+        self.before = [shards[self.communicator.process].clone() for shards in all_shards]
 
 
 def _parts(bucket: _ParamAndGradBucket, ranks: int) -> list[list[int]]:

@@ -36,7 +36,7 @@ def message_form(config: EDGCConfig, args: Namespace, rank: int | None) -> Messa
     return MessageFormat(*message_shape(args), rank, message_wire(config, args.params_dtype), args.params_dtype)
 
 
-def largest_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:
+def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:
     """The largest rank at which a message takes less than 1/``saving`` of its values; 0 if none does."""
     dense = message_form(config, args, None).dense_bytes
     ranks = range(min(message_shape(args)), 0, -1)
@@ -45,7 +45,7 @@ def largest_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
     """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
-    limit = largest_rank(config, args, config.min_saving) if config.pp_engine == "powersgd" else 0
+    limit = largest_message_rank(config, args, config.min_saving) if config.pp_engine == "powersgd" else 0
     ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []
     levels: list[int | None] = [*ranks] or [NO_RANK if config.pp_engine != "powersgd" else None]
     forms = [message_form(config, args, rank) for rank in (None, *levels)]
@@ -60,7 +60,7 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
     return costs
 
 
-def break_even(cost: StageCost) -> int:
+def message_break_even(cost: StageCost) -> int:
     """The largest rank, a multiple of 4, at which a message takes no longer than uncompressed; 0 if there is none."""
     return RANK_MULTIPLE * (break_even_rank(cost.compressed, cost.dense_seconds) // RANK_MULTIPLE)
 

@@ -9,7 +9,7 @@ from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE
 from edgc.plan.controller import NO_RANK, StageCost
 from edgc.plan.run import MESSAGES_OFF
-from megatron.edgc.message_costs import break_even, largest_rank, message_shape
+from megatron.edgc.message_costs import largest_message_rank, message_break_even, message_shape
 
 RANKS = "rmin", "rmax", "static_rank"
 
@@ -25,7 +25,7 @@ def plan_messages(
     if config.pp == "off":
         return None, ""
     if not config.pp_follows:
-        limit = largest_rank(config, args, 1.0)
+        limit = largest_message_rank(config, args, 1.0)
         if config.pp_rank is not None and config.pp_rank > limit:
             rows, cols = message_shape(args)
             raise ConfigError(
@@ -40,9 +40,9 @@ def plan_messages(
                 f"stay uncompressed. Give {flag('pp')} backward to compress them all the same"
             )
         return message_config(config), ""
-    usable = RANK_MULTIPLE * (largest_rank(config, args, config.min_saving) // RANK_MULTIPLE)
+    usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.min_saving) // RANK_MULTIPLE)
     if usable:
-        usable = min([usable, *map(break_even, costs.values())])
+        usable = min([usable, *map(message_break_even, costs.values())])
     if not usable:
         return uncompressed(config), (
             f"messages between stages stay uncompressed: no rank makes them {config.min_saving:g}x smaller and "

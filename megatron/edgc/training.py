@@ -23,9 +23,9 @@ from edgc.comm.overlap import Overlap
 from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum
 from edgc.hosts.costs import reduction_cost
+from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.steps import StepDriver
-from edgc.hosts.windows import WindowExchange
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.plan.controller import Controller, StageCost
 from edgc.plan.run import MESSAGES_OFF, Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest

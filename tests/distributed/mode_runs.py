@@ -170,7 +170,7 @@ class Watch:
             f"{part}:{key}": value.message for part in ("engine", "equaliser") for key, value in state[part].items()
         }
         digest = {name: float(message.double().sum()) + len(message) for name, message in shared.items()}
-        everyone: list[Any] = [None] * reducer.communicator.ranks
+        everyone: list[Any] = [None] * reducer.communicator.world_size
         dist.all_gather_object(everyone, (digest, reducer.ranks), group=reducer.communicator.group)
         if any(other != everyone[0] for other in everyone):
             self.apart.append(f"{dist.get_rank()}: {sorted(shared)[:3]}")
@@ -182,7 +182,7 @@ def _worse(worst: float, now: Tensor) -> float:
 
 def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -> Tensor:
     """The sum of which each rank is only sure of its own part."""
-    start, stop = cuts[reducer.communicator.rank : reducer.communicator.rank + 2]
+    start, stop = cuts[reducer.communicator.process : reducer.communicator.process + 2]
     whole = torch.zeros_like(gradient)
     whole.view(-1)[start:stop] = gradient.reshape(-1)[start:stop]
     own_all_reduce(whole, group=reducer.communicator.group)
@@ -194,7 +194,7 @@ def _divisors(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_sc
     fed_back = {
         name: gradient.view(reducer.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
-        if gradient.numel() and (name in reducer.ranks or not reducer._others.wire.exact)
+        if gradient.numel() and (name in reducer.ranks or not reducer._without_rank.exact)
     }
     if not fed_back:
         return {}
@@ -218,13 +218,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     watch, chunks, initial = Watch(), [], {}
     reduce, pays, limit = GradientReducer.reduce, edgc.plan.allocation.pays, clipping.LIMIT
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
-    largest_rank, break_even = megatron.edgc.message_plan.largest_rank, megatron.edgc.message_plan.break_even
+    message_plan = megatron.edgc.message_plan
+    largest_rank, break_even = message_plan.largest_message_rank, message_plan.message_break_even
     message_costs = megatron.edgc.training.message_costs
     if "message_seconds" in case:
         cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
         megatron.edgc.training.message_costs = lambda *args: {1: cost}
     if "break_even" in case:
-        megatron.edgc.message_plan.break_even = lambda cost: case["break_even"]
+        message_plan.message_break_even = lambda cost: case["break_even"]
     finalize, collectives = megatron.edgc.training.finalize_model_grads, [getattr(*place) for place in COLLECTIVES]
     megatron.edgc.training.finalize_model_grads = watch.around_finalize(finalize)
     for place, collective in zip(COLLECTIVES, collectives, strict=True):
@@ -236,7 +237,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("full_rank"):
         clipping.LIMIT = math.inf  # dense training does not scale spikes down
         edgc.plan.allocation.pays = lambda *args: True
-        megatron.edgc.message_plan.largest_rank = lambda config, args, saving: min(message_shape(args))
+        message_plan.largest_message_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
             lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
         )
@@ -267,7 +268,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         clipping.LIMIT = limit
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.plan.allocation.pays = pays
-        megatron.edgc.message_plan.largest_rank, megatron.edgc.message_plan.break_even = largest_rank, break_even
+        message_plan.largest_message_rank, message_plan.message_break_even = largest_rank, break_even
         megatron.edgc.training.message_costs = message_costs
         megatron.edgc.training.finalize_model_grads = finalize
         for place, collective in zip(COLLECTIVES, collectives, strict=True):

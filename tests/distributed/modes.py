@@ -219,7 +219,7 @@ class Seen:
     lost: float = float("nan")  # of what was put in, relative to its largest entry
     reductions: int = 0
     apart: tuple[str, ...] = ()  # state or parameters that differ where they must not
-    resumed_alike: bool = False
+    resumed_same: bool = False
     ratio: float = float("nan")  # bytes of gradients, plain Megatron's over EDGC's; 0 where none are sent
     bf16_ratio: float = float("nan")  # the same if plain Megatron's were in bf16
     total_ratio: float = float("nan")  # the same of gradients, gathered weights and messages together
@@ -297,7 +297,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
             *(found for run in (full, saved, resumed) for found in _different(run)),
         ),
         chunks=tuple(result["chunks"] for result in saved if result["chunks"][1]),
-        resumed_alike=all(
+        resumed_same=all(
             a["parameters"].keys() == b["parameters"].keys()
             and all(torch.equal(a["parameters"][key], b["parameters"][key]) for key in a["parameters"])
             for a, b in zip(saved, resumed, strict=True)
@@ -384,7 +384,7 @@ def page(seen: dict[str, Seen]) -> str:
         fewer = [f"{ratio:.1f}x" if ratio else "-" for ratio in (one.ratio, one.bf16_ratio)]
         lines.append(
             f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
-            f"{'same bits' if one.resumed_alike else 'differs'} | {one.state:.2f} | {fewer[0]} | {fewer[1]} | "
+            f"{'same bits' if one.resumed_same else 'differs'} | {one.state:.2f} | {fewer[0]} | {fewer[1]} | "
             f"{in_all} |"
         )
     lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]

@@ -73,7 +73,7 @@ def whole(left: Left, name: str) -> list[dict[str, Any]]:
     return left[name]
 
 
-def resumed_alike(left: Left, one: str, other: str) -> None:
+def resumed_same(left: Left, one: str, other: str) -> None:
     """The second run went on somewhere in the first one, and ended with the same bits."""
     for a, b in zip(whole(left, one), whole(left, other), strict=True):
         assert 0 < b["reductions"] < a["reductions"]
@@ -218,7 +218,7 @@ LOCAL = find_spec("nvidia_resiliency_ext") is not None
 
 
 def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(folder: Path, kinds: Left) -> None:
-    resumed_alike(kinds, "asynchronous", "asynchronous resumed")
+    resumed_same(kinds, "asynchronous", "asynchronous resumed")
     kept = {path.relative_to(folder / "kept").parts for path in (folder / "kept").rglob("*")}
     assert {parts[0] for parts in kept} == {"iter_0000003", "iter_0000005", "latest_checkpointed_iteration.txt"}
     # Megatron's own files alone, which it writes in the background
@@ -230,13 +230,13 @@ def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(
 
 
 def test_a_non_persistent_checkpoint_holds_the_state(kinds: Left) -> None:
-    resumed_alike(kinds, "passing", "passing resumed")
+    resumed_same(kinds, "passing", "passing resumed")
 
 
 @pytest.mark.skipif(not LOCAL, reason="Megatron's local checkpoints need nvidia-resiliency-ext")
 @pytest.mark.parametrize("algorithm", ["fully_parallel", "atomic"])
 def test_a_local_checkpoint_holds_the_state(kinds: Left, algorithm: str) -> None:
-    resumed_alike(kinds, f"near {algorithm}", f"near {algorithm} resumed")
+    resumed_same(kinds, f"near {algorithm}", f"near {algorithm} resumed")
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_a_checkpoint_before_a_doubted_step_holds_nothing_of_it(folder: Path, do
     for result in doubted["doubted"]:
         assert "SystemExit: 16" in result["failed"]
     assert (folder / "doubted" / "latest_checkpointed_iteration.txt").read_text() == "5"
-    resumed_alike(doubted, "undisturbed", "after")
+    resumed_same(doubted, "undisturbed", "after")
     for one, other in zip(doubted["undisturbed"], doubted["after"], strict=True):
         assert one["message_ranks"][-len(other["message_ranks"]) :] == other["message_ranks"]
         assert len(set(one["message_ranks"])) > 1 or one["place"][0] == 0

@@ -284,7 +284,9 @@ def overflowing(rank: int) -> dict[str, Any]:
                 after = {n: e.values() for r in state.stage.reducers for n, e in r.state.feedback.packed.items()}
                 same_factors = all(
                     torch.equal(old[key].message, new[key].message)
-                    for old, new in zip(factors, (r.state.state_dict()["engine"] for r in state.stage.reducers), strict=True)
+                    for old, new in zip(
+                        factors, (r.state.state_dict()["engine"] for r in state.stage.reducers), strict=True
+                    )
                     for key in old
                 )
                 found |= {"nan": all(nan), "errors": same(before, after), "factors": same_factors}

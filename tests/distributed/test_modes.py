@@ -21,7 +21,7 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
     assert one.reductions >= MODES[name].ranks if MODES[name].reduces else one.reductions == 0
     assert one.lost < MODES[name].lost
     assert one.apart == ()
-    assert one.resumed_alike
+    assert one.resumed_same
     assert one.ratio > 2 if MODES[name].reduces else one.ratio == 0
     assert (MODES[name].pp != "off") == (one.message_ratio > 1.01)
     assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)

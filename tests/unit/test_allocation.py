@@ -23,12 +23,12 @@ PARAMETERS = [
 def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
     allocation = allocate(PARAMETERS, EDGCConfig(), min_rank=4)
     assert allocation.matrices == (MatrixSpec("fc.weight", 256, 64), MatrixSpec("conv.weight", 64, 64))
-    assert {parameter.name: why for parameter, why in allocation.rest} == {
+    assert {parameter.name: why for parameter, why in allocation.others} == {
         "fc.bias": "one-dimensional",
         "small.weight": "saves less than 2x at rank 4",
         "word.weight": "embedding or output layer",
     }
-    assert allocation.rest_elements == 256 + 64 + 64000
+    assert allocation.other_elements == 256 + 64 + 64000
     with_embeddings = allocate(PARAMETERS, EDGCConfig(compress_embeddings=True), min_rank=4)
     assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64))
 
@@ -37,7 +37,7 @@ def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
 def test_engines_without_ranks_take_everything(engine: str) -> None:
     allocation = allocate(PARAMETERS, EDGCConfig(engine=engine), min_rank=4)
     assert [matrix.name for matrix in allocation.matrices] == [parameter.name for parameter in PARAMETERS]
-    assert MatrixSpec("fc.bias", 1, 256) in allocation.matrices and not allocation.rest
+    assert MatrixSpec("fc.bias", 1, 256) in allocation.matrices and not allocation.others
 
 
 def test_a_matrix_pays_only_below_half_of_full_rank_and_above_the_saving() -> None:

@@ -31,7 +31,7 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
     allocation = allocate([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
     under_test = GradientReducer(allocation, config, communicator, torch.device("cpu"))
-    for engine in (under_test.engine, under_test.rest, under_test.dense):
+    for engine in (under_test.engine, under_test.others, under_test.warmup):
         if engine is not None:
             engine.device = META
     # the device "meta" has no generator of random numbers

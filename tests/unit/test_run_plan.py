@@ -31,7 +31,7 @@ def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
     assert plan.keys == [StageKey(Part.LAYERS, 0), StageKey(Part.LAYERS, 1)]
     for stage in plan.stages:
         assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
-        assert [parameter.name for parameter, _ in stage.allocation.rest] == [
+        assert [parameter.name for parameter, _ in stage.allocation.others] == [
             "embedding.weight",
             "fc1.bias",
             "small.weight",

@@ -32,7 +32,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times and bytes of one matrix, in this process."""
     communicator = reducer.communicator
-    generator = torch.Generator().manual_seed(communicator.rank)
+    generator = torch.Generator().manual_seed(communicator.process)
     gradient = torch.randn(shape, generator=generator).to(device)
     scratch = gradient.clone()
 

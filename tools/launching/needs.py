@@ -245,7 +245,7 @@ def _state(parameters: Sequence[Parameter], config: EDGCConfig, ranks: Sequence[
     allocation = allocate(parameters, config, min(ranks))
     fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
     if not wire(config.rest_wire).exact:
-        fed_back += allocation.rest_elements
+        fed_back += allocation.other_elements
     factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices)
     error = wire(config.error_dtype).tensor_bytes(fed_back)
     # a step replaces all errors and one factor of each matrix

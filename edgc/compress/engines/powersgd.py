@@ -106,7 +106,7 @@ class PowerSGD(LowRank):
         with record_function("edgc/next basis"):
             learned, strengths = self.principal([q.T for q in or_zeros(finite, Q)])
         if not self.config.local_error:
-            Q_own = [q / communicator.ranks for q in Q]  # noqa: N806
+            Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
         sums = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q, strict=True)}
         shares = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q_own, strict=True)}
         return FactoredSums(sums, shares, finite, learned, strengths)
