@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage
+from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, described_header
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import Step
 from edgc.observe.entropy import ESTIMATORS, GradientSampler
@@ -308,6 +308,7 @@ class Incoming:
                 values = torch.where(wrong, torch.nan, values)
             elif seen.tolist() != self.header.tolist():
                 raise UnexpectedMessage(
-                    f"{self.boundary}: expected {described_header(self.header.tolist())}; got {described_header(seen.tolist())}"
+                    f"{self.boundary}: expected {described_header(self.header.tolist())}; "
+                    f"got {described_header(seen.tolist())}"
                 )
             self.tensor.copy_(values)
