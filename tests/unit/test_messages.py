@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from edgc.comm.wire import wire
-from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, told
+from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, described_header
 
 ROWS, COLS = 48, 32
 
@@ -24,7 +24,7 @@ def send(sender: MessageSender, matrix: torch.Tensor, how: MessageFormat, **scal
     message = sender.encode(matrix, how, how.header(7, 1, True, 3), **scaled)
     assert message.dtype == torch.uint8 and len(message) == how.bytes
     header = message[:HEADER_BYTES].view(torch.int64).tolist()
-    assert told(header) == f"{how.bytes} bytes of rank {how.used_rank or 0}, message 4 of stage 2 in step 7"
+    assert described_header(header) == f"{how.bytes} bytes of rank {how.used_rank or 0}, message 4 of stage 2 in step 7"
     return how.decode(message)
 
 
