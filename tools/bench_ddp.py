@@ -173,7 +173,7 @@ def main() -> None:
             f"{options.processes} processes, {options.seeds} seeds each. The loss is the mean of the last {TAIL} "
             "steps, ± one standard deviation over seeds. Both PowerSGDs average the first "
             f"{WARM_UP} steps dense. Bytes are what one process sends. Times are of {os.cpu_count()} cores that all "
-            "processes share, without a network between them. Raw lines: `ddp.json`.",
+            "processes share, without a network between them: they are rough. Raw lines: `ddp.json`.",
             "",
         ]
         options.output.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")

@@ -46,7 +46,8 @@ class Mode:
     @property
     def fuses(self) -> bool:
         """Whether the two copies of a tied embedding are summed in one sum."""
-        tied = "--pipeline-model-parallel-size" in self.flags and "--untie" not in self.flags
+        apart = "--untie" in self.flags or "--mtp-num-layers" in self.flags
+        tied = "--pipeline-model-parallel-size" in self.flags and not apart
         return tied and "--edgc-no-fuse-embedding-sync" not in self.edgc
 
 
@@ -176,6 +177,11 @@ MODES = {
     "Llama shape, bf16, distributed optimizer": Mode(LLAMA, tolerance=0.2, format="torch"),
     "Llama shape, bf16, distributed optimizer, pipeline, gradients between stages in low rank": Mode(
         f"{LLAMA} --pipeline-model-parallel-size 2", pp="backward", tolerance=0.2, format="torch"
+    ),
+    "multi-token prediction": Mode("--mtp-num-layers 1 --position-embedding-type rope"),
+    "multi-token prediction, pipeline": Mode(
+        "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2",
+        format="torch",  # plain Megatron cannot write these copies of a tied embedding as torch_dist
     ),
     "loss per token": Mode("--calculate-per-token-loss"),
     "average in the collective": Mode("--ddp-average-in-collective"),

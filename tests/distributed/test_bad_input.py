@@ -34,8 +34,8 @@ CASES = {
     "weights": ([*EDGC, "--edgc-param-wire", "int8"], "--edgc-param-wire = int8: needs --use-distributed-optimizer"),
     "one rank": (EDGC, "--edgc needs at least 2 data-parallel ranks"),
     "other batches": (
-        [*TWO_STEPS, "--mtp-num-layers", "1", "--position-embedding-type", "rope"],
-        "pretrain_gpt.py does not implement --mtp-num-layers",
+        [*TWO_STEPS, "--sft"],
+        "pretrain_gpt.py does not implement --sft",
     ),
     "no dataset": (
         [*without(TWO_STEPS, "--mock-data"), "--data-path", "nowhere/corpus"],

@@ -13,6 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -24,16 +26,29 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def _needs_batch(vp_stage: int | None) -> bool:
-    """Only the first and the last pipeline stage look at the data; of a virtual pipeline: the first and last chunk."""
+    """Only the first and the last pipeline stage look at the data, of a virtual pipeline the first and last chunk, and
+    where layers predict further words.
+    """
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return bool(parallel_state.is_pipeline_first_stage(**where) or parallel_state.is_pipeline_last_stage(**where))
+    ends = parallel_state.is_pipeline_first_stage(**where) or parallel_state.is_pipeline_last_stage(**where)
+    return bool(ends or _predicts_further(vp_stage))
+
+
+def _predicts_further(vp_stage: int | None) -> bool:
+    """Whether layers of multi-token prediction are here."""
+    args = get_args()
+    layers, layout = args.mtp_num_layers, args.pipeline_model_parallel_layout
+    if not layers:
+        return False
+    if layout is not None:  # as it was typed
+        layout = PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size)
+    return bool(mtp_on_this_rank(layout, mtp_num_layers=layers, ignore_virtual=False, vp_stage=vp_stage))
 
 
 # Flags of Megatron-LM's script that change what a batch is, and that this one does not implement.
 _OTHER_BATCHES = {
     "--sft": "sft",
     "--fim-data": "fim_data",
-    "--mtp-num-layers": "mtp_num_layers",
     "--hybrid-context-parallel": "hybrid_context_parallel",
     "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
     "--per-dataset-sequences-path": "per_dataset_sequences_path",
@@ -120,7 +135,7 @@ def get_batch(
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=_predicts_further(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -161,6 +176,12 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """One micro-batch forward; returns the stage's output and the function that turns it into the loss."""
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],  # of the words after the next
+    )
     # only the last stage, which has read it, asks for the loss
     return output, partial(loss_func, batch["loss_mask"])  # type: ignore[arg-type]
