@@ -57,10 +57,10 @@ class Session:
         self.args = args
         if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
             config.check_run(args.train_iters)
-        check_options(config, args)
         check_param_wire(config, args)
-        fused = fuses_embedding(config, args)
-        if not compresses_messages(config, args):
+        fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
+        check_options(config, args)
+        if not with_messages:
             config = replace(config, **MESSAGES_OFF)
         self.requested = config
         self.config = replace(config, pp="backward" if config.pp == "auto" else config.pp, fuse_embedding_sync=fused)
