@@ -1,8 +1,8 @@
 """Every knob of EDGC in one frozen dataclass: its meaning, unit, default and source."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
 from edgc.compress.engines import ENGINES, check_engine, has_rank
@@ -56,6 +56,91 @@ def _knob(default: Any, help: str, unit: str, source: str, choices: tuple[str, .
     return field(default=default, metadata={"help": help, "unit": unit, "source": source, "choices": choices})
 
 
+def _require_choices(settings: Any) -> None:
+    for knob in fields(settings):
+        choices, value = knob.metadata["choices"], getattr(settings, knob.name)
+        if choices and value != knob.default:
+            _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
+
+
+def _require(holds: bool, name: str, value: Any, rule: str) -> None:
+    # "not holds" would let NaN through comparisons that are written positively; they are, so NaN fails them.
+    if not holds:
+        raise ConfigError(f"{flag(name)} = {value}: {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Levers that only studies vary: on the command line ``--edgc-study NAME=VALUE ...``. Only ``optimus`` sets one.
+
+    A value that breaks a rule raises ``ConfigError``.
+    """
+
+    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
+    # The changes from window to window that recorded runs show are in docs/algorithm.md, 3.
+    entropy_stability: float = _knob(
+        0.25,
+        "a stage's warm-up ends once its entropy changes by less than this from one window to the next",
+        "nats",
+        "EDGC's own: the paper gives no figure; docs/algorithm.md, 3",
+    )
+    stage_share: float = _knob(
+        1.0,
+        "share of the pipeline stages, rounded up, whose gradients are compressed; it takes the first stages, whose "
+        "backward passes end last",
+        "fraction",
+        "Optimus-CC, ASPLOS 2023",
+    )
+    rank_tilt: float = _knob(
+        0.0,
+        "how far above its mean a constant rank starts, as a fraction; it falls linearly to as far below",
+        "fraction",
+        "EDGC's own",
+    )
+    min_saving: float = _knob(
+        2.0,
+        "a matrix is compressed only if it then takes at most 1/this of its dense elements",
+        "ratio",
+        "PyTorch's PowerSGD hook, min_compression_rate",
+    )
+    error_decay: float = _knob(
+        1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
+    )
+    error_average: float = _knob(
+        0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"
+    )
+    local_error: bool = _knob(
+        True,
+        "powersgd computes the error against this process's own gradient, not against the mean of all processes",
+        "switch",
+        "docs/algorithm.md, 5",
+    )
+    transpose: bool = _knob(
+        True,
+        "powersgd transposes wide matrices, so that its first factor lies on the longer side",
+        "switch",
+        "EDGC's own",
+    )
+    warm_start: bool = _knob(
+        True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
+    )
+    statistics: bool = _knob(
+        False,
+        "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
+        "switch",
+        "EDGC's own",
+    )
+
+    def __post_init__(self) -> None:
+        _require_choices(self)
+        _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
+        _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
+        _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
+        _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
+        _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
+        _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EDGCConfig:
     """Settings of one run. A value that breaks a rule raises ``ConfigError`` here, before anything is built.
@@ -104,20 +189,12 @@ class EDGCConfig:
         "fraction of iterations",
         f"{PAPER}, warm-up",
     )
-    # The changes from window to window that recorded runs show are in docs/algorithm.md, 3.
-    entropy_stability: float = _knob(
-        0.25,
-        "a stage's warm-up ends once its entropy changes by less than this from one window to the next",
-        "nats",
-        "EDGC's own: the paper gives no figure; docs/algorithm.md, 3",
-    )
     iteration_sampling_rate: float = _knob(
         0.1, "share of iterations whose gradient is measured", "fraction", f"{PAPER}, GDS alpha"
     )
     gradient_sampling_rate: float = _knob(
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
-    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
     rank_model: str = _knob(
         "gaussian",
         "what sets the rank. The rank keeps the norm constant that it drops, for normal entries of the sampled entropy "
@@ -138,19 +215,6 @@ class EDGCConfig:
     static_rank: int | None = _knob(
         None, "one rank for the whole run after the warm-up (with paper: plain PowerSGD)", "rank", "arXiv 1905.13727"
     )
-    stage_share: float = _knob(
-        1.0,
-        "share of the pipeline stages, rounded up, whose gradients are compressed; it takes the first stages, whose "
-        "backward passes end last",
-        "fraction",
-        "Optimus-CC, ASPLOS 2023",
-    )
-    rank_tilt: float = _knob(
-        0.0,
-        "how far above its mean a constant rank starts, as a fraction; it falls linearly to as far below",
-        "fraction",
-        "EDGC's own",
-    )
     align: bool = _knob(
         True, "choose later stages' ranks so that all stages end their step together (DAC)", "switch", f"{PAPER}, DAC"
     )
@@ -159,12 +223,6 @@ class EDGCConfig:
         "plan for a link of this bandwidth per process instead of timing this machine's link",
         "Gbit/s",
         "EDGC's own: to plan for a cluster from another machine",
-    )
-    min_saving: float = _knob(
-        2.0,
-        "a matrix is compressed only if it then takes at most 1/this of its dense elements",
-        "ratio",
-        "PyTorch's PowerSGD hook, min_compression_rate",
     )
     error_dtype: str = _knob(
         "fp32",
@@ -181,30 +239,12 @@ class EDGCConfig:
         "docs/gpu.md",
         ("plain", "fused"),
     )
-    error_decay: float = _knob(
-        1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
-    )
-    error_average: float = _knob(
-        0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"
-    )
-    local_error: bool = _knob(
-        True,
-        "powersgd computes the error against this process's own gradient, not against the mean of all processes",
-        "switch",
-        "docs/algorithm.md, 5",
-    )
     wire: str = _knob(
         "fp32",
         "format in which low-rank factors travel; of powersgd, the second factor",
         "format",
         "EDGC's own",
         FORMATS,
-    )
-    transpose: bool = _knob(
-        True,
-        "powersgd transposes wide matrices, so that its first factor lies on the longer side",
-        "switch",
-        "EDGC's own",
     )
     basis_wire: str = _knob("fp32", "format of powersgd's first factor", "format", "EDGC's own", FORMATS)
     weak_basis_wire: str | None = _knob(
@@ -216,9 +256,6 @@ class EDGCConfig:
     )
     basis_cycle: int = _knob(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
-    )
-    warm_start: bool = _knob(
-        True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
     )
     rest_wire: str = _knob(
         "fp32",
@@ -292,22 +329,18 @@ class EDGCConfig:
     equalise: bool = _knob(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
     )
-    statistics: bool = _knob(
-        False,
-        "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
-        "switch",
-        "EDGC's own",
+    study: Study = _knob(
+        Study(),
+        "levers that only studies vary, as NAME=VALUE with spaces between several",
+        "NAME=VALUE",
+        "docs/flags.md",
     )
     reset_state: bool = _knob(False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own")
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 
     def __post_init__(self) -> None:
-        for knob in fields(self):
-            choices = knob.metadata["choices"]
-            value = getattr(self, knob.name)
-            if choices and value != knob.default:
-                _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
+        _require_choices(self)
         try:
             check_engine(self.engine)
         except ValueError as error:
@@ -324,17 +357,11 @@ class EDGCConfig:
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.basis_cycle >= 1, "basis_cycle", self.basis_cycle, "must be at least 1")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
-        _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         if self.rank_share is not None:
             _require(0 < self.rank_share <= 1, "rank_share", self.rank_share, "must lie in (0, 1]")
-        _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
-        _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
-        _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
-        _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
-        if self.rank_tilt:
+        if self.study.rank_tilt:
             constant = self.static_rank is not None or (self.low_rank and self.rank_model == "constant")
-            _require(constant, "rank_tilt", self.rank_tilt, "tilts only a constant rank")
-        _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+            _require(constant, "rank_tilt", self.study.rank_tilt, "tilts only a constant rank")
         if self.kernels == "fused":
             _require(self.low_rank, "kernels", self.kernels, f"the engine {self.engine} has no rank")
         if self.link_gbps is not None:
@@ -342,8 +369,8 @@ class EDGCConfig:
         if self.engine != "dense" and ENGINES[name := self.engine.partition(":")[0]].keeps_errors:
             rule = f"the engine {name} keeps errors by its own rule"
             _require(not self.equalise, "equalise", True, rule)
-            _require(self.error_decay == 1, "error_decay", self.error_decay, rule)
-            _require(self.error_average == 0, "error_average", self.error_average, rule)
+            _require(self.study.error_decay == 1, "error_decay", self.study.error_decay, rule)
+            _require(self.study.error_average == 0, "error_average", self.study.error_average, rule)
         if self.engine == "dense":
             _require(self.dense_wire == "fp32", "dense_wire", self.dense_wire, "the engine dense sums in fp32")
         if self.pp == "off":
@@ -383,7 +410,16 @@ class EDGCConfig:
         settings = {name: value for name, value in settings.items() if name in given or name not in void}
         if "basis_wire" in given and "weak_basis_wire" not in given:
             settings["weak_basis_wire"] = None  # who asks for a format of the first factor means all of it
-        return cls(**settings)
+        return cls.of(**settings)
+
+    @classmethod
+    def of(cls, **settings: Any) -> "EDGCConfig":
+        """These settings; those of ``Study`` may stand beside the others, or in a mapping ``study``."""
+        names = {lever.name for lever in fields(Study)}
+        study = settings.pop("study", {})
+        levers = dict(study) if isinstance(study, Mapping) else asdict(study)
+        levers |= {name: settings.pop(name) for name in names & settings.keys()}
+        return cls(**settings, study=Study(**levers))
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
@@ -411,6 +447,8 @@ class EDGCConfig:
 
 def flag(name: str) -> str:
     """The command-line flag of a field."""
+    if any(lever.name == name for lever in fields(Study)):
+        return f"--edgc-study {name}"
     (knob,) = (knob for knob in fields(EDGCConfig) if knob.name == name)
     return ("--edgc-no-" if knob.default is True else "--edgc-") + name.replace("_", "-")
 
@@ -420,6 +458,22 @@ GONE: Mapping[str, str] = {
     "--edgc-density": "--edgc-engine topk:SHARE",
     "--edgc-stochastic": "--edgc-engine int4:stochastic",
     "--edgc-hadamard": "--edgc-engine int4:rotated",
+    "--edgc-statistics": "--edgc-study statistics=on",
+    "--edgc-no-warm-start": "--edgc-study warm_start=off",
+    "--edgc-no-transpose": "--edgc-study transpose=off",
+    "--edgc-no-local-error": "--edgc-study local_error=off",
+    **{
+        f"--edgc-{name.replace('_', '-')}": f"--edgc-study {name}=VALUE"
+        for name in (
+            "entropy_estimator",
+            "entropy_stability",
+            "stage_share",
+            "rank_tilt",
+            "min_saving",
+            "error_decay",
+            "error_average",
+        )
+    },
     "--edgc-power-iterations": "nothing: a second iteration cost more bytes than it saved loss",
     "--edgc-residual-wire": "nothing: the residual stays in the error feedback",
     **{
@@ -447,14 +501,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "rmin",
         "rank_share",
         "rank_step",
-        "rank_tilt",
         "allocation",
-        "stage_share",
         "align",
         "link_gbps",
-        "min_saving",
-        "entropy_stability",
-        "entropy_estimator",
         "iteration_sampling_rate",
         "gradient_sampling_rate",
     ),
@@ -462,16 +511,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "compress_embeddings",
         "equalise",
         "basis_cycle",
-        "warm_start",
-        "transpose",
-        "local_error",
-        "error_decay",
-        "error_average",
         "kernels",
     ),
     "Formats": ("dense_wire", "rest_wire", "basis_wire", "weak_basis_wire", "wire"),
     "Pipeline": ("pp_engine", "pp_rank", "pp_wire", "pp_epilogue_only", "fuse_embedding_sync"),
-    "Run": ("seed", "reset_state", "statistics"),
+    "Run": ("seed", "reset_state", "study"),
 }
 
 
@@ -480,7 +524,21 @@ def knobs() -> tuple[Field[Any], ...]:
     return fields(EDGCConfig)
 
 
-def _require(holds: bool, name: str, value: Any, rule: str) -> None:
-    # "not holds" would let NaN through comparisons that are written positively; they are, so NaN fails them.
-    if not holds:
-        raise ConfigError(f"{flag(name)} = {value}: {rule}")
+def study_from(words: Sequence[str]) -> dict[str, Any]:
+    """Levers of ``Study`` from NAME=VALUE each. Raises ``ConfigError`` for other names and values of another type."""
+    known = {lever.name: lever for lever in fields(Study)}
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in known or not equals:
+            raise ConfigError(f"--edgc-study {word}: must be NAME=VALUE, with a name of {', '.join(known)}")
+        default = known[name].default
+        try:
+            if isinstance(default, bool):
+                found[name] = {"on": True, "off": False}[text]
+            else:
+                found[name] = float(text) if isinstance(default, float) else text
+        except (KeyError, ValueError):
+            wanted = "on or off" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"--edgc-study {word}: must be {wanted}") from None
+    return found

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import Field
+from dataclasses import Field, fields
 from textwrap import fill
 from typing import Any
 
-from edgc.config import GROUPS, PRESETS, EDGCConfig, knobs
+from edgc.config import GROUPS, PRESETS, EDGCConfig, Study, knobs
 
 WIDTH = 100  # characters
 INTRODUCTION = (
@@ -48,12 +48,23 @@ def markdown() -> str:
                 f"| `{_spelling(knob)}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_default(knob)} "
                 f"| {_linked(meta['source'])} |"
             )
+    lines += ["", "## Levers for studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
+    lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
+    for lever in fields(Study):
+        meta = lever.metadata
+        choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
+        lines.append(
+            f"| `{lever.name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_value(lever.default)} "
+            f"| {_linked(meta['source'])} |"
+        )
     lines += ["", "## What the presets set", "", f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
-    for knob in knobs():
+    levers = {lever.name for lever in fields(Study)}
+    for knob in (*knobs(), *fields(Study)):
         if any(knob.name in preset for preset in PRESETS.values()):
             values = (_value(preset.get(knob.name, knob.default)) for preset in PRESETS.values())
-            lines.append(f"| `{_name(knob)}` | {' | '.join(values)} |")
+            name = _name(knob) if knob.name not in levers else f"--edgc-study {knob.name}"
+            lines.append(f"| `{name}` | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -80,7 +91,7 @@ def _default(knob: Field[Any]) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "" if value is None else str(value)
+    return "" if value is None or isinstance(value, Study) else str(value)
 
 
 def _marked(words: str) -> str:

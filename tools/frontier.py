@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     for number, trial in enumerate(runs.trials, start=1):
         if arguments.report:
             break
+        if trial.gone:
+            continue
         start = time.perf_counter()
         label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
         try:

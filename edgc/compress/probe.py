@@ -103,7 +103,9 @@ def probe(
 
     host = host_alone()
     dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
-    top = largest_rank([matrix for allocation in allocations for matrix in allocation.matrices], config.min_saving)
+    top = largest_rank(
+        [matrix for allocation in allocations for matrix in allocation.matrices], config.study.min_saving
+    )
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     return StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
 

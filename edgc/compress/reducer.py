@@ -88,7 +88,7 @@ class GradientReducer:
         elif matrix_ranks is not None:
             self.ranks = {name: matrix_ranks[name] for name in self.engine.matrices if name in matrix_ranks}
         elif self.config.low_rank:
-            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.min_saving)
+            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.study.min_saving)
         else:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
@@ -104,7 +104,7 @@ class GradientReducer:
             entries = self.sampler.sample(name, gradients[name], iteration)
             return entries if loss_scale is None else entries / loss_scale
 
-        if self.config.statistics:
+        if self.config.study.statistics:
             samples = {name: sample(name) for name in gradients}
             self.measurements.statistics.append(
                 {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
@@ -112,7 +112,7 @@ class GradientReducer:
         if not self.allocation.matrices:
             return
         everything = torch.cat([sample(matrix.name) for matrix in self.allocation.matrices])
-        self.measurements.entropy.append(ESTIMATORS[self.config.entropy_estimator](everything))
+        self.measurements.entropy.append(ESTIMATORS[self.config.study.entropy_estimator](everything))
 
     def _measures(self, iteration: int) -> bool:
         return self.sampler.measures(iteration) and iteration != self._skipped

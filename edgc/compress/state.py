@@ -26,7 +26,7 @@ class CompressionState:
 
     def __init__(self, config: EDGCConfig, engine: Engine | None, device: torch.device, process: int):
         kept_in = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
-        rule = ErrorRule(kept_in, config.error_decay, config.error_average)
+        rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.clipping = SpikeClipping()
         self.equaliser = Equaliser()

@@ -298,7 +298,7 @@ class EDGCState:
         same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(OF_THE_JOB))
         config = self.requested
         if same:
-            config = EDGCConfig(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
+            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
         self._build(config, timed=not same)
         self.steps = state["steps"]
         processes = len(state["measurements"])

@@ -71,10 +71,10 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
             others.append((parameter, "one-dimensional"))
         elif parameter.embedding and not config.compress_embeddings:
             others.append((parameter, "embedding or output layer"))
-        elif pays(min_rank, spec.rows, spec.cols, config.min_saving):
+        elif pays(min_rank, spec.rows, spec.cols, config.study.min_saving):
             matrices.append(spec)
         else:
-            others.append((parameter, f"saves less than {config.min_saving:g}x at rank {min_rank}"))
+            others.append((parameter, f"saves less than {config.study.min_saving:g}x at rank {min_rank}"))
     return Allocation(tuple(matrices), tuple(others))
 
 

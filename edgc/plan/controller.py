@@ -141,7 +141,7 @@ class Controller:
 
     def _static_rank(self, iteration: int) -> int:
         """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
-        rank, tilt = self.config.static_rank or NO_RANK, self.config.rank_tilt
+        rank, tilt = self.config.static_rank or NO_RANK, self.config.study.rank_tilt
         progress = (iteration + self.config.window / 2) / self.iterations
         return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
@@ -207,7 +207,7 @@ class Controller:
             return None
         if not self.energies[stage]:  # nothing has been measured since
             return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
-        return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.min_saving)
+        return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.study.min_saving)
 
     def _stable(self, stage: int) -> bool:
         """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.
@@ -218,7 +218,7 @@ class Controller:
             return False
         before, now = (entropy[stage] for entropy in self.history[-2:])
         # false for a NaN, and for -inf, the entropy of gradients that are all zero
-        return abs(now - before) < self.config.entropy_stability
+        return abs(now - before) < self.config.study.entropy_stability
 
     def _own_target(self, stage: int, proposed: float | None, begins: bool = False) -> tuple[int | None, str]:
         """The rank to which a stage's own entropy leads, within the bounds, and the reason."""
@@ -354,7 +354,7 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
 
 def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
     """The smallest and largest rank of a run whose ``static_rank`` is settled."""
-    rank, tilt = config.static_rank, abs(config.rank_tilt)
+    rank, tilt = config.static_rank, abs(config.study.rank_tilt)
     if rank is None:
         return None
     return (_nearest(rank * (1 - tilt)), _nearest(rank * (1 + tilt))) if tilt else (rank, rank)

@@ -132,15 +132,15 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     """
     config.check_run(run.iterations)
     usable = max(
-        largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.min_saving)
+        largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)
         for own in processes
     )
     _, largest = static_ranks(config) or (None, None)
     for name, rank in (("rmin", config.rmin), ("rmax", config.rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
-                f"{flag(name)} = {getattr(config, name)}: no matrix of this model saves {config.min_saving:g}x at "
-                f"rank {rank}; the largest rank that does is {usable}"
+                f"{flag(name)} = {getattr(config, name)}: no matrix of this model saves {config.study.min_saving:g}x "
+                f"at rank {rank}; the largest rank that does is {usable}"
             )
     known = [stage for own in processes for stage in own]
     compresses, warnings = True, []
@@ -161,7 +161,14 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             if config.pp_follows:
                 off = MESSAGES_OFF
                 warnings.append("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
-            config = replace(config, engine="dense", rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0, **off)
+            config = replace(
+                config,
+                engine="dense",
+                rest_wire="fp32",
+                dense_wire="fp32",
+                study=replace(config.study, rank_tilt=0.0),
+                **off,
+            )
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = replace(config, dense_wire="fp32", param_wire=None)
@@ -172,7 +179,7 @@ def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
     """Why a stage's gradients are never compressed; empty if they are."""
     if key.part is Part.LAYERS and run.alone:
         return "no other rank has these parameters"
-    share = config.stage_share
+    share = config.study.stage_share
     if key.part is not Part.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
         return f"beyond {flag('stage_share')} {share:g}"
     return ""
@@ -191,7 +198,7 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
     """Over the stages that may be compressed: the slowest link limits all."""
     return min(
         (
-            break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.min_saving)
+            break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.study.min_saving)
             for stage in known
             if stage.cost is not None and not dense_because(stage.key, config, run)
         ),

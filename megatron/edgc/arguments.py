@@ -5,7 +5,7 @@ import types
 import typing
 from argparse import ArgumentParser, Namespace
 
-from edgc.config import GONE, ConfigError, EDGCConfig, flag, knobs
+from edgc.config import GONE, ConfigError, EDGCConfig, flag, knobs, study_from
 from edgc.flags import description
 
 
@@ -29,6 +29,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                     default=argparse.SUPPRESS,
                     help=help,
                 )
+        elif knob.name == "study":
+            group.add_argument(
+                flag(knob.name), dest="edgc_study", nargs="+", action="extend", default=argparse.SUPPRESS, help=text
+            )
         else:
             group.add_argument(
                 flag(knob.name),
@@ -58,6 +62,8 @@ def config_from_args(args: Namespace) -> EDGCConfig | None:
         if stray:
             raise ConfigError(f"{', '.join(stray)} given without --edgc: add --edgc to compress gradients")
         return None
+    if "study" in given:
+        given |= study_from(given.pop("study"))
     return EDGCConfig.from_preset(given)
 
 

@@ -45,7 +45,7 @@ def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> 
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
     """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
-    limit = largest_message_rank(config, args, config.min_saving) if config.pp_engine == "powersgd" else 0
+    limit = largest_message_rank(config, args, config.study.min_saving) if config.pp_engine == "powersgd" else 0
     ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []
     levels: list[int | None] = [*ranks] or [NO_RANK if config.pp_engine != "powersgd" else None]
     forms = [message_form(config, args, rank) for rank in (None, *levels)]

@@ -40,12 +40,12 @@ def plan_messages(
                 f"stay uncompressed. Give {flag('pp')} backward to compress them all the same"
             )
         return message_config(config), ""
-    usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.min_saving) // RANK_MULTIPLE)
+    usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
         usable = min([usable, *map(message_break_even, costs.values())])
     if not usable:
         return uncompressed(config), (
-            f"messages between stages stay uncompressed: no rank makes them {config.min_saving:g}x smaller and "
+            f"messages between stages stay uncompressed: no rank makes them {config.study.min_saving:g}x smaller and "
             f"takes no longer on this link. Give {flag('pp_rank')} to compress them all the same"
         )
     config = message_config(config)

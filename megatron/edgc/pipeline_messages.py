@@ -176,7 +176,7 @@ class PipelineMessages:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
         if step.loss_scale is not None and direction == "backward":
             sample = sample / step.loss_scale
-        self.entropy[direction].append(ESTIMATORS[self.config.entropy_estimator](sample))
+        self.entropy[direction].append(ESTIMATORS[self.config.study.entropy_estimator](sample))
 
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the senders. Does nothing without ``repeatable``."""

@@ -88,7 +88,7 @@ MODES = {
     ),
     "pipeline, Optimus-CC": Mode(
         "--pipeline-model-parallel-size 2",
-        "--edgc-preset optimus --edgc-stage-share 0.5 --edgc-dense-wire int8",
+        "--edgc-preset optimus --edgc-study stage_share=0.5 --edgc-dense-wire int8",
         pp="backward",
     ),
     "virtual pipeline": Mode(

@@ -28,7 +28,10 @@ CASES = {
         [*TWO_STEPS, "--edgc", "--edgc-preset", "paper"],
         "--edgc-window = 1000: is longer than the run of 10 iterations",
     ),
-    "estimator": ([*EDGC, "--edgc-entropy-estimator", "guess"], "--edgc-entropy-estimator: invalid choice: 'guess'"),
+    "estimator": (
+        [*EDGC, "--edgc-study", "entropy_estimator=guess"],
+        "--edgc-study entropy_estimator = guess: must be one of",
+    ),
     "edgc flag alone": ([*TWO_STEPS, "--edgc-rmax", "8"], "--edgc-rmax given without --edgc"),
     "option": ([*EDGC, "--save-wgrads-interval", "10"], "--edgc does not support yet: --save-wgrads-interval"),
     "weights": ([*EDGC, "--edgc-param-wire", "int8"], "--edgc-param-wire = int8: needs --use-distributed-optimizer"),

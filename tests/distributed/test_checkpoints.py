@@ -20,7 +20,8 @@ BASE = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--overr
 # Ranks of gradients and messages that follow the measurements of each window of two steps.
 DYNAMIC = shlex.split(
     "--edgc --edgc-preset paper --edgc-rmin 4 --edgc-rmax 20 --edgc-window 2 --edgc-warmup-fraction 0 "
-    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-no-align "
+    "--edgc-study entropy_stability=10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 "
+    "--edgc-no-align "
     "--edgc-pp both --edgc-link-gbps 1 --pipeline-model-parallel-size 2 --global-batch-size 16 --lr 1e-2"
 )
 Left = dict[str, list[dict[str, Any]]]

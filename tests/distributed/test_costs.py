@@ -17,7 +17,7 @@ FOUR_CHUNKS = shlex.split(
 )
 EDGC = shlex.split(
     "--edgc --edgc-preset paper --edgc-window 4 --edgc-rmin 4 --edgc-rmax 12 --edgc-warmup-fraction 0.25 "
-    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 0.5"
+    "--edgc-study entropy_stability=10 --edgc-iteration-sampling-rate 0.5"
 )
 
 

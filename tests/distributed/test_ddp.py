@@ -134,7 +134,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, EDGCConfig]] = {
     "accumulated gradients": (SMALL, 2, LOW_RANK),
     "accumulated in views of buckets": ({**SMALL, "gradient_as_bucket_view": True}, 2, LOW_RANK),
     "balanced": (SMALL, 1, BALANCED),
-    "4 bits": (SMALL, 1, EDGCConfig(engine="int4", warmup_fraction=0.0)),
+    "4 bits": (SMALL, 1, EDGCConfig.of(engine="int4", warmup_fraction=0.0)),
 }
 
 
@@ -187,7 +187,7 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
         for config, options in (
             (LOW_RANK, {**SMALL, "gradient_as_bucket_view": True, "static_graph": True}),
             (None, {}),
-            (EDGCConfig(engine="dense"), SMALL),
+            (EDGCConfig.of(engine="dense"), SMALL),
         )
     )
     for training in (views, plain, dense):
@@ -340,7 +340,7 @@ def refused(rank: int) -> dict[str, str]:
         "window": lambda: Training(rank, replace(PAPER, window=100)),
         "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
         "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
-            Training(rank, EDGCConfig(engine="int4")).state.state_dict()  # type: ignore[union-attr]
+            Training(rank, EDGCConfig.of(engine="int4")).state.state_dict()  # type: ignore[union-attr]
         ),
         "another module": lambda: edgc.EDGCState(nn.Linear(8, 8), LOW_RANK, iterations=40).load_state_dict(used),
     }

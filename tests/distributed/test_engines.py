@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, **settings: Any):
         assert dist.group.WORLD is not None
         self.communicator = Communicator(dist.group.WORLD, Traffic())
-        self.reducer = GradientReducer(Allocation(MATRICES, ()), EDGCConfig(**settings), self.communicator, CPU)
+        self.reducer = GradientReducer(Allocation(MATRICES, ()), EDGCConfig.of(**settings), self.communicator, CPU)
         self.iteration = 0
 
     def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:

@@ -140,8 +140,8 @@ def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
         "paper",
         "--edgc-window",
         "10",
-        "--edgc-entropy-estimator",
-        "spacing",
+        "--edgc-study",
+        "entropy_estimator=spacing",
         "--edgc-log-dir",
         str(tmp_path),
     ]
@@ -210,7 +210,7 @@ def test_a_window_that_a_run_with_growing_batches_never_fills_is_refused() -> No
 
 LEVERS = shlex.split(
     "--edgc-static-rank 16 --edgc-warmup-fraction 0.25 --edgc-window 4 --edgc-iteration-sampling-rate 0.5 "
-    "--edgc-basis-cycle 2 --edgc-rest-wire int8 --edgc-statistics"
+    "--edgc-basis-cycle 2 --edgc-rest-wire int8 --edgc-study statistics=on"
 )
 
 
@@ -261,7 +261,7 @@ def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
 
 def test_where_compression_cannot_win_the_run_is_dense_and_says_so(tmp_path: Path) -> None:
     # over loopback so small a model takes longer to compress than to send; the tilt must not stand in the way
-    slow = "--edgc --edgc-rank-tilt 0.5 --edgc-window 4"
+    slow = "--edgc --edgc-study rank_tilt=0.5 --edgc-window 4"
     output = train(["--train-iters", "4", *slow.split(), "--edgc-log-dir", str(tmp_path)], processes=2)
     assert "compression takes longer than the dense reduction at every rank: reducing dense" in output
     assert "edgc | stage 1 in fp32" in output and "in int6" not in output

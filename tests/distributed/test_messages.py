@@ -33,7 +33,7 @@ def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    config = EDGCConfig(**{"pp": "backward", "pp_rank": 4, **settings})  # type: ignore[arg-type]
+    config = EDGCConfig.of(**{"pp": "backward", "pp_rank": 4, **settings})  # type: ignore[arg-type]
     chunk = SimpleNamespace(training=True)
     messages = PipelineMessages(
         config, SimpleNamespace(), [chunk], lambda: Step(5, None), lambda: ranks, repeatable=False
@@ -140,7 +140,7 @@ def costs(rank: int) -> list[dict[int, StageCost]]:
     communicator([])
     from megatron.edgc.message_costs import message_costs
 
-    return [message_costs(EDGCConfig(link_gbps=gbps), ARGS, torch.device("cpu")) for gbps in (None, 0.08)]
+    return [message_costs(EDGCConfig.of(link_gbps=gbps), ARGS, torch.device("cpu")) for gbps in (None, 0.08)]
 
 
 # messages of 128 x 64 values: at rank r (128 + 64) r values and a header
@@ -172,12 +172,12 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
 
     found = []
     for slope, pp_rank in ((1e-3, None), (8e-2, None), (1.0, None), (1.0, 8)):
-        config = EDGCConfig(pp="backward", pp_rank=pp_rank, rmin=8, rmax=40)
+        config = EDGCConfig.of(pp="backward", pp_rank=pp_rank, rmin=8, rmax=40)
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
         settled, _ = plan_messages(config, config, ARGS, {1: cost})
         found.append((settled.engine, settled.rmax or settled.static_rank))
     for pp, seconds in (("backward", 2.0), ("auto", 2.0), ("auto", 0.5)):
-        requested = EDGCConfig(pp=pp, pp_engine="int4")
+        requested = EDGCConfig.of(pp=pp, pp_engine="int4")
         cost = StageCost(CommCost(seconds, 0.0), 1.0, 1.0)
         settled, _ = plan_messages(replace(requested, pp="backward"), requested, ARGS, {1: cost})
         found.append((settled.engine, settled.static_rank))
@@ -197,7 +197,8 @@ def test_the_rank_of_messages_is_one_that_saves_and_takes_no_longer() -> None:
 
 DYNAMIC = shlex.split(
     "--edgc --edgc-preset paper --edgc-rmin 4 --edgc-rmax 20 --edgc-window 2 --edgc-warmup-fraction 0 "
-    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 --edgc-no-align "
+    "--edgc-study entropy_stability=10 --edgc-iteration-sampling-rate 1 --edgc-gradient-sampling-rate 1 "
+    "--edgc-no-align "
     "--edgc-pp both --edgc-link-gbps 1"
 )
 TIMED = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16 --edgc-pp backward --edgc-pp-engine powersgd")

@@ -19,7 +19,7 @@ BERT = shlex.split(
 )
 PAPER = shlex.split(
     "--edgc --edgc-preset paper --edgc-window 6 --edgc-rmin 4 --edgc-rmax 12 --edgc-no-align "
-    "--edgc-entropy-stability 10 --edgc-iteration-sampling-rate 0.5"
+    "--edgc-study entropy_stability=10 --edgc-iteration-sampling-rate 0.5"
 )
 
 

@@ -30,7 +30,7 @@ SHARDS = {"wide": [0, 1876, 2304], "conv": [0, 0, 1024], "bias": [0, 0, 24], "wo
 
 
 def reducer(**settings: object) -> GradientReducer:
-    config = EDGCConfig(iteration_sampling_rate=0.5, **settings)  # type: ignore[arg-type]
+    config = EDGCConfig.of(iteration_sampling_rate=0.5, **settings)  # type: ignore[arg-type]
     assert dist.group.WORLD is not None
     return GradientReducer(allocate(PARAMETERS, config, 4), config, Communicator(dist.group.WORLD, Traffic()), CPU)
 
@@ -157,7 +157,7 @@ def shards_of_three(rank: int) -> list[float]:
     routes.PORTION = 3 * 256
     parameters = [Parameter("m", (32, 32)), Parameter("a", (900,)), Parameter("b", (1148,))]
     shards = {"m": [0, 1024, 1024, 1024], "a": [0, 0, 900, 900], "b": [0, 0, 124, 1148]}
-    config = EDGCConfig(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
+    config = EDGCConfig.of(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
     under_test = GradientReducer(allocate(parameters, config, 4), config, communicator, CPU)
@@ -218,7 +218,7 @@ def test_the_residual_is_that_of_what_was_to_be_sent() -> None:
 
 
 def probed(rank: int) -> tuple[float, float, int]:
-    config = EDGCConfig(iteration_sampling_rate=1.0)
+    config = EDGCConfig.of(iteration_sampling_rate=1.0)
     parameters = [Parameter(f"m{i}", (256, 256)) for i in range(4)] + [Parameter("bias", (256,))]
     allocations = [allocate(parameters[:3], config, 4), allocate(parameters[3:], config, 4)]
     assert dist.group.WORLD is not None
@@ -243,7 +243,7 @@ def memory_of_reductions(rank: int) -> dict[str, float]:
     peaks = {}
     for preset in ("paper", "balanced"):
         settings = {key: value for key, value in PRESETS[preset].items() if key not in ("rank_model", "rank_share")}
-        config = EDGCConfig(**settings, static_rank=16, iteration_sampling_rate=0.01)
+        config = EDGCConfig.of(**settings, static_rank=16, iteration_sampling_rate=0.01)
         communicator = Communicator(dist.group.WORLD, Traffic())
         under_test = GradientReducer(allocate(parameters, config, 8), config, communicator, CPU)
         for kind, stage_rank in (("warm-up", None), ("low rank", 16)):
@@ -268,7 +268,7 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
     found = []
     large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
     for settings in ({}, {"basis_wire": "int8", "weak_basis_wire": "int4", "wire": "int4", "rest_wire": "int8"}):
-        config = EDGCConfig(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
+        config = EDGCConfig.of(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
         allocation = allocate(large, config, 4)
         traffic = Traffic()
         own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)

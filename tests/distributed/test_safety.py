@@ -25,7 +25,7 @@ RANK = 8
 
 
 def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -> GradientReducer:
-    config = EDGCConfig(**{"iteration_sampling_rate": 1e-6, **settings})
+    config = EDGCConfig.of(**{"iteration_sampling_rate": 1e-6, **settings})
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
     return GradientReducer(allocate(parameters, config, 4), config, communicator, CPU, repeatable)

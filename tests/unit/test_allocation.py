@@ -29,13 +29,13 @@ def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
         "word.weight": "embedding or output layer",
     }
     assert allocation.other_elements == 256 + 64 + 64000
-    with_embeddings = allocate(PARAMETERS, EDGCConfig(compress_embeddings=True), min_rank=4)
+    with_embeddings = allocate(PARAMETERS, EDGCConfig.of(compress_embeddings=True), min_rank=4)
     assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64))
 
 
 @pytest.mark.parametrize("engine", sorted(name for name in ENGINES if not has_rank(name)))
 def test_engines_without_ranks_take_everything(engine: str) -> None:
-    allocation = allocate(PARAMETERS, EDGCConfig(engine=engine), min_rank=4)
+    allocation = allocate(PARAMETERS, EDGCConfig.of(engine=engine), min_rank=4)
     assert [matrix.name for matrix in allocation.matrices] == [parameter.name for parameter in PARAMETERS]
     assert MatrixSpec("fc.bias", 1, 256) in allocation.matrices and not allocation.others
 
@@ -57,7 +57,7 @@ def test_ranks_leave_out_matrices_that_do_not_pay() -> None:
 
 def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     parameters = [Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))]
-    config = EDGCConfig(wire="bf16", basis_wire="fp32", min_saving=1.0)
+    config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
     allocation = allocate(parameters, config, 4)
     cost = cost_of_link(allocation, config, ranks=4, gbps=0.008)  # 1 MB/s
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)

@@ -23,7 +23,7 @@ def test_flags_become_settings_of_the_right_type() -> None:
     flags = "--edgc --edgc-preset paper --edgc-rmax 64 --edgc-warmup-fraction 0.2 --edgc-no-align --edgc-log-dir x"
     config = config_from_args(parse(*flags.split()))
     paper = {"preset": "paper", "fuse_embedding_sync": False}
-    assert config == EDGCConfig(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
+    assert config == EDGCConfig.of(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
 @pytest.mark.parametrize("given", ["--edgc-wire-dtype int8", "--edgc-density 0.05", "--edgc-stochastic"])
@@ -36,7 +36,7 @@ def test_a_flag_of_an_earlier_version_says_what_stands_for_it(given: str) -> Non
 def test_without_flags_the_default_preset_holds() -> None:
     assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
     assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig.from_preset({"preset": "paper"})
-    assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig(engine="int4")
+    assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig.of(engine="int4")
     assert config_from_args(parse()) is None
 
 
@@ -50,8 +50,36 @@ def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
     assert config is not None and not config.equalise and config.basis_cycle > 1
     plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
-    assert plain == EDGCConfig(preset="paper", fuse_embedding_sync=False, equalise=True)
+    assert plain == EDGCConfig.of(preset="paper", fuse_embedding_sync=False, equalise=True)
     assert config.fuse_embedding_sync is None  # the run decides
     for prefix, wanted in (("", True), ("no-", False)):
         given = config_from_args(parse("--edgc", f"--edgc-{prefix}fuse-embedding-sync"))
         assert given is not None and given.fuse_embedding_sync is wanted
+
+
+def test_levers_of_studies_are_named_with_their_values() -> None:
+    config = config_from_args(
+        parse("--edgc", "--edgc-study", "rank_tilt=-0.5", "warm_start=off", "--edgc-static-rank", "8")
+    )
+    assert config is not None and (config.study.rank_tilt, config.study.warm_start) == (-0.5, False)
+    twice = config_from_args(parse("--edgc", "--edgc-study", "min_saving=3", "--edgc-study", "statistics=on"))
+    assert twice is not None and (twice.study.min_saving, twice.study.statistics) == (3.0, True)
+    optimus = config_from_args(parse("--edgc", "--edgc-preset", "optimus", "--edgc-study", "statistics=on"))
+    assert optimus is not None and optimus.study.stage_share == 0.75  # the preset's own lever stays
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("rank_tilt", "--edgc-study rank_tilt: must be NAME=VALUE, with a name of entropy_estimator, "),
+        ("window=5", "--edgc-study window=5: must be NAME=VALUE"),
+        ("min_saving=much", "--edgc-study min_saving=much: must be a number"),
+        ("warm_start=0", "--edgc-study warm_start=0: must be on or off"),
+        ("min_saving=0.5", "--edgc-study min_saving = 0.5: must be at least 1"),
+        ("entropy_estimator=guess", "--edgc-study entropy_estimator = guess: must be one of gaussian"),
+    ],
+)
+def test_a_wrong_lever_is_told_in_one_line(given: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_args(parse("--edgc", "--edgc-study", given))
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)

@@ -152,13 +152,13 @@ def test_one_data_parallel_rank_is_refused_without_messages_to_compress(argument
     compatibility.check_options(EDGCConfig(), Namespace(**{**vars(alone), "context_parallel_size": 2}))
     pipeline = Namespace(**{**vars(alone), "pipeline_model_parallel_size": 2})
     for pp in ("backward", "auto"):
-        compatibility.check_options(EDGCConfig(pp=pp), pipeline)
+        compatibility.check_options(EDGCConfig.of(pp=pp), pipeline)
     with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
-        compatibility.check_options(EDGCConfig(pp="auto"), alone)
+        compatibility.check_options(EDGCConfig.of(pp="auto"), alone)
 
 
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
-    config = EDGCConfig(param_wire="int8")
+    config = EDGCConfig.of(param_wire="int8")
     fitting = {"use_distributed_optimizer": True, "bf16": True, "fp16": False}
     compatibility.check_param_wire(config, Namespace(**{**vars(arguments), **fitting}))
     for change, said in (
@@ -187,26 +187,26 @@ def test_messages_whose_shape_a_receiver_cannot_know_are_refused(
 ) -> None:
     # Megatron sets the latter when it validates
     fitting = {**vars(arguments), "pipeline_model_parallel_size": 2, "variable_seq_lengths": False}
-    config = EDGCConfig(pp="backward")
+    config = EDGCConfig.of(pp="backward")
     assert compatibility.compresses_messages(config, Namespace(**fitting))
     unfit = Namespace(**{**fitting, **change})
     with pytest.raises(ConfigError, match=f"--edgc-pp = backward does not work with {said}"):
         compatibility.compresses_messages(config, unfit)
     assert not compatibility.compresses_messages(EDGCConfig(), unfit)
-    assert not compatibility.compresses_messages(EDGCConfig(pp="auto"), unfit)
+    assert not compatibility.compresses_messages(EDGCConfig.of(pp="auto"), unfit)
 
 
 def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     virtual["variable_seq_lengths"] = False
-    config = EDGCConfig(pp="backward", pp_epilogue_only=True)
+    config = EDGCConfig.of(pp="backward", pp_epilogue_only=True)
     with pytest.raises(ConfigError, match="--edgc-pp-epilogue-only with a virtual pipeline"):
         compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
 
 
 def test_the_copies_of_a_tied_embedding_are_summed_in_one_sum_where_that_can_be(arguments: Namespace) -> None:
     tied = {**vars(arguments), "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": False}
-    asked, default = EDGCConfig(fuse_embedding_sync=True), EDGCConfig()
+    asked, default = EDGCConfig.of(fuse_embedding_sync=True), EDGCConfig()
     assert compatibility.fuses_embedding(asked, Namespace(**tied))
     assert compatibility.fuses_embedding(default, Namespace(**tied))
     for change, said in (

@@ -21,9 +21,9 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
         ({"window": 1}, r"--edgc-window = 1: must be at least 2"),
         ({"rank_step": 0}, r"--edgc-rank-step = 0"),
         ({"warmup_fraction": 1.1}, r"--edgc-warmup-fraction = 1.1"),
-        ({"min_saving": 0.5}, r"--edgc-min-saving = 0.5"),
+        ({"min_saving": 0.5}, r"--edgc-study min_saving = 0.5"),
         ({"link_gbps": 0.0}, r"--edgc-link-gbps = 0.0"),
-        ({"entropy_estimator": "guess"}, r"--edgc-entropy-estimator = guess: must be one of gaussian"),
+        ({"entropy_estimator": "guess"}, r"--edgc-study entropy_estimator = guess: must be one of gaussian"),
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
         ({"rank_share": 0.0}, r"--edgc-rank-share = 0.0: must lie in \(0, 1\]"),
         ({"preset": "best"}, r"--edgc-preset = best: must be one of paper, safe, balanced, fast"),
@@ -31,16 +31,16 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
         ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
-        ({"error_decay": 1.5}, r"--edgc-error-decay = 1.5: must lie in \[0, 1\]"),
-        ({"error_average": 1.0}, r"--edgc-error-average = 1.0: must lie in \[0, 1\)"),
-        ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-rank-tilt = 1.0: must lie between -1 and 1"),
-        ({"rank_tilt": 0.5}, r"--edgc-rank-tilt = 0.5: tilts only a constant rank"),
-        ({"rank_tilt": 0.5, "engine": "int4", "rank_model": "constant"}, r"--edgc-rank-tilt = 0.5: tilts only"),
+        ({"error_decay": 1.5}, r"--edgc-study error_decay = 1.5: must lie in \[0, 1\]"),
+        ({"error_average": 1.0}, r"--edgc-study error_average = 1.0: must lie in \[0, 1\)"),
+        ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-study rank_tilt = 1.0: must lie between -1 and 1"),
+        ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a constant rank"),
+        ({"rank_tilt": 0.5, "engine": "int4", "rank_model": "constant"}, r"--edgc-study rank_tilt = 0.5: tilts only"),
         (
             {"engine": "loco", "equalise": True},
             r"--edgc-equalise = True: the engine loco keeps errors by its own rule",
         ),
-        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-error-decay = 0.5: the engine loco keeps"),
+        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-study error_decay = 0.5: the engine loco keeps"),
         ({"engine": "topk:0"}, r"--edgc-engine = topk:0: the share of the entries that travel must lie in \(0, 1\]"),
         ({"engine": "topk:some"}, "--edgc-engine = topk:some: the share"),
         ({"engine": "int4:random"}, "--edgc-engine = int4:random: the argument may be stochastic"),
@@ -51,16 +51,16 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
 )
 def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EDGCConfig(**settings)
+        EDGCConfig.of(**settings)
 
 
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="--edgc-window = 1000: is longer than the run of 500 iterations"):
         EDGCConfig().check_run(500)
     with pytest.raises(ConfigError, match="--edgc-window = 9: measures nothing at 0.1 of the iterations"):
-        EDGCConfig(window=9).check_run(500)
+        EDGCConfig.of(window=9).check_run(500)
     EDGCConfig().check_run(1000)
-    EDGCConfig(static_rank=8).check_run(500)  # no window is needed where nothing is decided
+    EDGCConfig.of(static_rank=8).check_run(500)  # no window is needed where nothing is decided
 
 
 def test_defaults_are_the_papers() -> None:
@@ -82,7 +82,7 @@ def test_every_engine_is_where_its_registration_says() -> None:
         engine = engine_class(name)
         assert issubclass(engine, LowRank if registered.low_rank else Elementwise)
         assert (engine.error_rule is not None) == registered.keeps_errors
-        assert EDGCConfig(engine=name).low_rank == registered.low_rank
+        assert EDGCConfig.of(engine=name).low_rank == registered.low_rank
 
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
@@ -105,8 +105,8 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
     ranked = EDGCConfig.from_preset({"preset": "balanced", "pp_rank": 8})  # a rank means low rank
     assert (ranked.pp, ranked.pp_engine, ranked.pp_rank) == ("auto", "powersgd", 8)
     with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp-engine int4"):
-        EDGCConfig(pp="backward", pp_engine="int4", pp_rank=8)
+        EDGCConfig.of(pp="backward", pp_engine="int4", pp_rank=8)
     with pytest.raises(ConfigError, match="--edgc-pp-engine = int4: does nothing with --edgc-pp off"):
-        EDGCConfig(pp_engine="int4")
+        EDGCConfig.of(pp_engine="int4")
     with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp off"):
         EDGCConfig.from_preset({"preset": "optimus", "pp": "off", "pp_rank": 8})

@@ -26,7 +26,7 @@ MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
 COST = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
 WINDOW = 100
-BASE = EDGCConfig(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.25)
+BASE = EDGCConfig.of(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.25)
 
 
 def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
@@ -344,16 +344,16 @@ def test_bad_arguments_are_refused() -> None:
 def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width() -> None:
     resolved = resolve_ranks(EDGCConfig(), 130, 1024)
     assert (resolved.rmin, resolved.rmax) == (32, 128)
-    given = resolve_ranks(EDGCConfig(rmax=64, rmin=8, rank_share=0.5), 1000, 1024)
+    given = resolve_ranks(EDGCConfig.of(rmax=64, rmin=8, rank_share=0.5), 1000, 1024)
     assert (given.rmin, given.rmax) == (8, 64)
-    assert resolve_ranks(EDGCConfig(rmax=6), 0, 1024).rmin == 4
-    share = EDGCConfig(rank_share=1 / 16)
+    assert resolve_ranks(EDGCConfig.of(rmax=6), 0, 1024).rmin == 4
+    share = EDGCConfig.of(rank_share=1 / 16)
     assert resolve_ranks(share, 200, 1024).rmax == 64
     assert resolve_ranks(share, 40, 1024).rmax == 40, "never above break-even"
     assert resolve_ranks(share, 200, 32).rmax == 4
     constant = resolve_ranks(replace(share, rank_model="constant"), 200, 1024)
     assert (constant.static_rank, constant.rmin, constant.rmax, constant.dynamic) == (64, None, None, False)
-    assert resolve_ranks(EDGCConfig(rank_model="constant", rmax=12), 0, 1024).static_rank == 12
+    assert resolve_ranks(EDGCConfig.of(rank_model="constant", rmax=12), 0, 1024).static_rank == 12
 
 
 def falling(strength: float) -> list[float]:
@@ -436,7 +436,7 @@ def test_without_a_spectrum_the_rank_stays() -> None:
 
 @pytest.mark.parametrize("settings", [{"static_rank": 8}, {"rmin": 4, "rmax": 8}])
 def test_a_stage_that_is_to_stay_dense_does(settings: dict[str, int]) -> None:
-    config = EDGCConfig(**settings, window=10, warmup_fraction=0, entropy_stability=1)  # type: ignore[arg-type]
+    config = EDGCConfig.of(**settings, window=10, warmup_fraction=0, entropy_stability=1)  # type: ignore[arg-type]
     stages = [[MatrixSpec("w", 64, 64)]] * 2
     both, first = (Controller(config, 100, stages, [None, None], dense) for dense in ((), (1,)))
     for window in range(1, 4):

@@ -33,7 +33,7 @@ def group() -> Iterator[None]:
 
 def reducer(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings: Any) -> GradientReducer:
     assert dist.group.WORLD is not None
-    config = replace(EDGCConfig(**settings), iteration_sampling_rate=1e-6)
+    config = replace(EDGCConfig.of(**settings), iteration_sampling_rate=1e-6)
     made = GradientReducer(Allocation(matrices, ()), config, Communicator(dist.group.WORLD, Traffic()), CPU)
     made.set_rank(rank, {matrix.name: rank for matrix in matrices})
     return made
@@ -177,7 +177,7 @@ def test_kernels_go_over_a_gradient_four_times() -> None:
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"powersgd", "alternating", "dense"}))
 def test_engines_without_a_rank_never_see_kernels(engine: str) -> None:
     with pytest.raises(ConfigError, match="no rank"):
-        EDGCConfig(engine=engine, kernels="fused")
+        EDGCConfig.of(engine=engine, kernels="fused")
 
 
 class NoKernels:

@@ -25,7 +25,7 @@ def processes(*costs: StageCost | None) -> list[list[ProcessStage]]:
 
 
 def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
-    plan = plan_run(EDGCConfig(window=100), RUN, processes(CHEAP, CHEAP))
+    plan = plan_run(EDGCConfig.of(window=100), RUN, processes(CHEAP, CHEAP))
     assert plan.compresses and not plan.warnings
     assert (plan.config.rmin, plan.config.rmax) == (4, 20)
     assert plan.keys == [StageKey(Part.LAYERS, 0), StageKey(Part.LAYERS, 1)]
@@ -42,29 +42,29 @@ def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
 def test_the_slowest_link_limits_the_rank_and_the_slowest_process_is_the_cost_of_its_stage() -> None:
     slow = StageCost(CommCost(0.0, 0.002), 0.025, 0.025)  # break-even at 12
     known = [*processes(CHEAP, CHEAP), *processes(slow)]
-    plan = plan_run(EDGCConfig(window=100), RUN, known)
+    plan = plan_run(EDGCConfig.of(window=100), RUN, known)
     assert plan.config.rmax == 12
     assert [stage.cost for stage in plan.stages] == [slow, CHEAP]
 
 
 def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank_is_given() -> None:
-    config = EDGCConfig(window=100, rest_wire="int8", dense_wire="int8")
+    config = EDGCConfig.of(window=100, rest_wire="int8", dense_wire="int8")
     plan = plan_run(config, RUN, processes(CHEAP, DEAR))
     assert not plan.compresses and len(plan.warnings) == 1
     assert (plan.config.engine, plan.config.rest_wire, plan.config.dense_wire) == ("dense", "fp32", "fp32")
-    asked = plan_run(EDGCConfig(window=100, rmax=16), RUN, processes(CHEAP, DEAR))
+    asked = plan_run(EDGCConfig.of(window=100, rmax=16), RUN, processes(CHEAP, DEAR))
     assert asked.compresses and (asked.config.rmin, asked.config.rmax) == (4, 16)
 
 
 def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -> None:
-    plan = plan_run(EDGCConfig(window=100, pp="backward"), RUN, processes(DEAR, DEAR))
+    plan = plan_run(EDGCConfig.of(window=100, pp="backward"), RUN, processes(DEAR, DEAR))
     assert plan.config.pp == "off" and len(plan.warnings) == 2
-    own_rank = plan_run(EDGCConfig(window=100, pp="backward", pp_rank=8), RUN, processes(DEAR, DEAR))
+    own_rank = plan_run(EDGCConfig.of(window=100, pp="backward", pp_rank=8), RUN, processes(DEAR, DEAR))
     assert own_rank.config.pp == "backward" and len(own_rank.warnings) == 1
 
 
 def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> None:
-    plan = plan_run(EDGCConfig(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
+    plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
     assert plan.compresses and plan.config.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
     controller = plan.controller(RUN.iterations)
@@ -73,7 +73,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
 
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
     alone = Run(iterations=1000, replicas=1, pipeline_stages=2)
-    plan = plan_run(EDGCConfig(window=100, dense_wire="int8"), alone, processes(None, None))
+    plan = plan_run(EDGCConfig.of(window=100, dense_wire="int8"), alone, processes(None, None))
     assert plan.config.dense_wire == "fp32" and plan.config.rmax == 24  # by the matrices alone
     assert all(stage.dense_because for stage in plan.stages)
 
@@ -81,9 +81,9 @@ def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
 @pytest.mark.parametrize("settings", [{"rmax": 28}, {"rmin": 28}, {"static_rank": 28}])
 def test_a_rank_at_which_nothing_is_saved_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="the largest rank that does is 24"):
-        plan_run(EDGCConfig(window=100, **settings), RUN, processes(CHEAP, CHEAP))
+        plan_run(EDGCConfig.of(window=100, **settings), RUN, processes(CHEAP, CHEAP))
 
 
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="longer than the run"):
-        plan_run(EDGCConfig(window=2000), RUN, processes(CHEAP, CHEAP))
+        plan_run(EDGCConfig.of(window=2000), RUN, processes(CHEAP, CHEAP))

@@ -44,7 +44,7 @@ class Reducer:
 def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_first_stage(
     compressed: bool, active: tuple[int | None, ...], expected: int | None
 ) -> None:
-    reducer = Reducer(EDGCConfig(compress_embeddings=compressed))
+    reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
     tied = SimpleNamespace(dense_bytes=lambda: 0.0, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
     stage.set_rank(active, 2, None)
@@ -95,7 +95,7 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     window = stage.take_window(math.nan)
     assert window.reduce_seconds == 4.0
     cost = StageCost(CommCost(0.0, 0.1), 4.0, 4.0)
-    config = EDGCConfig(window=10, rmin=16, rmax=64)
+    config = EDGCConfig.of(window=10, rmin=16, rmax=64)
     controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
     controller.observe([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)])
     assert controller.costs[0] == cost

@@ -24,7 +24,7 @@ from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 
 dist.init_process_group("gloo")
-config, traffic = EDGCConfig(static_rank=2), Traffic()
+config, traffic = EDGCConfig.of(static_rank=2), Traffic()
 allocation = allocate([Parameter("w", (64, 32))], config, 4)
 reducer = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), torch.device("cpu"))
 reducer.set_rank(2)

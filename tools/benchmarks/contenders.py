@@ -62,7 +62,7 @@ def contender(name: str, stage: Stage, rank: int, device: torch.device) -> Step:
             return powerSGD_hook(state, bucket).wait()
 
         return hook
-    reducer = make_reducer(Allocation(stage.matrices, ()), EDGCConfig(**CONTENDERS[name]), device)
+    reducer = make_reducer(Allocation(stage.matrices, ()), EDGCConfig.of(**CONTENDERS[name]), device)
     reducer.set_rank(rank, {matrix.name: rank for matrix in stage.matrices})
     iteration = iter(range(1, 10**9))
     return lambda flat: run(reducer.reduce(stage.views(flat), next(iteration)))

@@ -121,7 +121,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
     distances = {}
     for name in ("fused", "plain"):
         some = tuple({(m.rows, m.cols): m for m in stage.matrices}.values())
-        reducer = make_reducer(Allocation(some, ()), EDGCConfig(**CONTENDERS[name]), device)
+        reducer = make_reducer(Allocation(some, ()), EDGCConfig.of(**CONTENDERS[name]), device)
         reducer.set_rank(rank, {matrix.name: rank for matrix in some})
         worst = {"result": 0.0, "result_and_error": 0.0}
         for matrix in some:

@@ -102,7 +102,7 @@ def process(number: int, options: argparse.Namespace, port: int, folder: str) ->
     for text in options.shapes:
         rows, cols = (int(side) for side in text.split("x"))
         for rank, (kind, settings) in itertools.product(options.ranks, KINDS.items()):
-            config = EDGCConfig(**settings, static_rank=rank, min_saving=1.0)
+            config = EDGCConfig.of(**settings, static_rank=rank, min_saving=1.0)
             allocation = allocate([Parameter("matrix", (rows, cols))], config, rank)
             if not allocation.matrices:
                 continue

@@ -27,6 +27,14 @@ RESPELLED = (
     (r"--edgc-engine (topk|randomk)\b(.*?) --edgc-density (\S+)", r"--edgc-engine \1:\3\2"),
     (r"--edgc-engine (int\d)\b(.*?) --edgc-stochastic\b", r"--edgc-engine \1:stochastic\2"),
     (r"--edgc-engine (int\d)\b(.*?) --edgc-hadamard\b", r"--edgc-engine \1:rotated\2"),
+    (r"--edgc-rank-tilt (\S+)", r"--edgc-study rank_tilt=\1"),
+    (r"--edgc-stage-share (\S+)", r"--edgc-study stage_share=\1"),
+    (r"--edgc-error-decay (\S+)", r"--edgc-study error_decay=\1"),
+    (r"--edgc-error-average (\S+)", r"--edgc-study error_average=\1"),
+    (r"--edgc-no-warm-start\b", "--edgc-study warm_start=off"),
+    (r"--edgc-no-transpose\b", "--edgc-study transpose=off"),
+    (r"--edgc-no-local-error\b", "--edgc-study local_error=off"),
+    (r"--edgc-statistics\b", "--edgc-study statistics=on"),
 )
 
 

@@ -14,7 +14,7 @@ from tools.experiments.studies import STUDIES
 from tools.shared.megatron import data_flag, data_path
 
 RUNS = REPOSITORY / "runs" / "frontier"
-ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags"}
+ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
 LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
 
 
@@ -34,6 +34,7 @@ class Trial:
     seed: int
     flags: tuple[str, ...]
     settings: tuple[str, ...]  # what all entries share: model, corpus, optimiser
+    gone: str = ""  # why today's code cannot run it any more; its lines stay on the page
 
     @property
     def setting(self) -> str:
@@ -86,7 +87,7 @@ def load_list(path: Path) -> RunList:
     )
     trials = []
     for entry in content["entries"]:
-        entry = {**content.get("defaults", {}), **entry}
+        entry = {"gone": "", **content.get("defaults", {}), **entry}
         where = f"{path}, entry {entry.get('name', '?')}"
         if set(entry) != ENTRY_KEYS:
             wrong = sorted(set(entry) ^ ENTRY_KEYS)
@@ -108,6 +109,7 @@ def load_list(path: Path) -> RunList:
                     seed=seed,
                     flags=tuple(shlex.split(entry["flags"])),
                     settings=tuple(shlex.split(shared, comments=True)),
+                    gone=entry["gone"],
                 )
             )
     folders = [trial.folder for trial in trials]

@@ -71,13 +71,13 @@ class PowerSGD(LowRank):
             self.bases[name, int(turn)] = basis
 
     def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
-        return self.config.transpose and matrix.cols > matrix.rows
+        return self.config.study.transpose and matrix.cols > matrix.rows
 
     def basis(self, matrix: MatrixSpec, rank: int, iteration: int) -> Packed:
         """V at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         side = matrix.rows if self.transposes(matrix, iteration) else matrix.cols
-        if not self.config.warm_start:
+        if not self.config.study.warm_start:
             fresh = lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
             return Packed(fresh, FP32)
         turn = iteration % self.config.basis_cycle
@@ -105,7 +105,7 @@ class PowerSGD(LowRank):
         finite = finite & all_finite(Q)
         with record_function("edgc/next basis"):
             learned, strengths = self.principal([q.T for q in or_zeros(finite, Q)])
-        if not self.config.local_error:
+        if not self.config.study.local_error:
             Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
         sums = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q, strict=True)}
         shares = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q_own, strict=True)}
@@ -113,7 +113,7 @@ class PowerSGD(LowRank):
 
     def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:
         self.strengths.update(zip(sums.sums, sums.strengths, strict=True))
-        if not self.config.warm_start:
+        if not self.config.study.warm_start:
             return
         # A factor of zeros, as of a step without gradient, would teach unit vectors.
         usable = finite & (torch.stack([strengths[0] for strengths in sums.strengths]) > 0)
