@@ -207,7 +207,8 @@ def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
 
 @pytest.mark.parametrize(("tilt", "ranks"), [(0.5, [44, 36, 28, 20]), (-0.5, [20, 28, 36, 44])])
 def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, ranks: list[int]) -> None:
-    c = controller(
+    levers = Study(rank_tilt=tilt)
+    c = controller(static_rank=32, rmin=None, rmax=None, study=levers, iterations=4 * WINDOW, warmup_fraction=0.0)
         static_rank=32, rmin=None, rmax=None, study=Study(rank_tilt=tilt), iterations=4 * WINDOW, warmup_fraction=0.0
     )
     assert c.plan.ranks == (ranks[0],)
