@@ -209,8 +209,6 @@ def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
 def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, ranks: list[int]) -> None:
     levers = Study(rank_tilt=tilt)
     c = controller(static_rank=32, rmin=None, rmax=None, study=levers, iterations=4 * WINDOW, warmup_fraction=0.0)
-        static_rank=32, rmin=None, rmax=None, study=Study(rank_tilt=tilt), iterations=4 * WINDOW, warmup_fraction=0.0
-    )
     assert c.plan.ranks == (ranks[0],)
     assert first_stage(play(c, [math.nan] * 3)) == ranks[1:]
     assert static_ranks(c.config) == (16, 48) and smallest_rank(c.config) == 16
