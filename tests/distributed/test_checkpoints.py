@@ -128,6 +128,7 @@ def later(folder: Path, two: Left) -> Left:
     return results(runs, folder)
 
 
+@pytest.mark.slow
 def test_the_sum_of_errors_survives_another_data_parallel_size(four: Left, two: Left, later: Left) -> None:
     for saved, loaded in (
         (whole(four, "four"), whole(two, "two of four")),

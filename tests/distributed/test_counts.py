@@ -43,6 +43,7 @@ def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None
     assert extra == [3 * embedding] * 4
 
 
+@pytest.mark.slow
 def test_the_log_says_what_all_of_it_was(tmp_path: Path) -> None:
     flags = "--bf16 --use-distributed-optimizer --edgc --edgc-preset paper --edgc-static-rank 8 --edgc-window 2"
     output = train([*PIPELINE, *shlex.split(flags), "--edgc-log-dir", str(tmp_path)])

@@ -83,6 +83,7 @@ def model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [("torch_dist", []), ("edgc", [UNTIED])])
 def test_logits_are_megatrons(
     name: str, more: list[str], folder: Path, tokenizer: list[str], exported: dict[str, Path]
@@ -109,6 +110,7 @@ def test_logits_are_megatrons(
     assert distance < TOLERANCE
 
 
+@pytest.mark.slow
 def test_both_formats_give_the_same_bits(exported: dict[str, Path]) -> None:
     whole, joined = (model(exported[name]).state_dict() for name in ("torch_dist", "torch"))
     assert joined.keys() == whole.keys()
@@ -168,6 +170,7 @@ def accuracy(path: Path) -> float:
     return right / len(QUESTIONS)
 
 
+@pytest.mark.slow
 def test_twins_are_evaluated_side_by_side(
     folder: Path, exported: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

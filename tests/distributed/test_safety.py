@@ -249,7 +249,7 @@ def noise(rank: int) -> list[Tensor]:
     """What rounding at random leaves of the same gradient in buckets that differ in their parameters' names."""
     errors = []
     for name in "ab":
-        under_test = reducer(Parameter(name, (SIDE, SIDE)), engine="int4", stochastic=True)
+        under_test = reducer(Parameter(name, (SIDE, SIDE)), engine="int4:stochastic")
         under_test.set_rank(0)
         run(under_test.reduce({name: noisy(0, 0)}, 0))
         errors.append(under_test.state.feedback.packed[name].values().clone())

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import train
@@ -16,6 +17,7 @@ def entropies(folder: Path, *sampling: str) -> np.ndarray:
     return np.array([event["stages"][0]["entropy"] for event in read_events(folder) if event["event"] == "window"])
 
 
+@pytest.mark.slow
 def test_sampled_entropy_follows_the_full_entropy(tmp_path: Path) -> None:
     full = entropies(tmp_path / "full", "--edgc-iteration-sampling-rate", "1", "--edgc-gradient-sampling-rate", "1")
     sampled = entropies(

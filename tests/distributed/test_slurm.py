@@ -9,6 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SKIPPED = 77
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_and_signalled_trains_what_an_uninterrupted_one_does() -> None:
     done = subprocess.run(
         ["bash", "scripts/test_slurm.sh"], cwd=REPOSITORY, capture_output=True, text=True, timeout=1500
