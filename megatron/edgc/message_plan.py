@@ -58,7 +58,8 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
 
     Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
     """
-    own: dict[str, Any] = {"allocation": "uniform", "rank_tilt": 0.0, "dense_wire": "fp32", **MESSAGES_OFF}
+    study = replace(config.study, rank_tilt=0.0)
+    own: dict[str, Any] = {"allocation": "uniform", "study": study, "dense_wire": "fp32", **MESSAGES_OFF}
     if not config.pp_follows:
         own.update(engine=config.pp_engine, static_rank=config.pp_rank, rank_model="constant", rmin=None, rmax=None)
     elif config.rank_model in ("measured", "residual"):

@@ -158,7 +158,7 @@ MODES = {
     "bf16, error kept in bf16": Mode("--bf16", "--edgc-error-dtype bf16", tolerance=0.2, lost=8e-3),
     "bf16, distributed optimizer, error kept in fp8, factors in fp16": Mode(
         "--bf16 --use-distributed-optimizer",
-        "--edgc-error-dtype fp8 --edgc-wire-dtype fp16 --edgc-basis-wire-dtype fp16",
+        "--edgc-error-dtype fp8 --edgc-wire fp16 --edgc-basis-wire fp16",
         tolerance=0.2,
         lost=0.13,
         format="torch",
