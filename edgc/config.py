@@ -124,6 +124,12 @@ class Study:
     warm_start: bool = _knob(
         True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
     )
+    spike_limit: float = _knob(
+        10.0,
+        "a gradient of more than so many times its running norm is scaled down before compression (inf: none is)",
+        "ratio",
+        "docs/algorithm.md, 5",
+    )
     statistics: bool = _knob(
         False,
         "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
@@ -138,6 +144,7 @@ class Study:
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
         _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
+        _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
 
 

@@ -20,27 +20,27 @@ from edgc.comm.wire import FP32, Packed
 
 # Times the running norm. Small models have gradients of 4 to 10 times it in their first, unstable steps; scaling those
 # costs loss (docs/algorithm.md); what error feedback replays of a spike this small is little.
-LIMIT = 10.0
+LIMIT = 10.0  # unless ``spike_limit`` says otherwise
 DECAY = 0.95  # of the running norm, per step
 
 
-def divisor(norms: Tensor, running: Tensor) -> Tensor:
+def divisor(norms: Tensor, running: Tensor, limit: float = LIMIT) -> Tensor:
     """What gradients of these norms are divided by, given their running norms; all of one shape.
 
     1 within the limit and where no running norm is known, above it the ratio of the two. It is infinite where a norm
     overflows: nothing is left of such a gradient.
     """
-    spike = (running > 0) & (norms > LIMIT * running)
+    spike = (running > 0) & (norms > limit * running)
     return torch.where(spike, norms / running, 1.0)
 
 
-def moved(norms: Tensor, running: Tensor, finite: Tensor) -> Tensor:
+def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float = LIMIT) -> Tensor:
     """The running norms after a step with these norms, if it was ``finite``, a boolean on the device.
 
-    A spike counts as ``LIMIT`` times the running norm: a gradient that stays large is let through within a few
+    A spike counts as ``limit`` times the running norm: a gradient that stays large is let through within a few
     steps. A gradient of zeros says nothing of its size.
     """
-    after = torch.lerp(torch.minimum(norms, LIMIT * running), running, DECAY)
+    after = torch.lerp(torch.minimum(norms, limit * running), running, DECAY)
     after = torch.where(running > 0, after, norms)
     return torch.where(finite & (norms > 0) & torch.isfinite(after), after, running)
 
@@ -62,7 +62,8 @@ class Spikes:
 class SpikeClipping:
     """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = LIMIT) -> None:
+        self.limit = limit  # times the running norm
         self._running: dict[str, Tensor] = {}  # 0-dimensional, fp32; replaced, never changed
 
     def spikes(self, gradients: Mapping[str, Tensor], loss_scale: Tensor | None = None) -> Spikes:
@@ -70,11 +71,11 @@ class SpikeClipping:
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
         if loss_scale is not None:
             norms = norms / loss_scale
-        return Spikes(list(gradients), norms, divisor(norms, self._stacked(gradients, norms)))
+        return Spikes(list(gradients), norms, divisor(norms, self._stacked(gradients, norms), self.limit))
 
     def update(self, spikes: Spikes, finite: Tensor) -> None:
         """Take in the norms of a step if it was ``finite``, a boolean on the device."""
-        running = moved(spikes.norms, self._stacked(spikes.names, spikes.norms), finite)
+        running = moved(spikes.norms, self._stacked(spikes.names, spikes.norms), finite, self.limit)
         self._running.update(zip(spikes.names, running.unbind(), strict=True))
 
     def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:

@@ -107,8 +107,9 @@ class MessageSender:
     Without ``feedback`` there is no error: activations belong to their own samples alone.
     """
 
-    def __init__(self, feedback: bool, *seed: object):
+    def __init__(self, feedback: bool, *seed: object, spike_limit: float = clipping.LIMIT):
         self.feedback = feedback
+        self.spike_limit = spike_limit
         self.error: Tensor | None = None  # (rows x cols) fp32, not multiplied by a loss scale
         self.basis: Tensor | None = None  # V
         self.norm: Tensor | None = None  # running norm of the matrices; all three are replaced, never changed
@@ -134,10 +135,10 @@ class MessageSender:
             before = torch.zeros((), device=matrix.device) if self.norm is None else self.norm
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
-            divisor = clipping.divisor(norm, before)
+            divisor = clipping.divisor(norm, before, self.spike_limit)
             healthy = torch.isfinite(total).all()
             self.spikes = self.spikes + ((divisor > 1) & healthy).float()
-            self.norm = clipping.moved(norm, before, healthy)
+            self.norm = clipping.moved(norm, before, healthy, self.spike_limit)
         if self.error is not None:
             total = total + (self.error if scale is None else self.error * scale)
         if rank is None:

@@ -28,7 +28,7 @@ class CompressionState:
         kept_in = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
         rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
-        self.clipping = SpikeClipping()
+        self.clipping = SpikeClipping(config.study.spike_limit)
         self.equaliser = Equaliser()
         self.engine = engine
 

@@ -15,7 +15,6 @@ import torch
 from edgc import __version__
 from edgc.comm.objects import process, processes
 from edgc.compress.batch import triton_kernels
-from edgc.compress.clipping import LIMIT
 from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
@@ -42,6 +41,7 @@ class Reporter:
         packages: Sequence[str] = (),
     ):
         self.config, self.run, self.iterations = config, run, run.iterations
+        self._spike = f"{config.study.spike_limit:g}"  # times the running norm
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.on_rank_0 = process() == 0
         self.events = EventLog(config.log_dir if self.on_rank_0 else None)
@@ -160,8 +160,8 @@ class Reporter:
             if seen.spikes:
                 self._print(
                     f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | {seen.spikes:.0f} gradients above "
-                    f"{LIMIT:g} times their running norm (the largest {seen.largest_spike:.3g} times) were scaled down "
-                    "before compression"
+                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times) were scaled "
+                    "down before compression"
                 )
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan
@@ -174,7 +174,7 @@ class Reporter:
                 )
                 if message.spikes:
                     self._print(
-                        f"{now} | {message.boundary} | {message.spikes:.0f} messages above {LIMIT:g} times their "
+                        f"{now} | {message.boundary} | {message.spikes:.0f} messages above {self._spike} times their "
                         "running norm: what was left of them was scaled down"
                     )
         if report.pp_bytes_dense:

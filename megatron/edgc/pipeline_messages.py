@@ -139,7 +139,9 @@ class PipelineMessages:
     def _sender(self, direction: Direction, chunk: int) -> MessageSender:
         if (direction, chunk) not in self.senders:
             seed = self.config.seed, direction, self.stage, chunk
-            self.senders[direction, chunk] = MessageSender(direction == "backward", *seed)
+            self.senders[direction, chunk] = MessageSender(
+                direction == "backward", *seed, spike_limit=self.config.study.spike_limit
+            )
         return self.senders[direction, chunk]
 
     def _format(

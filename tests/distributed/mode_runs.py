@@ -109,7 +109,8 @@ class Watch:
             spike = 1.0
             if sender.feedback and not (form.used_rank is None and sender.error is None):
                 norm = torch.linalg.vector_norm(matrix.float()) / own
-                spike = float(clipping.divisor(norm, torch.zeros(()) if sender.norm is None else sender.norm))
+                before = torch.zeros(()) if sender.norm is None else sender.norm
+                spike = float(clipping.divisor(norm, before, sender.spike_limit))
             owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
             message: Tensor = encode(sender, matrix, form, header, scale)
             if sender.feedback and bool(torch.isfinite(matrix).all()):
@@ -217,7 +218,7 @@ def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str,
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    reduce, pays, limit = GradientReducer.reduce, edgc.plan.allocation.pays, clipping.LIMIT
+    reduce, pays = GradientReducer.reduce, edgc.plan.allocation.pays
     encode, used_rank = MessageSender.encode, MessageFormat.used_rank
     message_plan = megatron.edgc.message_plan
     largest_rank, break_even = message_plan.largest_message_rank, message_plan.message_break_even
@@ -236,7 +237,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
     GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
     if case.get("full_rank"):
-        clipping.LIMIT = math.inf  # dense training does not scale spikes down
         edgc.plan.allocation.pays = lambda *args: True
         message_plan.largest_message_rank = lambda config, args, saving: min(message_shape(args))
         MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
@@ -266,7 +266,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         sys.argv = ["pretrain_gpt.py", *case["arguments"]]
         session = train(True, [capture])
     finally:
-        clipping.LIMIT = limit
         GradientReducer.reduce = reduce  # type: ignore[method-assign]
         edgc.plan.allocation.pays = pays
         message_plan.largest_message_rank, message_plan.message_break_even = largest_rank, break_even

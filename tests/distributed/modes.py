@@ -210,7 +210,10 @@ MODES = {
     ),
 }
 
-FULL_RANK = shlex.split("--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0")
+FULL_RANK = shlex.split(  # as in dense training no spike is scaled down
+    "--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0 "
+    "--edgc-study spike_limit=inf"
+)
 # Whether messages between stages are rounded by default is a question of time, which is not the same in every run.
 COMPRESSED = shlex.split("--edgc --edgc-pp off --edgc-window 2 --edgc-warmup-fraction 0.25")
 LOW_RANK = shlex.split("--edgc-static-rank 8")
