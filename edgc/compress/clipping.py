@@ -18,8 +18,8 @@ from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed
 
-# Times the running norm. Small models have gradients of 4 to 10 times it in their first, unstable steps; scaling those
-# costs loss (docs/algorithm.md); what error feedback replays of a spike this small is little.
+# Times the running norm. Small models have larger gradients in their first, unstable steps (docs/frontier/spikes.md).
+# What error feedback replays of a spike below the limit is little.
 LIMIT = 10.0  # unless ``spike_limit`` says otherwise
 DECAY = 0.95  # of the running norm, per step
 
