@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc
-from edgc.config import ConfigError, EDGCConfig
+from edgc.config import ConfigError, EDGCConfig, Study
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
 from tests.distributed.gloo import run_on_ranks
@@ -203,7 +203,7 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
 
 def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
-    bad = replace(LOW_RANK, static_rank=4, error_decay=0.0)
+    bad = replace(LOW_RANK, static_rank=4, study=Study(error_decay=0.0))
     paper, balanced = replace(PAPER, log_dir=folder), BALANCED
     return {
         name: Training(rank, config, 120).train(120)
