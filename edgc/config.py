@@ -125,8 +125,8 @@ class Study:
         True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
     )
     spike_limit: float = _knob(
-        10.0,
-        "a gradient of more than so many times its running norm is scaled down before compression (inf: none is)",
+        5.0,
+        "the error that a gradient of more than so many times its running norm leaves is scaled down (inf: none is)",
         "ratio",
         "docs/algorithm.md, 5",
     )

@@ -74,9 +74,9 @@ class Batch(Mapping[str, Operand]):
 
 
 class FusedBatch(Batch):
-    """A batch whose first product also divides each gradient and adds its error, in one pass of a Triton kernel.
+    """A batch whose first product also unscales each gradient and adds its error, in one pass of a Triton kernel.
 
-    ``errors``: fp32 or bf16, of the operands' shapes; a name may be missing. ``divisors``: 0-dimensional.
+    ``errors``: fp32 or bf16, of the operands' shapes; a name may be missing. ``loss_scale``: 0-dimensional.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class FusedBatch(Batch):
         kernels: ModuleType,
         operands: Mapping[str, Operand],
         errors: Mapping[str, Tensor],
-        divisors: Mapping[str, Tensor],
+        loss_scale: Tensor | None,
     ):
         super().__init__(operands)
         self._kernels = kernels
         self._errors = errors
-        self._divisors = divisors
+        self._loss_scale = loss_scale
         self._unprepared = set(operands)  # shared with the transposed batch
 
     @property
     def T(self) -> "FusedBatch":  # noqa: N802 - as of a tensor
         errors = {name: error.T for name, error in self._errors.items()}
-        batch = FusedBatch(self._kernels, {name: one.T for name, one in self.items()}, errors, self._divisors)
+        batch = FusedBatch(self._kernels, {name: one.T for name, one in self.items()}, errors, self._loss_scale)
         batch._unprepared = self._unprepared
         return batch
 
@@ -104,7 +104,7 @@ class FusedBatch(Batch):
         for (name, operand), factor in zip(self.items(), factors, strict=True):
             divided = factor if operand.scales is None else factor / operand.scales[0].T
             if name in self._unprepared:
-                product = self._kernels.project(operand.matrix, divided, self._errors.get(name), self._divisors[name])
+                product = self._kernels.project(operand.matrix, divided, self._errors.get(name), self._loss_scale)
                 self._unprepared.remove(name)
             else:
                 product = self._kernels.project(operand.matrix, divided)

@@ -16,6 +16,7 @@ from edgc.comm.wire import FP32, Packed
 from edgc.stacking import map_stacked
 
 DECAY = 0.95  # of the moving averages, per step
+LARGEST = 10.0  # mean square of a sum, times the average: more than that of a spike would take over the average
 SIDES = "rows", "columns"
 FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
 
@@ -91,8 +92,10 @@ def _average(
     taken = (finite & torch.isfinite(rows.sum(dim=-1) + cols.sum(dim=-1))).unsqueeze(-1)
     # Only ratios matter: there is no bias of a start at the first value to correct.
     unknown = (rows_before.sum(dim=-1) == 0).unsqueeze(-1)
-    moved_rows = torch.where(unknown, rows, torch.lerp(rows, rows_before, DECAY))
-    moved_cols = torch.where(unknown, cols, torch.lerp(cols, cols_before, DECAY))
+    most, mean = LARGEST * rows_before.mean(dim=-1, keepdim=True), rows.mean(dim=-1, keepdim=True)
+    share = torch.where(mean > most, most / mean, 1.0)
+    moved_rows = torch.where(unknown, rows, torch.lerp(rows * share, rows_before, DECAY))
+    moved_cols = torch.where(unknown, cols, torch.lerp(cols * share, cols_before, DECAY))
     return torch.where(taken, moved_rows, rows_before), torch.where(taken, moved_cols, cols_before)
 
 

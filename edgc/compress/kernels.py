@@ -139,7 +139,7 @@ def _bf16(values, rows, cols, seed):
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "seed"])
 def _write_back_kernel(
-    matrix, own_left, own_right, left, right, finite, older, error, loss_scale,
+    matrix, own_left, own_right, left, right, finite, older, error, loss_scale, excess,
     row_count, col_count, rank, first_row, last_row, seed,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +154,8 @@ def _write_back_kernel(
         values = tl.load(_at(matrix, rows, cols), mask=inside, other=0.0)
         tl.debug_barrier()  # another thread may write what this one reads
         values -= _product(own_left, own_right, rows, cols, row_count, col_count, rank, RANKS, ROWS, COLS)
+        if excess is not None:
+            values = tl.div_rn(values, tl.load(excess))
         if error[0].dtype.element_ty == tl.bfloat16:
             tl.store(_at(error, rows, cols), _bf16(values, rows, cols, seed), mask=inside)
         else:
@@ -181,16 +183,18 @@ def write_back(
     rows: slice = slice(None),
     loss_scale: Tensor | None = None,
     seed: int = 0,
+    excess: Tensor | None = None,
 ) -> None:
-    """error = M - share, then these rows of ``matrix``, which held M, = product * loss_scale.
+    """error = (M - share) / excess, then these rows of ``matrix``, which held M, = product * loss_scale.
 
     Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of
     the same rank, are fp32; ``error``, new memory, and ``older`` have the matrix's shape and one type, fp32 or bf16;
-    all have any strides. ``loss_scale`` is 0-dimensional on the device, fp32. ``seed``, from 0 to 2^31 - 1, draws the
-    rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides. Reads the matrix once
-    and writes both once; reads ``older`` only for want of finite values. Raises ValueError for another shape or type,
-    rows with a step, or such a seed. Source: PowerSGD (arXiv 1905.13727), algorithms 1 (decompress) and 2.
+    all have any strides. ``loss_scale`` and ``excess`` are 0-dimensional on the device, fp32. ``seed``, from 0 to
+    2^31 - 1, draws the rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides.
+    Reads the matrix once and writes both once; reads ``older`` only for want of finite values. Raises ValueError for
+    another shape or type, rows with a step, or such a seed. Source: PowerSGD (arXiv 1905.13727), algorithms 1
+    (decompress) and 2.
     """
     row_count, col_count = matrix.shape
     rank = share.left.shape[1]
@@ -202,6 +206,7 @@ def write_back(
     _check("error", error, (row_count, col_count), *_ERROR_TYPES)
     _check("older", older, (row_count, col_count), error.dtype)
     _check("loss_scale", loss_scale, ())
+    _check("excess", excess, ())
     first_row, last_row, step = rows.indices(row_count)
     if step != 1:
         raise ValueError(f"rows {rows}: must have step 1")
@@ -210,7 +215,7 @@ def write_back(
     block = 64
     _write_back_kernel[(triton.cdiv(row_count, block) * triton.cdiv(col_count, block),)](
         _view(matrix), _view(share.left), _view(share.right), _view(product.left), _view(product.right),
-        finite, _view(older), _view(error), loss_scale,
+        finite, _view(older), _view(error), loss_scale, excess,
         row_count, col_count, rank, first_row, last_row, seed,
         RANKS=16 if rank <= 16 else 32, ROWS=block, COLS=block, num_warps=8, num_stages=2,
     )  # fmt: skip

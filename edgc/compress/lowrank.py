@@ -31,9 +31,12 @@ class Product:
         """The matrix times a 0-dimensional scale."""
         return Product(self.left * scale, self.right)
 
-    def taken_from(self, matrix: Tensor) -> Tensor:
-        """What this product leaves of a matrix, as a new one."""
-        return torch.addmm(matrix, self.left, self.right, alpha=-1)
+    def taken_from(self, matrix: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """What this product leaves of a matrix, as a new one, divided by a 0-dimensional ``divisor``."""
+        if divisor is None:
+            return torch.addmm(matrix, self.left, self.right, alpha=-1)
+        # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
+        return torch.div(matrix, divisor).addmm_(self.left / divisor, self.right, alpha=-1)
 
     def write(self, matrix: Tensor, rows: slice) -> None:
         """Compute these rows of the matrix, into those of ``matrix``."""

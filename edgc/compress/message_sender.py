@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.wire import Packed, Wire
-from edgc.compress import clipping, lowrank
+from edgc.compress import lowrank, spikes
 
 HEADER_BYTES = 32
 STAGES = 1024  # more than a pipeline has
@@ -99,7 +99,7 @@ class MessageSender:
     4. error = M - P Q^T         with both as the receiver gets them
     5. V = orthonormal(Q)
 
-    At rank 0 M itself travels, rounded. What is left of a spike (``clipping``) is scaled down before it becomes
+    At rank 0 M itself travels, rounded. What is left of a spike (``spikes``) is scaled down before it becomes
     the error; the spike itself travels, since the backward pass of its own micro-batch needs it. A matrix of zeros
     keeps V.
 
@@ -107,7 +107,7 @@ class MessageSender:
     Without ``feedback`` there is no error: activations belong to their own samples alone.
     """
 
-    def __init__(self, feedback: bool, *seed: object, spike_limit: float = clipping.LIMIT):
+    def __init__(self, feedback: bool, *seed: object, spike_limit: float = spikes.LIMIT):
         self.feedback = feedback
         self.spike_limit = spike_limit
         self.error: Tensor | None = None  # (rows x cols) fp32, not multiplied by a loss scale
@@ -135,10 +135,10 @@ class MessageSender:
             before = torch.zeros((), device=matrix.device) if self.norm is None else self.norm
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
-            divisor = clipping.divisor(norm, before, self.spike_limit)
+            divisor = spikes.excess(norm, before, self.spike_limit)
             healthy = torch.isfinite(total).all()
             self.spikes = self.spikes + ((divisor > 1) & healthy).float()
-            self.norm = clipping.moved(norm, before, healthy, self.spike_limit)
+            self.norm = spikes.moved(norm, before, healthy, self.spike_limit)
         if self.error is not None:
             total = total + (self.error if scale is None else self.error * scale)
         if rank is None:

@@ -121,7 +121,7 @@ class GradientReducer:
         """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
         self.finite = None
         if self.plain:
-            self.state.clipping.keep(())  # norms that the next reduction finds would be old
+            self.state.norms.keep(())  # norms that the next reduction finds would be old
         if self.repeatable:
             self.roll_back(iteration)
             if iteration != self._iteration:
@@ -153,8 +153,8 @@ class GradientReducer:
         all become NaN on all processes, and no state changes: the host can skip the step, and nothing is lost. With the
         bounds of ``shards`` a process needs only its own part of each sum; the rest is left as anything.
 
-        A spike (``clipping``) in a gradient with error feedback is scaled down first: what is taken off it is
-        neither in the sum nor in an error.
+        The error that a spike (``edgc.compress.spikes``) leaves is scaled down: what is taken off it is neither in the
+        sum nor in an error.
         """
         gradients = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
         if not gradients:
@@ -166,11 +166,11 @@ class GradientReducer:
         step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
         routes = self._routes(gradients, step, measured)
 
-        # A sum in fp32 leaves no error: there the host's own clipping is enough.
+        # Before errors are added. A sum in fp32 leaves no error: there the host's own clipping is enough.
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
-        spikes = state.clipping.spikes(fed_back, loss_scale) if fed_back else None
+        spikes = state.norms.spikes(fed_back, loss_scale) if fed_back else None
         for route in routes:
-            route.prepare({} if spikes is None else spikes.divisors(loss_scale))
+            route.prepare()
         matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}
         energy = sum((matrices[name].square().sum() for name in gradients), torch.zeros(())) if measured else None
 
@@ -178,13 +178,13 @@ class GradientReducer:
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         finite, mean_squares = yield from self._agree(routes)
         for route in routes:
-            route.commit(finite)
+            route.commit(finite, {} if spikes is None else spikes.by_name())
         state.equaliser.update(mean_squares, finite)
         if spikes is not None:
-            state.clipping.keep(fed_back)
-            state.clipping.update(spikes, finite)
+            state.norms.keep(fed_back)
+            state.norms.update(spikes, finite)
             if iteration != self._skipped:
-                self.measurements.add_spikes(spikes.factors, finite)
+                self.measurements.add_spikes(spikes.excess, state.norms.limit, finite)
         self.finite = finite
         if self.verify:
             self._digests = {name: one for route in routes for name, one in route.digests().items()}

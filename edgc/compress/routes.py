@@ -77,21 +77,24 @@ class Route(ABC):
         self.errors: dict[str, Tensor] = {}  # what the sums do not hold of this process
         self.narrow: dict[str, Tensor] = {}  # sums as gradients of 16 bits hold them
 
-    def prepare(self, divisors: Mapping[str, Tensor]) -> None:
-        """Unscale and add errors. ``divisors``: 0-dimensional, by name; the loss scale where a name is missing."""
+    def prepare(self) -> None:
+        """Unscale and add errors."""
         for name, matrix in self.matrices.items():
-            self.step.feedback.add_to(name, matrix, divisors.get(name, self.step.loss_scale))
+            self.step.feedback.add_to(name, matrix, self.step.loss_scale)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
         """Sum over the processes."""
 
-    def commit(self, finite: Tensor) -> None:
-        """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
+    def commit(self, finite: Tensor, excess: Mapping[str, Tensor]) -> None:
+        """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``.
+
+        ``excess``: what errors are divided by, 0-dimensional and 1 but for spikes, of all gradients fed back, by name.
+        """
         feedback, poison = self.step.feedback, torch.where(finite, 0.0, math.nan)
         for name, matrix in self.matrices.items():
             if name in self.errors:
-                self._keep(name, self.errors.pop(name), finite)
+                self._keep(name, self.errors.pop(name).div_(excess[name]), finite)
             elif name in feedback.packed and bool(finite):  # the host waits once, when compression ends
                 feedback.clear(name)
             if name in self.narrow:
@@ -235,15 +238,16 @@ class FactorRoute(Route):
                 factored.sums[name].write(matrix, slice(None))
             self._round_narrow()
 
-    def commit(self, finite: Tensor) -> None:
+    def commit(self, finite: Tensor, excess: Mapping[str, Tensor]) -> None:
         assert self.factored is not None
         self.engine.commit(self.factored, self.step.iteration, finite)
         if self.narrow:
-            super().commit(finite)
+            super().commit(finite, excess)
             return
         gain = self._scale(finite) + torch.where(finite, 0.0, math.nan)
         for name, matrix in self.matrices.items():
-            self._write(name, matrix, self.factored.shares[name], self.factored.sums[name], gain, finite)
+            share, total = self.factored.shares[name], self.factored.sums[name]
+            self._write(name, matrix, share, total, gain, finite, excess[name])
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
@@ -252,10 +256,19 @@ class FactorRoute(Route):
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
 
-    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
+    def _write(
+        self,
+        name: str,
+        matrix: Tensor,
+        share: Product,
+        total: Product,
+        gain: Tensor,
+        finite: Tensor,
+        excess: Tensor,
+    ) -> None:
         """The error, and the rows of the sum that this process needs."""
         with record_function("edgc/residual"):
-            error = share.taken_from(matrix)
+            error = share.taken_from(matrix, excess)
         self._keep(name, error, finite)
         with record_function("edgc/reconstruct"):
             total.times(gain).write(matrix, self._own_rows(name))
@@ -290,8 +303,8 @@ class FusedRoute(FactorRoute):
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
 
-    def prepare(self, divisors: Mapping[str, Tensor]) -> None:
-        self._divisors = divisors  # for the first product
+    def prepare(self) -> None:
+        """The first product does it."""
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         packed = self.step.feedback.packed
@@ -300,16 +313,25 @@ class FusedRoute(FactorRoute):
             if name in packed:
                 error = packed[name].stored().view_as(self.matrices[name])
                 errors[name] = error.T if operand.transposed else error
-        return FusedBatch(self.kernels, operands, errors, self._divisors)
+        return FusedBatch(self.kernels, operands, errors, self.step.loss_scale)
 
-    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
+    def _write(
+        self,
+        name: str,
+        matrix: Tensor,
+        share: Product,
+        total: Product,
+        gain: Tensor,
+        finite: Tensor,
+        excess: Tensor,
+    ) -> None:
         feedback = self.step.feedback
         older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
         error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
         seed = feedback.draw(name, "error", self.step.iteration) >> 32
         with record_function("edgc/write back"):
             self.kernels.write_back(
-                matrix, share, total, finite, older, error, self._own_rows(name), self.step.loss_scale, seed
+                matrix, share, total, finite, older, error, self._own_rows(name), self.step.loss_scale, seed, excess
             )
         message = error.view(1, -1).view(torch.uint8)
         feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)

@@ -1,4 +1,4 @@
-"""What reductions remember from step to step: errors, an engine's bases, scales, norms."""
+"""What reductions remember from step to step: errors, an engine's bases, scales, running norms."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.wire import Packed, wire
-from edgc.compress.clipping import SpikeClipping
 from edgc.compress.engines.base import Engine
 from edgc.compress.equaliser import Equaliser
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
+from edgc.compress.spikes import RunningNorms
 from edgc.config import EDGCConfig
 
 
@@ -28,7 +28,7 @@ class CompressionState:
         kept_in = wire(config.error_dtype, stochastic=config.error_dtype != "fp32")
         rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
-        self.clipping = SpikeClipping(config.study.spike_limit)
+        self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser()
         self.engine = engine
 
@@ -38,14 +38,14 @@ class CompressionState:
             "error": dict(self.feedback.packed),
             "engine": self.engine.state_dict() if self.engine is not None else {},
             "equaliser": self.equaliser.state_dict(),
-            "clipping": self.clipping.state_dict(),
+            "norms": self.norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
         """Continue from ``state_dict``."""
         self.feedback.packed = dict(state["error"])
         self.equaliser.load_state_dict(state["equaliser"])
-        self.clipping.load_state_dict(state["clipping"])
+        self.norms.load_state_dict(state["norms"])
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 
@@ -56,11 +56,11 @@ class CompressionState:
         process of the group must run this to its end.
         """
         uncounted = Communicator(communicator.group, Traffic())  # a checkpoint is no training traffic
-        norms = self.clipping.norms()
+        norms = self.norms.values()
         if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
             both = torch.stack([norms, (norms > 0).float()])
             uncounted.all_reduce(both).wait()
-            self.clipping.set_norms(both[0] / both[1].clamp_min(1))
+            self.norms.set_values(both[0] / both[1].clamp_min(1))
         for name in sorted(self.feedback.packed):
             total = self.feedback.packed[name].values().clone()
             uncounted.all_reduce(total).wait()

@@ -160,8 +160,8 @@ class Reporter:
             if seen.spikes:
                 self._print(
                     f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | {seen.spikes:.0f} gradients above "
-                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times) were scaled "
-                    "down before compression"
+                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times): what was "
+                    "left of them was scaled down"
                 )
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan

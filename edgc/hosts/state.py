@@ -47,7 +47,7 @@ def load_stage(
 
     kept = {part: restored(part, stage.device) for part in stage.reducers[0].state.state_dict()}
     if not norms:
-        kept["clipping"] = {}
+        kept["norms"] = {}
     for reducer in stage.reducers:
         if parts:
             reducer.state.load_state_dict(

@@ -21,7 +21,7 @@ class Measurements:
     residual: list[float | Tensor] = field(default_factory=list)
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
-    spikes: float | Tensor = 0.0  # gradients that were clipped
+    spikes: float | Tensor = 0.0  # gradients of which the error was scaled down
     largest_spike: float | Tensor = 0.0  # times its running norm
     windows: int = 0  # how often ``take`` was called
 
@@ -35,11 +35,14 @@ class Measurements:
         """As they are now, whatever is added later."""
         return Measurements(**{name: copy(value) for name, value in vars(self).items()})
 
-    def add_spikes(self, divisors: Tensor, finite: Tensor) -> None:
-        """Count the gradients of a reduction, if it was ``finite``, that clipping has divided by more than 1."""
-        clipped = (divisors > 1) & finite
-        self.spikes = self.spikes + clipped.sum()
-        largest, before = torch.where(clipped, divisors, 0.0).max(), self.largest_spike
+    def add_spikes(self, excess: Tensor, limit: float, finite: Tensor) -> None:
+        """Count the gradients of a reduction, if it was ``finite``, with a norm above ``limit`` times its running norm.
+
+        ``excess``: how many times above, 1 for all others.
+        """
+        spikes = (excess > 1) & finite
+        self.spikes = self.spikes + spikes.sum()
+        largest, before = torch.where(spikes, excess * limit, 0.0).max(), self.largest_spike
         # a number, as after a window: no copy of it to the device, for which the host would wait
         self.largest_spike = largest.clamp_min(before) if isinstance(before, float) else torch.maximum(largest, before)
 

@@ -37,7 +37,7 @@ class MessageWindow:
     bytes: float
     bytes_dense: float
     state_bytes: float  # memory of errors and factors
-    spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.clipping``)
+    spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RankWindow:
     dp_bytes: float
     dp_bytes_dense: float
     state_bytes: float  # memory of errors, factors and scales
-    spikes: float = 0.0  # gradients scaled down before compression (``edgc.compress.clipping``)
+    spikes: float = 0.0  # gradients of which the error was scaled down
     largest_spike: float = 0.0  # times its running norm
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer

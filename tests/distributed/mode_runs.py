@@ -38,7 +38,7 @@ import edgc.plan.allocation  # noqa: E402
 import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
 from edgc.comm.collectives import Steps  # noqa: E402
-from edgc.compress import clipping, lowrank  # noqa: E402
+from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
 from edgc.plan.alignment import CommCost  # noqa: E402
@@ -79,12 +79,13 @@ class Watch:
             shards: Mapping[str, Sequence[int]] | None = None,
         ) -> Steps[None]:
             scale = 1.0 if loss_scale is None else float(loss_scale)
-            taken_off = _divisors(reducer, gradients, loss_scale)
-            put_in = {name: gradient.double() / taken_off.get(name, scale) for name, gradient in gradients.items()}
+            excess = _excess(reducer, gradients, loss_scale)
+            put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
             owed = _summed(reducer, put_in)
             yield from reduce(reducer, gradients, iteration, loss_scale, shards)
             self.reductions += 1
-            left = _summed(reducer, {name: torch.zeros_like(gradient) for name, gradient in put_in.items()})
+            nothing = {name: torch.zeros_like(gradient) for name, gradient in put_in.items()}
+            left = _summed(reducer, nothing, excess)
             for name, own in gradients.items():
                 gradient = own if shards is None else _gathered(reducer, own, shards[name])
                 if bool(torch.isfinite(gradient).all()):
@@ -110,7 +111,7 @@ class Watch:
             if sender.feedback and not (form.used_rank is None and sender.error is None):
                 norm = torch.linalg.vector_norm(matrix.float()) / own
                 before = torch.zeros(()) if sender.norm is None else sender.norm
-                spike = float(clipping.divisor(norm, before, sender.spike_limit))
+                spike = float(spikes.excess(norm, before, sender.spike_limit))
             owed = matrix.double() / own + (0.0 if sender.error is None else sender.error.double())
             message: Tensor = encode(sender, matrix, form, header, scale)
             if sender.feedback and bool(torch.isfinite(matrix).all()):
@@ -191,8 +192,8 @@ def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -
     return whole
 
 
-def _divisors(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scale: Tensor | None) -> dict[str, float]:
-    """What the reducer is to divide gradients by: the loss scale, and of a spike more."""
+def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scale: Tensor | None) -> dict[str, float]:
+    """What the reducer is to divide errors by: 1, and of a spike more."""
     fed_back = {
         name: gradient.view(reducer.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
@@ -200,16 +201,19 @@ def _divisors(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_sc
     }
     if not fed_back:
         return {}
-    divisors = reducer.state.clipping.spikes(fed_back, loss_scale).divisors(loss_scale)
-    return {name: float(divisor) for name, divisor in divisors.items()}
+    return {name: float(one) for name, one in reducer.state.norms.spikes(fed_back, loss_scale).by_name().items()}
 
 
-def _summed(reducer: GradientReducer, put_in: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Over the group, in float64: what was put in and the errors kept now."""
+def _summed(
+    reducer: GradientReducer, put_in: Mapping[str, Tensor], excess: Mapping[str, float] | None = None
+) -> dict[str, Tensor]:
+    """Over the group, in float64: what was put in and the errors kept now, before they were divided by ``excess``."""
     total = {}
     for name, tensor in put_in.items():
         kept = reducer.state.feedback.packed.get(name)
-        part = tensor.double() if kept is None else tensor + kept.values().view_as(tensor).double()
+        part = tensor.double()
+        if kept is not None:
+            part = part + kept.values().view_as(tensor).double() * (excess or {}).get(name, 1.0)
         own_all_reduce(part, group=reducer.communicator.group)
         total[name] = part
     return total

@@ -123,10 +123,10 @@ def passes(made: GradientReducer) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (8, 4)),  # one of the reads measures norms, by which spikes are found
-        ({"equalise": True}, (8, 4)),
-        ({"engine": "alternating"}, (7, 4)),
-        ({"error_dtype": "bf16"}, (17.25, 10.25)),  # with the random numbers that round it
+        ({}, (9, 5)),  # one of the reads measures norms, by which spikes are found
+        ({"equalise": True}, (9, 5)),
+        ({"engine": "alternating"}, (8, 5)),
+        ({"error_dtype": "bf16"}, (18.25, 11.25)),  # with the random numbers that round it
     ],
     ids=str,
 )
@@ -138,7 +138,7 @@ def test_plain_torch_goes_over_a_gradient_no_more_than_it_must(
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({}, 6), ({"wire": "int4", "basis_wire": "int6"}, 6), ({"equalise": True}, 14)],
+    [({}, 8), ({"wire": "int4", "basis_wire": "int6"}, 8), ({"equalise": True}, 16)],
     ids=str,
 )
 def test_equal_matrices_take_few_operations_each(settings: dict[str, Any], most: int) -> None:

@@ -19,6 +19,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
     (EMBEDDING_SUM, lambda _, stages: stages > 1),
     ("spikes scaled down", lambda engine, _: engine != "dense"),
     ("spike limit 10", lambda engine, _: engine != "dense"),
+    ("errors of spikes limited", lambda engine, _: engine != "dense"),
 )
 
 

@@ -1,13 +1,15 @@
-"""Spikes: a gradient that is far larger than those before it is scaled down before it is compressed. No collectives.
+"""Spikes: what a gradient that is far larger than those before it leaves in error feedback is scaled down.
 
-Clipping after the reduction bounds what the optimizer applies of a spike. It does not bound what error feedback keeps:
-of a gradient 100 times too large, most of which a low-rank step does not send, the rest is sent in the steps that
-follow, each time clipped to the allowed norm, and the true gradients drown in it. So each process scales a gradient
-whose norm is more than ``LIMIT`` times its running norm down to the running norm. Where gradients behave, nothing
-changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. Clipping each
-tensor by its own running norm is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034).
+The host's clipping after the reduction bounds what the optimizer applies of a spike. It does not bound what error
+feedback keeps: of a gradient 100 times too large, most of which a low-rank step does not send, the rest is sent in the
+steps that follow, each time clipped to the allowed norm, and the true gradients drown in it. So where the norm of a
+gradient is x times ``LIMIT`` times its running norm, x > 1, the error after that step is divided by x: error feedback
+keeps no more than of a gradient at the limit. The spike itself is sent like any other gradient. Below the limit nothing
+changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. A running norm
+for each tensor is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034), which clips the gradient itself.
 
-The running norm begins with the first gradient that is compressed: a spike in that very step is not seen.
+The running norm begins with the first gradient that is compressed: a spike in that very step is not seen. There are no
+collectives here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,26 +20,23 @@ from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed
 
-# Times the running norm. Small models have larger gradients in their first, unstable steps (docs/frontier/spikes.md).
-# What error feedback replays of a spike below the limit is little.
-LIMIT = 10.0  # unless ``spike_limit`` says otherwise
+# Times the running norm. What error feedback replays of a spike below the limit is little.
+LIMIT = 5.0  # unless ``spike_limit`` says otherwise
 DECAY = 0.95  # of the running norm, per step
 
 
-def divisor(norms: Tensor, running: Tensor, limit: float = LIMIT) -> Tensor:
-    """What gradients of these norms are divided by, given their running norms; all of one shape.
+def excess(norms: Tensor, running: Tensor, limit: float = LIMIT) -> Tensor:
+    """Norms over ``limit`` times their running norms, at least 1; 1 where no running norm is known. All of one shape.
 
-    1 within the limit and where no running norm is known, above it the ratio of the two. It is infinite where a norm
-    overflows: nothing is left of such a gradient.
+    It is infinite where a norm overflows: no error of such a gradient is kept.
     """
-    spike = (running > 0) & (norms > limit * running)
-    return torch.where(spike, norms / running, 1.0)
+    return torch.where(running > 0, norms / (limit * running), 1.0).clamp_min(1.0)
 
 
 def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float = LIMIT) -> Tensor:
     """The running norms after a step with these norms, if it was ``finite``, a boolean on the device.
 
-    A spike counts as ``limit`` times the running norm: a gradient that stays large is let through within a few
+    A spike counts as ``limit`` times the running norm: a gradient that stays large is no spike any more after a few
     steps. A gradient of zeros says nothing of its size.
     """
     after = torch.lerp(torch.minimum(norms, limit * running), running, DECAY)
@@ -47,19 +46,18 @@ def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float = LIMIT) 
 
 @dataclass(frozen=True)
 class Spikes:
-    """The norms of one reduction's gradients and what clipping divides each by, both (parameters,)."""
+    """The norms of one reduction's gradients and the ``excess`` of each, both (parameters,)."""
 
     names: Sequence[str]
     norms: Tensor
-    factors: Tensor
+    excess: Tensor
 
-    def divisors(self, loss_scale: Tensor | None) -> dict[str, Tensor]:
-        """What each gradient is divided by, loss scale included, 0-dimensional, by name."""
-        both = self.factors if loss_scale is None else self.factors * loss_scale
-        return dict(zip(self.names, both.unbind(), strict=True))
+    def by_name(self) -> dict[str, Tensor]:
+        """The excess of each gradient, 0-dimensional."""
+        return dict(zip(self.names, self.excess.unbind(), strict=True))
 
 
-class SpikeClipping:
+class RunningNorms:
     """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen."""
 
     def __init__(self, limit: float = LIMIT) -> None:
@@ -71,7 +69,7 @@ class SpikeClipping:
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
         if loss_scale is not None:
             norms = norms / loss_scale
-        return Spikes(list(gradients), norms, divisor(norms, self._stacked(gradients, norms), self.limit))
+        return Spikes(list(gradients), norms, excess(norms, self._stacked(gradients, norms), self.limit))
 
     def update(self, spikes: Spikes, finite: Tensor) -> None:
         """Take in the norms of a step if it was ``finite``, a boolean on the device."""
@@ -87,12 +85,12 @@ class SpikeClipping:
         if self._running.keys() - names:
             self._running = {name: running for name, running in self._running.items() if name in names}
 
-    def norms(self) -> Tensor | None:
+    def values(self) -> Tensor | None:
         """All running norms (parameters,), in the order of their names; None while there are none."""
         return torch.stack([self._running[name] for name in sorted(self._running)]) if self._running else None
 
-    def set_norms(self, norms: Tensor) -> None:
-        """Go on with these in the place of ``norms()``."""
+    def set_values(self, norms: Tensor) -> None:
+        """Go on with these in the place of ``values()``."""
         self._running = dict(zip(sorted(self._running), norms.unbind(), strict=True))
 
     def state_dict(self) -> dict[str, Packed]:
