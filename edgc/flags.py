@@ -1,19 +1,91 @@
 """EDGC's settings as flags: for a terminal, and as the page docs/flags.md. No torch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from textwrap import fill
 from typing import Any
 
-from edgc.config import GROUPS, PRESETS, EDGCConfig, Study, knobs
+from edgc.config import PRESETS, ConfigError, EDGCConfig, Study, knobs
 
 WIDTH = 100  # characters
 INTRODUCTION = (
     "These flags change how EDGC compresses. Many runs need only --edgc-preset, and most only the first group. With "
-    "Megatron they stand beside --edgc. In Python each flag is the field of edgc.config.EDGCConfig with the same name. "
+    "Megatron they stand beside --edgc. In Python they are arguments of edgc.config.EDGCConfig.of, with underscores. "
     "Defaults are those of the default preset, balanced."
 )
+
+# Flags of earlier versions, and what stands for them now.
+GONE: Mapping[str, str] = {
+    "--edgc-density": "--edgc-engine topk:SHARE",
+    "--edgc-stochastic": "--edgc-engine int4:stochastic",
+    "--edgc-hadamard": "--edgc-engine int4:rotated",
+    "--edgc-statistics": "--edgc-study statistics=on",
+    "--edgc-no-warm-start": "--edgc-study warm_start=off",
+    "--edgc-no-transpose": "--edgc-study transpose=off",
+    "--edgc-no-local-error": "--edgc-study local_error=off",
+    **{
+        f"--edgc-{name.replace('_', '-')}": f"--edgc-study {name}=VALUE"
+        for name in (
+            "entropy_estimator",
+            "entropy_stability",
+            "stage_share",
+            "rank_tilt",
+            "min_saving",
+            "error_decay",
+            "error_average",
+        )
+    },
+    "--edgc-power-iterations": "nothing: a second iteration cost more bytes than it saved loss",
+    "--edgc-residual-wire": "nothing: the residual stays in the error feedback",
+    **{
+        f"--edgc-{name}-dtype": f"--edgc-{name}"
+        for name in ("wire", "basis-wire", "rest-wire", "dense-wire", "param-wire")
+    },
+    "--edgc-weak-basis-wire": "--edgc-basis-wire STRONG+WEAK, as in int6+int4",
+    "--edgc-weak-basis-wire-dtype": "--edgc-basis-wire STRONG+WEAK, as in int6+int4",
+    "--edgc-rank-share": "--edgc-static-rank SHARE or --edgc-rmax SHARE, a number below 1",
+    "--edgc-kernels": "--edgc-study kernels=NAME",
+    "--edgc-pp-engine": "--edgc-pp WHICH:HOW, as in backward:int8",
+    "--edgc-pp-rank": "--edgc-pp WHICH:powersgd:RANK",
+    "--edgc-pp-wire": "--edgc-pp WHICH:powersgd:RANK:FORMAT",
+    "--edgc-pp-wire-dtype": "--edgc-pp WHICH:powersgd:RANK:FORMAT",
+    "--edgc-pp-epilogue-only": "--edgc-pp epilogue:HOW",
+}
+
+# Every setting once, by what it is about, for a command line or a document.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What most runs need": (
+        "preset",
+        "engine",
+        "rmax",
+        "static_rank",
+        "window",
+        "warmup_fraction",
+        "pp",
+        "param_wire",
+        "error_dtype",
+        "log_dir",
+    ),
+    "Rank policy": (
+        "rank_model",
+        "rmin",
+        "rank_step",
+        "allocation",
+        "align",
+        "link_gbps",
+        "iteration_sampling_rate",
+        "gradient_sampling_rate",
+    ),
+    "Compression of gradients": (
+        "compress_embeddings",
+        "equalise",
+        "basis_cycle",
+    ),
+    "Formats": ("dense_wire", "rest_wire", "basis_wire", "wire"),
+    "Pipeline": ("fuse_embedding_sync",),
+    "Run": ("seed", "reset_state", "study"),
+}
 
 
 def description(knob: Field[Any]) -> str:
@@ -85,7 +157,7 @@ def _spelling(knob: Field[Any]) -> str:
 
 def _default(knob: Field[Any]) -> str:
     # A setting without one, and the preset, say in their help what holds then.
-    return "" if knob.name == "preset" else _value(getattr(EDGCConfig.from_preset({}), knob.name))
+    return "" if knob.name == "preset" else _value(EDGCConfig.from_preset({}).flat().get(knob.name))
 
 
 def _value(value: object) -> str:
@@ -101,3 +173,23 @@ def _marked(words: str) -> str:
 def _linked(source: str) -> str:
     source = re.sub(r"arXiv (\d+\.\d+)", r"[arXiv \1](https://arxiv.org/abs/\1)", source)
     return re.sub(r"docs/(\S+\.md)", r"[\1](\1)", source)
+
+
+def study_from(words: Sequence[str]) -> dict[str, Any]:
+    """Levers of ``Study`` from NAME=VALUE each. Raises ``ConfigError`` for other names and values of another type."""
+    known = {lever.name: lever for lever in fields(Study)}
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in known or not equals:
+            raise ConfigError(f"--edgc-study {word}: must be NAME=VALUE, with a name of {', '.join(known)}")
+        default = known[name].default
+        try:
+            if isinstance(default, bool):
+                found[name] = {"on": True, "off": False}[text]
+            else:
+                found[name] = float(text) if isinstance(default, float) else text
+        except (KeyError, ValueError):
+            wanted = "on or off" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"--edgc-study {word}: must be {wanted}") from None
+    return found

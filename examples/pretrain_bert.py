@@ -34,7 +34,7 @@ SMALL = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --micro-batch-size 8 --global-batch-size 32 --train-iters 60 --lr 3e-3 --lr-decay-style constant
 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --split 90,5,5 --eval-iters 1 --eval-interval 1000
---log-interval 10 --edgc --edgc-rmax 8 --edgc-window 20
+--log-interval 10 --edgc --edgc-static-rank 8 --edgc-window 20
 """
 WORDS = 16
 KEYS = "text", "labels", "loss_mask"

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -42,12 +41,13 @@ def cost_in_bytes(
 
     # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
     # is with what low rank does not take.
-    rest = sent(allocation.other_elements, config.rest_wire)
+    rest = sent(allocation.other_elements, config.formats.rest_wire)
     engine = engine_class(config.engine)
     factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
     dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
-    uncompressed = host if wire(config.dense_wire).exact else sent(dense, config.dense_wire) * _host_share(scatters)
+    warmup = config.formats.dense_wire
+    uncompressed = host if wire(warmup).exact else sent(dense, warmup) * _host_share(scatters)
     return StageCost(CommCost(rest, all_reduce_bytes(factors, ranks)), uncompressed, host)
 
 
@@ -69,7 +69,7 @@ def probe(
     counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
-    unmeasured = replace(config, iteration_sampling_rate=1e-6)
+    unmeasured = config.but(iteration_sampling_rate=1e-6)
     reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
     groups = [_Group(reducer, device) for reducer in reducers]
     overlap = Overlap(device) if overlapped else None
@@ -116,7 +116,7 @@ class _Group:
     def __init__(self, reducer: GradientReducer, device: torch.device):
         self.reducer = reducer
         sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
-        generator = torch.Generator().manual_seed(reducer.config.seed)
+        generator = torch.Generator().manual_seed(reducer.config.run.seed)
         self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         ranks = reducer.communicator.world_size

@@ -53,13 +53,13 @@ class GradientReducer:
         if config.engine != "dense":
             arguments = engine_arguments(config.engine)
             self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
-        self.others = Rounding(everything, config, device, config.rest_wire)
-        self.warmup = Rounding(everything, config, device, config.dense_wire)
+        self.others = Rounding(everything, config, device, config.formats.rest_wire)
+        self.warmup = Rounding(everything, config, device, config.formats.dense_wire)
         self.state = CompressionState(config, self.engine, device, communicator.process)
         self.sampler = GradientSampler(
-            iteration_rate=config.iteration_sampling_rate,
-            gradient_rate=config.gradient_sampling_rate,
-            seed=config.seed,
+            iteration_rate=config.ranks.iteration_sampling_rate,
+            gradient_rate=config.ranks.gradient_sampling_rate,
+            seed=config.run.seed,
         )
         self.measurements = Measurements()
         self.ranks: dict[str, int] = {}
@@ -72,7 +72,7 @@ class GradientReducer:
         self._before: dict[str, dict[str, Packed]] | None = None
         self._measured = self.measurements  # before the iteration
         self._skipped: int | None = None  # an iteration whose measurements a window has already taken
-        self._kernels = triton_kernels(device) if config.kernels == "fused" else None
+        self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
     def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.

@@ -31,6 +31,6 @@ def reduction_cost(
     if not config.dynamic or not whole.matrices or run.alone:
         return None
     half = run.gradient_bytes == 2
-    if config.link_gbps is None:
+    if config.ranks.link_gbps is None:
         return probe.probe(allocations, config, communicator, device, run.scatters, half, run.overlapped)
-    return probe.cost_of_link(whole, config, communicator.world_size, config.link_gbps, run.scatters, half)
+    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run.scatters, half)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import smallest_rank
-from edgc.plan.run import MESSAGES_OFF, Part, ProcessStage, Run, StageKey, plan_run
+from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
@@ -139,7 +139,8 @@ class EDGCState:
         self.stage.units = [self._unit(*unit, communicator) for unit in zip(names, described, strict=True)]
         self._unit_of = {name: unit for unit in self.stage.units for name in unit.names}
         self.overlap = Overlap(self.device)
-        self.driver = StepDriver(self.plan.keys, [self.stage], self.config.window, lambda: self.steps, self._loss_scale)
+        window = self.config.ranks.window
+        self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
         controller = self.plan.controller(self.iterations) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
@@ -278,8 +279,8 @@ class EDGCState:
         return {
             "version": VERSION,
             "steps": self.steps,
-            "requested": asdict(self.requested),
-            "config": asdict(self.config),
+            "requested": self.requested.flat(),
+            "config": self.config.flat(),
             "controller": broadcast_object(None if controller is None else controller.state_dict(), self.group),
             "layout": layout,
             "tensors": tensors,
@@ -294,7 +295,7 @@ class EDGCState:
         link was found to allow. Raises ``ConfigError`` for another engine and for parameters of other sizes.
         """
         self._check(state)
-        requested = asdict(self.requested)
+        requested = self.requested.flat()
         same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(OF_THE_JOB))
         config = self.requested
         if same:
@@ -343,12 +344,15 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     """
     if isinstance(config, str):
         config = EDGCConfig.from_preset({"preset": config})
-    refused = {"pp": config.pp not in ("off", "auto"), "fuse_embedding_sync": config.fuse_embedding_sync}
-    refused["param_wire"] = config.param_wire is not None
+    refused = {
+        "pp": config.pipeline.messages.which not in ("off", "auto"),
+        "fuse_embedding_sync": config.pipeline.fuse_embedding_sync,
+        "param_wire": config.formats.param_wire is not None,
+    }
     for name, asked in refused.items():
         if asked:
-            raise ConfigError(f"{flag(name)} = {getattr(config, name)}: a data-parallel module has no such messages")
-    return replace(config, **MESSAGES_OFF, fuse_embedding_sync=False)
+            raise ConfigError(f"{flag(name)} = {config.flat()[name]}: a data-parallel module has no such messages")
+    return config.but(pp="off", fuse_embedding_sync=False)
 
 
 def describe(name: str, parameter: nn.Parameter, embedding: bool) -> Parameter:

@@ -44,7 +44,7 @@ class Reporter:
         self._spike = f"{config.study.spike_limit:g}"  # times the running norm
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.on_rank_0 = process() == 0
-        self.events = EventLog(config.log_dir if self.on_rank_0 else None)
+        self.events = EventLog(config.run.log_dir if self.on_rank_0 else None)
 
     @staticmethod
     def warn(message: str) -> None:
@@ -71,16 +71,16 @@ class Reporter:
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif not config.dynamic:
-            what = "compressed" if config.static_rank is None else f"rank {config.static_rank}"
-            how = f"{what} after {100 * config.warmup_fraction:g}% of the run"
+            what = "compressed" if config.ranks.fixed is None else f"rank {config.ranks.fixed}"
+            how = f"{what} after {100 * config.ranks.warmup_fraction:g}% of the run"
         else:
-            aligned = "aligned" if config.align else "not aligned"
-            how = f"rank {config.rmin} to {config.rmax}, window {config.window}, stages {aligned}"
+            aligned = "aligned" if config.ranks.align else "not aligned"
+            how = f"rank {config.ranks.rmin} to {config.ranks.largest}, window {config.ranks.window}, stages {aligned}"
         lines = [f"engine {config.engine}: {how}"]
         for stage in plan.stages:
             key, allocation = stage.key, stage.allocation
             if stage.dense_because:
-                lines.append(f"{key} in {config.dense_wire} throughout: {stage.dense_because}")
+                lines.append(f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}")
                 continue
             elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
             verb = "measured" if config.engine == "dense" else "compressed"
@@ -93,29 +93,33 @@ class Reporter:
                 size[why] += parameter.elements * value_bytes
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
-                lines.append(f"{key} in {config.rest_wire}: {what}: {why}")
+                lines.append(f"{key} in {config.formats.rest_wire}: {what}: {why}")
         if embedding_bytes is not None:
             what = f"by the host, counted, not compressed: {_bytes(embedding_bytes)} a step"
             why = f": {flag('fuse_embedding_sync')} {embedding_apart}" if embedding_apart else ""
             lines.append(f"tied embedding summed over first and last stage {what}{why}")
         if messages is not None:
-            how = f"rank {messages.rmin} to {messages.rmax}" if messages.dynamic else f"rank {messages.static_rank}"
+            ranks = messages.ranks
+            how = f"rank {ranks.rmin} to {ranks.largest}" if messages.dynamic else f"rank {ranks.fixed}"
             if not messages.low_rank:
                 how = "uncompressed" if messages.engine == "dense" else messages.engine
-            what = {"backward": "gradients", "both": "gradients and activations"}[config.pp]
+            what = "gradients and activations" if config.pipeline.messages.which == "both" else "gradients"
             lines.append(f"{what} between stages: {how}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
         self.parameters = [
             stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
             for stage in plan.stages
         ]
+        embedding_sum = None if embedding_bytes is None else "apart"
+        if config.pipeline.fuse_embedding_sync:
+            embedding_sum = "fused"
         self.events.write(
             "start",
-            config=asdict(config),
+            config=config.flat(),
             iterations=self.iterations,
             world_size=processes(),
             gradient_bytes=value_bytes,
-            embedding_sum="fused" if config.fuse_embedding_sync else None if embedding_bytes is None else "apart",
+            embedding_sum=embedding_sum,
             stages=[
                 {
                     "name": str(stage.key),
@@ -127,7 +131,12 @@ class Reporter:
             ],
             messages=None
             if messages is None
-            else {name: getattr(messages, name) for name in ("engine", "rmin", "rmax", "static_rank")},
+            else {
+                "engine": messages.engine,
+                "rmin": messages.ranks.rmin,
+                "rmax": messages.ranks.largest,
+                "static_rank": messages.ranks.fixed,
+            },
             message_costs={str(sender): asdict(cost) for sender, cost in (message_costs or {}).items()},
             versions={
                 "edgc": __version__,
@@ -233,13 +242,13 @@ class Reporter:
 
     def _rank(self, rank: int | None) -> str:
         if rank is None:
-            return "dense" if self.config.dense_wire == "fp32" else self.config.dense_wire
+            return "dense" if self.config.formats.dense_wire == "fp32" else self.config.formats.dense_wire
         return self.config.engine if rank == NO_RANK else f"rank {rank}"
 
     def _message_rank(self, rank: int | None) -> str:
         if rank is None:
             return "dense"
-        return self.config.pp_engine if rank == NO_RANK else f"rank {rank}"
+        return self.config.pipeline.messages.engine if rank == NO_RANK else f"rank {rank}"
 
     def _print(self, text: str) -> None:
         if self.on_rank_0:
@@ -248,7 +257,7 @@ class Reporter:
 
 def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
     """Where fused kernels are asked for that do not run on this device."""
-    if config.kernels == "fused" and triton_kernels(device) is None:
+    if config.study.kernels == "fused" and triton_kernels(device) is None:
         Reporter.warn(
             "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
         )

@@ -105,7 +105,7 @@ class Controller:
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
-        if config.dynamic and (config.rmin is None or config.rmax is None):
+        if config.dynamic and (config.ranks.rmin is None or config.ranks.largest is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
@@ -132,7 +132,7 @@ class Controller:
             return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
         if self.config.dynamic:
             return RankPlan(0, 0, nothing, reasons=tuple(self._own_target(place, None)[1] for place in places))
-        first = math.ceil(self.config.warmup_fraction * self.iterations)
+        first = math.ceil(self.config.ranks.warmup_fraction * self.iterations)
         return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
@@ -141,8 +141,8 @@ class Controller:
 
     def _static_rank(self, iteration: int) -> int:
         """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
-        rank, tilt = self.config.static_rank or NO_RANK, self.config.study.rank_tilt
-        progress = (iteration + self.config.window / 2) / self.iterations
+        rank, tilt = self.config.ranks.fixed or NO_RANK, self.config.study.rank_tilt
+        progress = (iteration + self.config.ranks.window / 2) / self.iterations
         return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
     def observe(self, observations: Sequence[StageObservation], ranks: Sequence[int | None] | None = None) -> None:
@@ -160,7 +160,7 @@ class Controller:
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
             self.micro_backward_seconds = max(backward)
-        if self.config.link_gbps is None:
+        if self.config.ranks.link_gbps is None:
             for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
                 if cost is not None and observation.reduce_seconds > 0:
                     predicted = cost.seconds(used[stage])
@@ -174,7 +174,7 @@ class Controller:
             return self._adopt(iteration, self.plan, self._static_ranks(iteration))
         entropy, places = self.history[-1], range(len(self.stages))
         proposed = tuple(self._proposed(place, entropy[place]) for place in places)
-        may_begin = iteration >= self.config.warmup_fraction * self.iterations
+        may_begin = iteration >= self.config.ranks.warmup_fraction * self.iterations
         begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
         for place in places:
             if begins[place]:
@@ -182,7 +182,7 @@ class Controller:
         own = [self._own_target(place, proposed[place], begins[place]) for place in places]
         targets, reasons = [target for target, _ in own], [reason for _, reason in own]
         first = self._step(self.plan.ranks[0], targets[0])
-        if self.config.align and first is not None:
+        if self.config.ranks.align and first is not None:
             for place in places[1:]:
                 if self.anchor[place] is not None and not begins[place] and self._can_align(place):
                     targets[place], reasons[place] = self._aligned(place, first), "alignment"
@@ -203,7 +203,7 @@ class Controller:
         return plan
 
     def _shared(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
-        if self.config.allocation == "uniform" or not rank:
+        if self.config.ranks.allocation == "uniform" or not rank:
             return None
         if not self.energies[stage]:  # nothing has been measured since
             return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
@@ -227,7 +227,7 @@ class Controller:
         if self.anchor[stage] is None:
             return None, "warm-up"
         if begins:
-            return self.config.rmax, "entropy is stable"
+            return self.config.ranks.largest, "entropy is stable"
         if proposed is None:
             return self.plan.ranks[stage], "nothing measured"
         return self._bounded(proposed), "entropy"
@@ -237,12 +237,12 @@ class Controller:
         anchor, model = self.anchor[stage], self.stages[stage]
         if anchor is None or model is None:
             return None
-        assert self.config.rmax is not None
-        if self.config.rank_model != "gaussian":
+        assert self.config.ranks.largest is not None
+        if self.config.ranks.rank_model != "gaussian":
             return self._proposed_by_spectrum(stage)
         if not math.isfinite(entropy):
             return None
-        return model.adjusted_rank(self.config.rmax, anchor, entropy)
+        return model.adjusted_rank(self.config.ranks.largest, anchor, entropy)
 
     def _proposed_by_spectrum(self, stage: int) -> float | None:
         """CQM with measured spectra in place of normal entries; the first that are measured set what is tolerated."""
@@ -255,7 +255,7 @@ class Controller:
         whole = dropped(spectra, 0)
         if not rank or not 0 < whole < math.inf:
             return None
-        unit = whole if self.config.rank_model == "residual" else 1.0
+        unit = whole if self.config.ranks.rank_model == "residual" else 1.0
         tolerated = self.tolerated[stage]
         if tolerated is None:
             self.tolerated[stage] = dropped(spectra, rank) / unit
@@ -269,12 +269,12 @@ class Controller:
     def _aligned(self, stage: int, first: int) -> int | None:
         """The rank at which a later stage ends together with the first one, which has rank ``first``; None: dense."""
         first_cost, cost = self.costs[0], self.costs[stage]
-        assert first_cost is not None and cost is not None and self.config.rmax is not None
+        assert first_cost is not None and cost is not None and self.config.ranks.largest is not None
         slack = self._slack(stage)
         if first_cost.seconds(first) + slack >= cost.dense_seconds:
             return None
         # eta is the stage's own: links and stages differ
-        return aligned_rank(first, cost.compressed, slack, self.config.rmax)
+        return aligned_rank(first, cost.compressed, slack, self.config.ranks.largest)
 
     def _slack(self, stage: int) -> float:
         """Seconds from the stage's last backward pass to the first stage's: those between them, and the messages."""
@@ -283,12 +283,12 @@ class Controller:
         return stage * self.micro_backward_seconds + messages
 
     def _bounded(self, rank: float) -> int:
-        assert self.config.rmin is not None and self.config.rmax is not None
-        return min(max(_nearest(rank), self.config.rmin), self.config.rmax)
+        assert self.config.ranks.rmin is not None and self.config.ranks.largest is not None
+        return min(max(_nearest(rank), self.config.ranks.rmin), self.config.ranks.largest)
 
     def _step(self, before: int | None, wanted: int | None) -> int | None:
         """Move from ``before`` towards ``wanted`` by at most the step limit. Dense lies one step beyond rmax."""
-        rmax, limit = self.config.rmax, self.config.rank_step
+        rmax, limit = self.config.ranks.largest, self.config.ranks.rank_step
         assert rmax is not None
         if limit >= RANK_MULTIPLE:
             limit = RANK_MULTIPLE * (limit // RANK_MULTIPLE)
@@ -336,25 +336,28 @@ class Controller:
 
 
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
-    """Fill in ``rmax``: the break-even rank, or ``rank_share`` of the width if that is less; and ``rmin``: a quarter.
+    """Make ranks of shares of the width; ``rmax`` is the break-even rank by default, and ``rmin`` a quarter of rmax.
 
-    With the rank model ``constant``, that rmax becomes ``static_rank``.
-
-    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense. ``width``: the
-    smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has r_max/4 to r_max/6.
+    ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense; a share is at
+    most that. ``width``: the smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has
+    r_max/4 to r_max/6. Raises ``ConfigError`` for an rmin above that rmax.
     """
-    rmax = config.rmax
-    if rmax is None:
-        rmax = _multiple(break_even if config.rank_share is None else min(break_even, config.rank_share * width))
-    if config.rank_model == "constant":
-        return replace(config, static_rank=rmax, rmin=None, rmax=None)
-    rmin = min(rmax, _multiple(rmax / 4)) if config.rmin is None else config.rmin
-    return replace(config, rmin=rmin, rmax=rmax)
+
+    def known(rank: float | None) -> int:
+        if rank is None:
+            return _multiple(break_even)
+        return int(rank) if rank >= 1 else _multiple(min(break_even, rank * width))
+
+    if config.ranks.static_rank is not None:
+        return config.but(static_rank=known(config.ranks.static_rank))
+    rmax = known(config.ranks.rmax)
+    rmin = min(rmax, _multiple(rmax / 4)) if config.ranks.rmin is None else config.ranks.rmin
+    return config.but(rmin=rmin, rmax=rmax)
 
 
 def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
     """The smallest and largest rank of a run whose ``static_rank`` is settled."""
-    rank, tilt = config.static_rank, abs(config.study.rank_tilt)
+    rank, tilt = config.ranks.fixed, abs(config.study.rank_tilt)
     if rank is None:
         return None
     return (_nearest(rank * (1 - tilt)), _nearest(rank * (1 + tilt))) if tilt else (rank, rank)
@@ -363,7 +366,7 @@ def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
 def smallest_rank(config: EDGCConfig) -> int:
     """The smallest rank that a run can have, as far as ``config`` settles it."""
     static = static_ranks(config)
-    return static[0] if static else config.rmin or RANK_MULTIPLE
+    return static[0] if static else config.ranks.rmin or RANK_MULTIPLE
 
 
 def _nearest(rank: float) -> int:

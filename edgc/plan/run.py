@@ -2,24 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.specs import MatrixSpec, Parameter
-
-# Settings of a pipeline whose messages stay uncompressed.
-MESSAGES_OFF: dict[str, Any] = {
-    "pp": "off",
-    "pp_engine": "powersgd",
-    "pp_rank": None,
-    "pp_wire": None,
-    "pp_epilogue_only": False,
-}
 
 
 class Part(IntEnum):
@@ -136,42 +126,38 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         for own in processes
     )
     _, largest = static_ranks(config) or (None, None)
-    for name, rank in (("rmin", config.rmin), ("rmax", config.rmax), ("static_rank", largest)):
+    for name, rank in (("rmin", config.ranks.rmin), ("rmax", config.ranks.largest), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
-                f"{flag(name)} = {getattr(config, name)}: no matrix of this model saves {config.study.min_saving:g}x "
-                f"at rank {rank}; the largest rank that does is {usable}"
+                f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "
+                f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
             )
     known = [stage for own in processes for stage in own]
     compresses, warnings = True, []
     if config.dynamic:
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        compresses = config.rmax is not None or lowest >= max(RANK_MULTIPLE, config.rmin or 0)
+        compresses = config.ranks.largest is not None or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         if compresses:
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
             config = resolve_ranks(config, lowest, width(matrices))
-            if config.rmin is not None and config.rmax is not None and config.rmin > config.rmax:
-                raise ConfigError(f"--edgc-rmin = {config.rmin}: must not exceed rmax = {config.rmax}")
         else:
             warnings.append(
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
-                "Give --edgc-rmax to compress all the same"
+                f"Give {flag('rmax' if config.ranks.static_rank is None else 'static_rank')} to compress all the same"
             )
-            off: dict[str, Any] = {}
-            if config.pp_follows:
-                off = MESSAGES_OFF
-                warnings.append("messages between stages stay uncompressed, too; give --edgc-pp-rank to compress them")
-            config = replace(
-                config,
-                engine="dense",
-                rest_wire="fp32",
-                dense_wire="fp32",
-                study=replace(config.study, rank_tilt=0.0),
-                **off,
+            pp = config.pipeline.pp
+            if config.pipeline.messages.follow:
+                warnings.append(
+                    "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
+                    f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
+                )
+                pp = "off"
+            config = config.but(
+                engine="dense", static_rank=None, rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0, pp=pp
             )
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
-        config = replace(config, dense_wire="fp32", param_wire=None)
+        config = config.but(dense_wire="fp32", param_wire=None)
     return RunPlan(config, stages, compresses, tuple(warnings))
 
 

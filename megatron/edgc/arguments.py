@@ -5,8 +5,8 @@ import types
 import typing
 from argparse import ArgumentParser, Namespace
 
-from edgc.config import GONE, ConfigError, EDGCConfig, flag, knobs, study_from
-from edgc.flags import description
+from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.flags import GONE, description, study_from
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -15,10 +15,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "edgc", "entropy-driven dynamic gradient compression; 'python -m edgc flags' prints these flags alone, by group"
     )
     group.add_argument("--edgc", action="store_true", help="compress the data-parallel gradient reduction")
-    hints = typing.get_type_hints(EDGCConfig)
     for knob in knobs():
         text = f"[{knob.metadata['unit']}] {description(knob)}".replace("%", "%%")
-        if _scalar(hints[knob.name]) is bool:
+        if _scalar(knob.type) is bool:
             # both, since a preset may have switched it on, and None leaves it to the run
             name = knob.name.replace("_", "-")
             for prefix, action, help in (("", "store_true", text), ("no-", "store_false", f"do without --edgc-{name}")):
@@ -37,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
             group.add_argument(
                 flag(knob.name),
                 dest=f"edgc_{knob.name}",
-                type=_scalar(hints[knob.name]),
+                type=_scalar(knob.type),
                 default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"
                 choices=knob.metadata["choices"],
                 help=text,

@@ -14,7 +14,7 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
 
@@ -41,8 +41,7 @@ from megatron.edgc.stages import MegatronStage
 from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
-VERSION = 3
-MESSAGES = "pp", "pp_engine", "pp_rank"
+VERSION = 4
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
@@ -200,7 +199,7 @@ class Checkpoints:
                 "iteration": iteration,
                 "parallel": parallel_sizes(self.args),
                 "engine": self.requested.engine,
-                "resolved": {name: getattr(self.config, name) for name in RESOLVED},
+                "resolved": {name: self.config.flat()[name] for name in RESOLVED},
                 "stages": [str(key) for key in self.keys],
                 "controller": kept,
                 "messages": self._message_plan(of_messages),
@@ -216,15 +215,15 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "requested": {name: getattr(self.requested, name) for name in (*MESSAGES, *RANKS)},
-            "resolved": {name: getattr(self.message_controller.config, name) for name in RESOLVED},
+            "requested": {name: self.requested.flat()[name] for name in ("pp", *RANKS)},
+            "resolved": {name: self.message_controller.config.flat()[name] for name in RESOLVED},
             "controller": controller,
         }
 
     def _usable(self, entry: dict[str, Any] | None, folder: str) -> dict[str, Any] | None:
         """The index, if this run can go on with the entry. Raises ``ConfigError`` if it should, but cannot."""
         name = os.path.basename(folder)
-        if self.config.reset_state:
+        if self.config.run.reset_state:
             Reporter.warn(f"starting without the EDGC state of {name}, as asked for")
             return None
         if entry is None:
@@ -321,7 +320,11 @@ class Checkpoints:
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
-        resolved = {name: value for name, value in index["resolved"].items() if getattr(self.requested, name) is None}
+        given = self.requested.ranks
+        settled = {"rmin"} if given.rmin is not None else set()
+        settled |= {"rmax"} if given.largest is not None else set()
+        settled |= {"static_rank"} if given.fixed is not None else set()
+        resolved = {name: index["resolved"][name] for name in set(RANKS) - settled}
         self._load_controller(self.controller, index["controller"], resolved, folder)
 
     def _load_controller(
@@ -336,7 +339,7 @@ class Checkpoints:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        controller.config = replace(controller.config, **settings)
+        controller.config = controller.config.but(**settings)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
@@ -356,14 +359,12 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        then, now = kept["requested"], {name: getattr(self.requested, name) for name in (*MESSAGES, *RANKS)}
-        if any(then.get(name) != now[name] for name in MESSAGES):
-            flags = ", ".join(map(flag, MESSAGES))
-            Reporter.warn(f"{folder} was written with other {flags}: the controller of messages starts anew")
+        then, now = kept["requested"], {name: self.requested.flat()[name] for name in ("pp", *RANKS)}
+        if then["pp"] != now["pp"]:
+            Reporter.warn(f"{folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return
         # also of a rank that was given: how much of it messages get has been timed
-        timed = self.requested.pp_follows or self.requested.pp == "auto"
-        resolved = kept["resolved"] if timed and then == now else {}
+        resolved = kept["resolved"] if self.requested.pipeline.messages.follow and then == now else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _load_stage(

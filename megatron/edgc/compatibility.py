@@ -83,7 +83,7 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
     alone = args.data_parallel_size * args.context_parallel_size < 2
-    if alone and (config.pp == "off" or args.pipeline_model_parallel_size == 1):
+    if alone and (config.pipeline.messages.which == "off" or args.pipeline_model_parallel_size == 1):
         raise ConfigError(
             "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "
             "to compress"
@@ -92,7 +92,7 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
 
 def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
     """Raise ``ConfigError`` if updated weights are to travel in a format that this run cannot use."""
-    if config.param_wire is None:
+    if config.formats.param_wire is None:
         return
     needs = {
         "--use-distributed-optimizer, whose weights are gathered": args.use_distributed_optimizer,
@@ -104,14 +104,15 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
     }
     missing = [need for need, met in needs.items() if not met]
     if missing:
-        raise ConfigError(f"--edgc-param-wire = {config.param_wire}: needs {'; '.join(missing)}")
+        raise ConfigError(f"--edgc-param-wire = {config.formats.param_wire}: needs {'; '.join(missing)}")
 
 
 def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
     """Whether messages between stages are to be compressed. Raises ``ConfigError`` where they are asked for but a
     receiver cannot know their shapes.
     """
-    if config.pp == "off":
+    which = config.pipeline.messages.which
+    if which == "off":
         return False
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
@@ -120,10 +121,10 @@ def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
         "--use-ring-exchange-p2p: it sends whole tensors": args.use_ring_exchange_p2p,
     }
     found = [flag for flag, in_use in refused.items() if in_use]
-    if config.pp_epilogue_only and args.virtual_pipeline_model_parallel_size:
-        found.append("--edgc-pp-epilogue-only with a virtual pipeline: its stages wait at other times")
-    if found and config.pp != "auto":
-        raise ConfigError(f"--edgc-pp = {config.pp} does not work with {'; '.join(found)}")
+    if which == "epilogue" and args.virtual_pipeline_model_parallel_size:
+        found.append("a virtual pipeline: its stages wait at other times")
+    if found and which != "auto":
+        raise ConfigError(f"--edgc-pp = {config.pipeline.pp} does not work with {'; '.join(found)}")
     return not found
 
 
@@ -132,11 +133,11 @@ def fuses_embedding(config: EDGCConfig, args: Namespace) -> bool:
     but cannot be.
     """
     obstacle = embedding_apart(args)
-    if config.fuse_embedding_sync and obstacle:
+    if config.pipeline.fuse_embedding_sync and obstacle:
         raise ConfigError(f"--edgc-fuse-embedding-sync: {obstacle}")
-    if config.fuse_embedding_sync is None:
+    if config.pipeline.fuse_embedding_sync is None:
         return config.engine != "dense" and not obstacle
-    return config.fuse_embedding_sync
+    return config.pipeline.fuse_embedding_sync
 
 
 def embedding_apart(args: Namespace) -> str:

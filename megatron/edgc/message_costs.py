@@ -25,9 +25,10 @@ def message_shape(args: Namespace) -> tuple[int, int]:
 
 def message_wire(config: EDGCConfig, dtype: torch.dtype) -> Wire:
     """The format of the factors of a message of this type, or of its rounded values."""
-    if config.pp_engine != "powersgd":
-        return wire(config.pp_engine)
-    name = config.pp_wire or ("fp32" if dtype == torch.float32 else "bf16")
+    messages = config.pipeline.messages
+    if messages.engine != "powersgd":
+        return wire(messages.engine)
+    name = messages.wire or ("fp32" if dtype == torch.float32 else "bf16")
     return wire(name, hadamard=name not in ("fp32", "bf16"))
 
 
@@ -45,9 +46,10 @@ def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> 
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
     """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
-    limit = largest_message_rank(config, args, config.study.min_saving) if config.pp_engine == "powersgd" else 0
+    in_low_rank = config.pipeline.messages.engine == "powersgd"
+    limit = largest_message_rank(config, args, config.study.min_saving) if in_low_rank else 0
     ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []
-    levels: list[int | None] = [*ranks] or [NO_RANK if config.pp_engine != "powersgd" else None]
+    levels: list[int | None] = [*ranks] or [None if in_low_rank else NO_RANK]
     forms = [message_form(config, args, rank) for rank in (None, *levels)]
     costs = {}
     for sender in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
@@ -67,8 +69,8 @@ def message_break_even(cost: StageCost) -> int:
 
 def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch.device) -> float | None:
     """From asking for a message to having its values, the shortest of a few times; None but on its receiver."""
-    if config.link_gbps is not None:
-        return form.bytes / (config.link_gbps * 1e9 / 8)
+    if config.ranks.link_gbps is not None:
+        return form.bytes / (config.ranks.link_gbps * 1e9 / 8)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage not in (sender - 1, sender):
         return None
@@ -76,8 +78,8 @@ def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch
     peers = dist.get_process_group_ranks(group)
     ask = torch.zeros(1, device=device)
     if stage == sender:
-        source = MessageSender(True, config.seed)
-        generator = torch.Generator().manual_seed(config.seed)
+        source = MessageSender(True, config.run.seed)
+        generator = torch.Generator().manual_seed(config.run.seed)
         values = torch.randn(form.rows, form.cols, generator=generator).to(device, form.dtype)
         for step in range(1 + REPETITIONS):
             dist.recv(ask, peers[sender - 1], group=group)

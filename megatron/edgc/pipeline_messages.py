@@ -49,9 +49,8 @@ class PipelineMessages:
         self.stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         self.directions: tuple[Direction, ...] = {
             "off": (),
-            "backward": ("backward",),
             "both": ("backward", "forward"),
-        }[config.pp]  # type: ignore[assignment]
+        }.get(config.pipeline.messages.which, ("backward",))  # type: ignore[assignment]
         ring = len(chunks) > 1  # then the last stage's chunks are followed by the first stage's next ones
         self.boundaries = [
             Boundary(direction, sender, receiver)
@@ -64,7 +63,9 @@ class PipelineMessages:
         self.bytes: Counter[Direction] = Counter()  # sent so far
         self.dense_bytes: Counter[Direction] = Counter()
         self.sampler = GradientSampler(
-            iteration_rate=config.iteration_sampling_rate, gradient_rate=config.gradient_sampling_rate, seed=config.seed
+            iteration_rate=config.ranks.iteration_sampling_rate,
+            gradient_rate=config.ranks.gradient_sampling_rate,
+            seed=config.run.seed,
         )
         self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
         self._window_start = (Counter[Direction](), Counter[Direction]())
@@ -138,7 +139,7 @@ class PipelineMessages:
 
     def _sender(self, direction: Direction, chunk: int) -> MessageSender:
         if (direction, chunk) not in self.senders:
-            seed = self.config.seed, direction, self.stage, chunk
+            seed = self.config.run.seed, direction, self.stage, chunk
             self.senders[direction, chunk] = MessageSender(
                 direction == "backward", *seed, spike_limit=self.config.study.spike_limit
             )
@@ -151,7 +152,8 @@ class PipelineMessages:
             index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
         )
         rank = self.ranks()[boundary]
-        if self.config.pp_epilogue_only and place < get_num_microbatches() - (self.stages - sender):
+        epilogue = self.config.pipeline.messages.which == "epilogue"
+        if epilogue and place < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
         return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)
 

@@ -76,7 +76,7 @@ class MegatronStage(Stage):
 
     def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
         """Take over the collectives of every bucket group."""
-        param_wire = None if config.param_wire is None else wire(config.param_wire)
+        param_wire = None if config.formats.param_wire is None else wire(config.formats.param_wire)
         for one in self.named:
             allocation = allocate(one.described, config, smallest_rank(config))
             communicator = Communicator(self.process_group, self.traffic)

@@ -28,7 +28,7 @@ from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.steps import StepDriver
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.plan.controller import Controller, StageCost
-from edgc.plan.run import MESSAGES_OFF, Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
+from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints
 from megatron.edgc.compatibility import (
@@ -61,9 +61,9 @@ class Session:
         fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
         check_options(config, args)
         if not with_messages:
-            config = replace(config, **MESSAGES_OFF)
+            config = config.but(pp="off")
         self.requested = config
-        self.config = replace(config, pp="backward" if config.pp == "auto" else config.pp, fuse_embedding_sync=fused)
+        self.config = config.but(fuse_embedding_sync=fused)
         self.scaled = scales_loss(args)
         self.seam = Seam()
         self.messages: PipelineMessages | None = None  # where there is a pipeline
@@ -94,12 +94,12 @@ class Session:
         plan = self._plan(device)
         self.config = plan.config
         sent_back = self._message_costs(device)
-        message_settings, warning = plan_messages(self.config, self.requested, self.args, sent_back)
+        message_settings, warning = plan_messages(self.config, self.args, sent_back)
         for line in (*plan.warnings, *filter(None, [warning])):
             Reporter.warn(line)
 
         self.driver = StepDriver(
-            plan.keys, self.stages, self.config.window, lambda: int(self.args.curr_iteration), self._loss_scale
+            plan.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
         )
         overlap = Overlap(device)
         for stage in self.stages:
@@ -150,17 +150,17 @@ class Session:
         nothing to compress.
         """
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        tied = TiedEmbedding(self.chunks) if self.config.fuse_embedding_sync else None
+        tied = TiedEmbedding(self.chunks) if self.config.pipeline.fuse_embedding_sync else None
         self.stages = stages_of(self.chunks, stage, device, tied)
         layers = self.stages[0]
         # probing is no training traffic
         communicator = Communicator(layers.process_group, Traffic())
         cost = reduction_cost([one.described for one in layers.named], self.config, self.run, communicator, device)
         plan = plan_run(self.config, self.run, self._known(cost))
-        if not plan.compresses and tied is not None and self.requested.fuse_embedding_sync is None:
+        if not plan.compresses and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
-            dense = plan_run(replace(plan.config, fuse_embedding_sync=False), self.run, self._known(cost))
+            dense = plan_run(plan.config.but(fuse_embedding_sync=False), self.run, self._known(cost))
             plan = replace(dense, compresses=False, warnings=plan.warnings)
         if tied is not None:
             tied.install(self.seam)
@@ -177,7 +177,7 @@ class Session:
     def _message_costs(self, device: torch.device) -> dict[int, StageCost]:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
-        timed = config.pp_follows or self.requested.pp == "auto" or (config.dynamic and config.align)
+        timed = config.pipeline.messages.follow or (config.dynamic and config.ranks.align)
         if self.run.pipeline_stages == 1 or not timed:
             return {}
         found = all_gather_objects(message_costs(config, self.args, device))

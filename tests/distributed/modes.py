@@ -76,20 +76,20 @@ MODES = {
         format="torch",
     ),
     "pipeline, embeddings untied": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
-    "pipeline, gradients between stages in low rank": Mode("--pipeline-model-parallel-size 2", pp="backward"),
-    "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both"),
-    "pipeline, messages both ways in 8 bits": Mode(
-        "--pipeline-model-parallel-size 2", "--edgc-pp-engine int8", pp="both"
+    "pipeline, gradients between stages in low rank": Mode(
+        "--pipeline-model-parallel-size 2", pp="backward:powersgd:8"
     ),
+    "pipeline, messages both ways in low rank": Mode("--pipeline-model-parallel-size 2", pp="both:powersgd:8"),
+    "pipeline, messages both ways in 8 bits": Mode("--pipeline-model-parallel-size 2", pp="both:int8"),
     "virtual pipeline and context parallel, gradients between stages in low rank": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
         "--context-parallel-size 2",
-        pp="backward",
+        pp="backward:powersgd:8",
     ),
     "pipeline, Optimus-CC": Mode(
         "--pipeline-model-parallel-size 2",
         "--edgc-preset optimus --edgc-study stage_share=0.5 --edgc-dense-wire int8",
-        pp="backward",
+        pp="epilogue:powersgd:8",
     ),
     "virtual pipeline": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
@@ -101,25 +101,27 @@ MODES = {
         "--overlap-grad-reduce --ddp-bucket-size 20000"
     ),
     "virtual pipeline, messages both ways in low rank": Mode(
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", pp="both"
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        pp="both:powersgd:8",
     ),
     "four stages, virtual pipeline, messages not overlapped and both ways in low rank": Mode(
         "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
         "--no-overlap-p2p-communication --global-batch-size 16",
-        "--edgc-pp-wire int8",
-        pp="both",
+        pp="both:powersgd:8:int8",
         ranks=8,
     ),
     "four stages, no copies of them, gradients between stages in low rank": Mode(
-        "--num-layers 4 --pipeline-model-parallel-size 4", pp="backward"
+        "--num-layers 4 --pipeline-model-parallel-size 4", pp="backward:powersgd:8"
     ),
     "four stages, no copies of them, embeddings untied, gradients between stages in low rank": Mode(
         "--num-layers 4 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
-        pp="backward",
+        pp="backward:powersgd:8",
         reduces=False,
     ),
     "pipeline, tensor and sequence parallel, gradients between stages in low rank": Mode(
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", pp="backward", ranks=8
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        pp="backward:powersgd:8",
+        ranks=8,
     ),
     "tensor parallel": Mode("--tensor-model-parallel-size 2"),
     "tensor and sequence parallel, distributed optimizer": Mode(
@@ -167,16 +169,16 @@ MODES = {
         "--fp16 --initial-loss-scale 262144 --hysteresis 1", tolerance=0.2
     ),
     "bf16, gradients between stages in low rank": Mode(
-        "--bf16 --pipeline-model-parallel-size 2", pp="backward", tolerance=0.2
+        "--bf16 --pipeline-model-parallel-size 2", pp="backward:powersgd:8", tolerance=0.2
     ),
     "fp16 that overflows at first, gradients between stages in low rank": Mode(
         "--fp16 --initial-loss-scale 262144 --hysteresis 1 --pipeline-model-parallel-size 2",
-        pp="backward",
+        pp="backward:powersgd:8",
         tolerance=0.2,
     ),
     "Llama shape, bf16, distributed optimizer": Mode(LLAMA, tolerance=0.2, format="torch"),
     "Llama shape, bf16, distributed optimizer, pipeline, gradients between stages in low rank": Mode(
-        f"{LLAMA} --pipeline-model-parallel-size 2", pp="backward", tolerance=0.2, format="torch"
+        f"{LLAMA} --pipeline-model-parallel-size 2", pp="backward:powersgd:8", tolerance=0.2, format="torch"
     ),
     "multi-token prediction": Mode("--mtp-num-layers 1 --position-embedding-type rope"),
     "multi-token prediction, pipeline": Mode(
@@ -188,16 +190,16 @@ MODES = {
     "pipeline, steps that Megatron runs again, messages both ways in low rank": Mode(
         "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2 "
         "--pipeline-model-parallel-size 2",
-        pp="both",
+        pp="both:powersgd:8",
     ),
     "steps that Megatron runs again": Mode(
         "--check-for-spiky-loss --no-check-for-nan-in-loss-and-grad --error-injection-rate 2"
     ),
-    "Triton's kernels": Mode("", "--edgc-kernels fused"),
+    "Triton's kernels": Mode("", "--edgc-study kernels=fused"),
     "Triton's kernels, distributed optimizer, fp16 that overflows at first, error kept in bf16": Mode(
         "--fp16 --initial-loss-scale 262144 --hysteresis 1 --accumulate-allreduce-grads-in-fp32 "
         "--use-distributed-optimizer --overlap-grad-reduce",
-        "--edgc-kernels fused --edgc-error-dtype bf16",
+        "--edgc-study kernels=fused --edgc-error-dtype bf16",
         tolerance=0.2,
         lost=8e-3,
         format="torch",
@@ -214,7 +216,7 @@ FULL_RANK = shlex.split(  # as in dense training no spike is scaled down
     "--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0 "
     "--edgc-study spike_limit=inf"
 )
-# Whether messages between stages are rounded by default is a question of time, which is not the same in every run.
+# The preset would round messages between stages: modes that do it say so.
 COMPRESSED = shlex.split("--edgc --edgc-pp off --edgc-window 2 --edgc-warmup-fraction 0.25")
 LOW_RANK = shlex.split("--edgc-static-rank 8")
 
@@ -247,14 +249,16 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     # dropout: not even plain Megatron finds its random numbers again on a CPU
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters", str(ITERATIONS)]
     base += shlex.split(mode.flags)
-    shared = "--edgc-fuse-embedding-sync " * mode.fuses + "--edgc-kernels fused" * ("--edgc-kernels fused" in mode.edgc)
-    messages = [] if mode.pp == "off" else ["--edgc-pp", mode.pp, "--edgc-pp-rank"]
-    full = [*FULL_RANK, *(messages and [*messages, "64"]), *shlex.split(shared)]
+    kernels = "--edgc-study kernels=fused"
+    shared = "--edgc-fuse-embedding-sync " * mode.fuses + kernels * (kernels in mode.edgc)
+    messages = [] if mode.pp == "off" else ["--edgc-pp"]
+    which = "both" if mode.pp.startswith("both") else "backward"
+    full = [*FULL_RANK, *(messages and [*messages, f"{which}:powersgd:64"]), *shlex.split(shared)]
     edgc = [
         *base,
         *COMPRESSED,
         *([] if "--edgc-engine" in mode.edgc else LOW_RANK),
-        *(messages[:-1] if "--edgc-pp-engine" in mode.edgc else messages and [*messages, "8"]),
+        *(messages and [*messages, mode.pp]),
         *shlex.split(mode.edgc),
     ]
     checkpoint = str(folder / name)

@@ -1,7 +1,6 @@
 """EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc
-from edgc.config import ConfigError, EDGCConfig, Study
+from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
 from tests.distributed.gloo import run_on_ranks
@@ -29,7 +28,7 @@ PAPER = EDGCConfig.from_preset(
         "iteration_sampling_rate": 0.5,
     }
 )
-BALANCED = EDGCConfig.from_preset({"rmax": 8, "window": 10})
+BALANCED = EDGCConfig.from_preset({"static_rank": 8, "window": 10})
 
 
 class Net(nn.Module):
@@ -203,8 +202,8 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
 
 def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
-    bad = replace(LOW_RANK, static_rank=4, study=Study(error_decay=0.0))
-    paper, balanced = replace(PAPER, log_dir=folder), BALANCED
+    bad = LOW_RANK.but(static_rank=4, error_decay=0.0)
+    paper, balanced = PAPER.but(log_dir=folder), BALANCED
     return {
         name: Training(rank, config, 120).train(120)
         for name, config in (("dense", None), ("paper", paper), ("balanced", balanced), ("bad", bad))
@@ -336,8 +335,8 @@ def refused(rank: int) -> dict[str, str]:
     cases = {
         "unused": lambda: Training(rank, LOW_RANK, find_unused_parameters=True),
         "pipeline": lambda: attach(DistributedDataParallel(net()), "optimus", iterations=40),
-        "rank": lambda: Training(rank, replace(PAPER, rmin=None, rmax=256)),
-        "window": lambda: Training(rank, replace(PAPER, window=100)),
+        "rank": lambda: Training(rank, PAPER.but(rmin=None, rmax=256)),
+        "window": lambda: Training(rank, PAPER.but(window=100)),
         "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
         "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
             Training(rank, EDGCConfig.of(engine="int4")).state.state_dict()  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ class Sixteenths(Elementwise):
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": name} for name in (*ENGINES, "sixteenths")},
     "powersgd, rounded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int8"},
-    "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6", "weak_basis_wire": "int4"},
+    "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6+int4"},
     "powersgd, cold": {"engine": "powersgd", "warm_start": False},
     "powersgd, not turned": {"engine": "powersgd", "transpose": False, "wire": "int4", "basis_wire": "int8"},
     "powersgd, the mean's error": {"engine": "powersgd", "local_error": False, "wire": "int4", "basis_wire": "int8"},

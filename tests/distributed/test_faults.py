@@ -18,7 +18,7 @@ EDGC = [
     "--edgc",
     "--edgc-window",
     "4",
-    "--edgc-rmax",
+    "--edgc-static-rank",
     "8",
     "--edgc-iteration-sampling-rate",
     "0.5",

@@ -52,7 +52,7 @@ def test_a_model_provider_of_another_model_trains_compressed_and_resumes(tmp_pat
 
 def test_its_pipeline_sends_gradients_between_stages_compressed(tmp_path: Path) -> None:
     pipeline = ["--pipeline-model-parallel-size", "2", "--train-iters", "12", "--edgc-log-dir", str(tmp_path)]
-    found = train(*pipeline, *PAPER, "--edgc-pp", "backward", "--edgc-pp-rank", "8", processes=4)
+    found = train(*pipeline, *PAPER, "--edgc-pp", "backward:powersgd:8", processes=4)
     assert len(found) == 12 and found[-1] < found[0]
     *_, last = read_events(tmp_path)
     assert [stage["stage"] for stage in last["stages"]] == ["stage 1", "stage 2"]

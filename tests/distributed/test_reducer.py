@@ -60,7 +60,7 @@ SETTINGS: list[dict[str, object]] = [
     {},
     {"engine": "alternating", "wire": "int4", "rest_wire": "int4", "dense_wire": "int8"},
     {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "rest_wire": "int8", "equalise": True},
-    {**PRESETS["fast"], "rank_model": "gaussian"},
+    {**PRESETS["fast"], "static_rank": None},
 ]
 
 
@@ -242,8 +242,7 @@ def memory_of_reductions(rank: int) -> dict[str, float]:
     routes.PORTION = side * side // 4
     peaks = {}
     for preset in ("paper", "balanced"):
-        settings = {key: value for key, value in PRESETS[preset].items() if key not in ("rank_model", "rank_share")}
-        config = EDGCConfig.of(**settings, static_rank=16, iteration_sampling_rate=0.01)
+        config = EDGCConfig.of(**{**PRESETS[preset], "static_rank": 16, "iteration_sampling_rate": 0.01})
         communicator = Communicator(dist.group.WORLD, Traffic())
         under_test = GradientReducer(allocate(parameters, config, 8), config, communicator, CPU)
         for kind, stage_rank in (("warm-up", None), ("low rank", 16)):
@@ -267,7 +266,7 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
     """Counted and computed, compressed at rank 8 and not, for settings that differ in formats."""
     found = []
     large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
-    for settings in ({}, {"basis_wire": "int8", "weak_basis_wire": "int4", "wire": "int4", "rest_wire": "int8"}):
+    for settings in ({}, {"basis_wire": "int8+int4", "wire": "int4", "rest_wire": "int8"}):
         config = EDGCConfig.of(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
         allocation = allocate(large, config, 4)
         traffic = Traffic()

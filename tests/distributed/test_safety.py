@@ -34,8 +34,7 @@ def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -
 
 def of_preset(name: str) -> dict[str, Any]:
     """A preset's settings with a rank for matrices of this size."""
-    settings = {key: value for key, value in PRESETS[name].items() if key not in ("rank_model", "rank_share")}
-    return {**settings, "static_rank": RANK}
+    return {**PRESETS[name], "static_rank": RANK}
 
 
 def true_gradient() -> Tensor:

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from edgc.compress.engines import ENGINES, has_rank
@@ -63,7 +61,7 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(cost, allocation.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
-    one_factor = replace(config, engine="alternating", rest_wire="bf16", dense_wire="bf16")
+    one_factor = config.but(engine="alternating", rest_wire="bf16", dense_wire="bf16")
     cost = cost_of_link(allocation, one_factor, ranks=4, gbps=0.008)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)

@@ -51,10 +51,10 @@ def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     assert config is not None and not config.equalise and config.basis_cycle > 1
     plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
     assert plain == EDGCConfig.of(preset="paper", fuse_embedding_sync=False, equalise=True)
-    assert config.fuse_embedding_sync is None  # the run decides
+    assert config.pipeline.fuse_embedding_sync is None  # the run decides
     for prefix, wanted in (("", True), ("no-", False)):
         given = config_from_args(parse("--edgc", f"--edgc-{prefix}fuse-embedding-sync"))
-        assert given is not None and given.fuse_embedding_sync is wanted
+        assert given is not None and given.pipeline.fuse_embedding_sync is wanted
 
 
 def test_levers_of_studies_are_named_with_their_values() -> None:

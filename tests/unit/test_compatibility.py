@@ -199,8 +199,8 @@ def test_messages_whose_shape_a_receiver_cannot_know_are_refused(
 def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     virtual["variable_seq_lengths"] = False
-    config = EDGCConfig.of(pp="backward", pp_epilogue_only=True)
-    with pytest.raises(ConfigError, match="--edgc-pp-epilogue-only with a virtual pipeline"):
+    config = EDGCConfig.of(pp="epilogue")
+    with pytest.raises(ConfigError, match="--edgc-pp = epilogue does not work with a virtual pipeline"):
         compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
 
 

@@ -1,10 +1,11 @@
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from edgc.compress.engines import ENGINES, engine_class
 from edgc.compress.engines.base import Elementwise, LowRank
-from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
+from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag, knobs
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,22 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
         ({"link_gbps": 0.0}, r"--edgc-link-gbps = 0.0"),
         ({"entropy_estimator": "guess"}, r"--edgc-study entropy_estimator = guess: must be one of gaussian"),
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
-        ({"rank_share": 0.0}, r"--edgc-rank-share = 0.0: must lie in \(0, 1\]"),
+        ({"static_rank": 8.5}, r"--edgc-static-rank = 8.5: a rank must be a whole number"),
+        ({"static_rank": float("nan")}, r"--edgc-static-rank = nan: must be a rank, or a share"),
+        ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
+        ({"basis_wire": "int6+int4+int2"}, r"--edgc-basis-wire = int6\+int4\+int2: must be one of fp32, "),
+        ({"basis_wire": "int6+"}, r"--edgc-basis-wire = int6\+: must be one of"),
+        ({"pp": "forward"}, r"--edgc-pp = forward: must begin with one of off, auto, backward, both, epilogue"),
+        ({"pp": "off:int4"}, r"--edgc-pp = off:int4: nothing is compressed"),
+        ({"pp": "both:int7"}, r"--edgc-pp = both:int7: both: must be followed by one of powersgd, int8"),
+        ({"pp": "both:int4:8"}, r"--edgc-pp = both:int4:8: a rank, .* may only follow powersgd"),
+        ({"pp": "both:powersgd:0"}, r"--edgc-pp = both:powersgd:0: a rank must be a whole number from 1"),
+        ({"pp": "both:powersgd:8:int9"}, r"--edgc-pp = .*: the format must be one of fp32"),
+        (
+            {"pp": "both", "engine": "int4"},
+            r"--edgc-pp = both: the engine int4 has no rank; .* both:powersgd:16",
+        ),
+        ({"kernels": "fused", "engine": "int4"}, r"--edgc-study kernels = fused: the engine int4 has no rank"),
         ({"preset": "best"}, r"--edgc-preset = best: must be one of paper, safe, balanced, fast"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
@@ -34,8 +50,7 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, flag, knobs
         ({"error_decay": 1.5}, r"--edgc-study error_decay = 1.5: must lie in \[0, 1\]"),
         ({"error_average": 1.0}, r"--edgc-study error_average = 1.0: must lie in \[0, 1\)"),
         ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-study rank_tilt = 1.0: must lie between -1 and 1"),
-        ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a constant rank"),
-        ({"rank_tilt": 0.5, "engine": "int4", "rank_model": "constant"}, r"--edgc-study rank_tilt = 0.5: tilts only"),
+        ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a static rank"),
         (
             {"engine": "loco", "equalise": True},
             r"--edgc-equalise = True: the engine loco keeps errors by its own rule",
@@ -65,8 +80,8 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 
 def test_defaults_are_the_papers() -> None:
     config = EDGCConfig()
-    assert (config.window, config.rank_step, config.warmup_fraction) == (1000, 8, 0.1)
-    assert (config.iteration_sampling_rate, config.gradient_sampling_rate) == (0.1, 0.25)
+    assert (config.ranks.window, config.ranks.rank_step, config.ranks.warmup_fraction) == (1000, 8, 0.1)
+    assert (config.ranks.iteration_sampling_rate, config.ranks.gradient_sampling_rate) == (0.1, 0.25)
 
 
 def test_every_knob_says_what_it_is() -> None:
@@ -87,11 +102,13 @@ def test_every_engine_is_where_its_registration_says() -> None:
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
-    balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "rmax": 64})
-    assert (balanced.preset, balanced.wire, balanced.basis_wire, balanced.rmax) == ("balanced", "int8", "int6", 64)
-    balanced.check_run(500)  # no window is needed where the rank is constant
-    assert balanced.weak_basis_wire == "int4"
-    assert EDGCConfig.from_preset({"preset": "balanced", "basis_wire": "fp32"}).weak_basis_wire is None
+    balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "static_rank": 64})
+    assert (balanced.preset, balanced.formats.wire, balanced.ranks.static_rank) == ("balanced", "int8", 64)
+    balanced.check_run(500)  # no window is needed where the rank is static
+    assert balanced.formats.basis_wires == ("int6", "int4")
+    single = EDGCConfig.from_preset({"preset": "balanced", "basis_wire": "fp32"})
+    assert single.formats.basis_wires == ("fp32", "fp32")
+    assert EDGCConfig.from_preset({"preset": "balanced", "pp": "both"}).pipeline.pp == "both:int4"
     for name in PRESETS:
         EDGCConfig.from_preset({"preset": name})
     with pytest.raises(ConfigError, match="--edgc-preset = best"):
@@ -99,14 +116,23 @@ def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
 
 
 def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None:
-    assert EDGCConfig.from_preset({"preset": "optimus", "pp": "off"}).pp_rank is None
-    assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).static_rank is None
-    assert EDGCConfig.from_preset({"preset": "optimus", "pp_engine": "int8"}).pp_rank is None
-    ranked = EDGCConfig.from_preset({"preset": "balanced", "pp_rank": 8})  # a rank means low rank
-    assert (ranked.pp, ranked.pp_engine, ranked.pp_rank) == ("auto", "powersgd", 8)
-    with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp-engine int4"):
-        EDGCConfig.of(pp="backward", pp_engine="int4", pp_rank=8)
-    with pytest.raises(ConfigError, match="--edgc-pp-engine = int4: does nothing with --edgc-pp off"):
-        EDGCConfig.of(pp_engine="int4")
-    with pytest.raises(ConfigError, match="--edgc-pp-rank = 8: does nothing with --edgc-pp off"):
-        EDGCConfig.from_preset({"preset": "optimus", "pp": "off", "pp_rank": 8})
+    assert EDGCConfig.from_preset({"preset": "optimus", "pp": "off"}).pipeline.messages == Messages()
+    assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).ranks.static_rank is None
+    ranked = EDGCConfig.from_preset({"preset": "balanced", "pp": "auto:powersgd:8"})
+    assert ranked.pipeline.messages == Messages("auto", "powersgd", 8)
+
+
+def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:
+    for given in ({"rank_model": "measured"}, {"rmin": 4}, {"rank_step": 4}):
+        config = EDGCConfig.from_preset({"preset": "balanced", **given})
+        assert (config.ranks.static_rank, config.ranks.rmax) == (None, 5 / 32)
+    config = EDGCConfig.from_preset({"preset": "optimus", "rmax": 64})
+    assert (config.ranks.static_rank, config.ranks.rmax) == (None, 64)
+
+
+def test_settings_keep_their_values_with_and_without_their_groups() -> None:
+    for name in PRESETS:
+        config = EDGCConfig.from_preset({"preset": name})
+        assert EDGCConfig.of(**config.flat()) == config == config.but()
+        assert config.but(window=7) == EDGCConfig.of(**{**config.flat(), "window": 7}) != config
+    assert len(config.flat()) == len(knobs()) - 1 + len(fields(Study))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgc.config import EDGCConfig, Study
+from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.alignment import CommCost
 from edgc.plan.controller import (
     Controller,
@@ -30,7 +30,7 @@ BASE = EDGCConfig.of(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stabi
 
 
 def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
-    return Controller(replace(BASE, **settings), iterations, [MATRICES] * stages, [cost] * stages)
+    return Controller(BASE.but(**settings), iterations, [MATRICES] * stages, [cost] * stages)
 
 
 def play(c: Controller, history: list[float], backward: float = math.nan) -> list[tuple[int | None, ...]]:
@@ -207,8 +207,7 @@ def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
 
 @pytest.mark.parametrize(("tilt", "ranks"), [(0.5, [44, 36, 28, 20]), (-0.5, [20, 28, 36, 44])])
 def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, ranks: list[int]) -> None:
-    levers = Study(rank_tilt=tilt)
-    c = controller(static_rank=32, rmin=None, rmax=None, study=levers, iterations=4 * WINDOW, warmup_fraction=0.0)
+    c = controller(static_rank=32, rmin=None, rmax=None, rank_tilt=tilt, iterations=4 * WINDOW, warmup_fraction=0.0)
     assert c.plan.ranks == (ranks[0],)
     assert first_stage(play(c, [math.nan] * 3)) == ranks[1:]
     assert static_ranks(c.config) == (16, 48) and smallest_rank(c.config) == 16
@@ -236,7 +235,7 @@ def test_alignment_gives_later_stages_the_rank_that_ends_with_the_first() -> Non
 def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> None:
     # 4 ms of backward at 1 ms a rank as above, and of messages 8 ms uncompressed or 1 ms a rank and 4 ms
     message = StageCost(CommCost(0.004, 0.001), 0.008, 0.008)
-    config = replace(BASE, align=True, rank_step=64)
+    config = BASE.but(align=True, rank_step=64)
     c = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3, message_costs=[None, message, message])
     assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 28, 40)
     seen = StageObservation(entropy=-5.2, micro_backward_seconds=0.004)
@@ -344,17 +343,20 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width() -> None:
     resolved = resolve_ranks(EDGCConfig(), 130, 1024)
-    assert (resolved.rmin, resolved.rmax) == (32, 128)
-    given = resolve_ranks(EDGCConfig.of(rmax=64, rmin=8, rank_share=0.5), 1000, 1024)
-    assert (given.rmin, given.rmax) == (8, 64)
-    assert resolve_ranks(EDGCConfig.of(rmax=6), 0, 1024).rmin == 4
-    share = EDGCConfig.of(rank_share=1 / 16)
-    assert resolve_ranks(share, 200, 1024).rmax == 64
-    assert resolve_ranks(share, 40, 1024).rmax == 40, "never above break-even"
-    assert resolve_ranks(share, 200, 32).rmax == 4
-    constant = resolve_ranks(replace(share, rank_model="constant"), 200, 1024)
-    assert (constant.static_rank, constant.rmin, constant.rmax, constant.dynamic) == (64, None, None, False)
-    assert resolve_ranks(EDGCConfig.of(rank_model="constant", rmax=12), 0, 1024).static_rank == 12
+    assert (resolved.ranks.rmin, resolved.ranks.rmax) == (32, 128)
+    given = resolve_ranks(EDGCConfig.of(rmax=64, rmin=8), 1000, 1024)
+    assert (given.ranks.rmin, given.ranks.rmax) == (8, 64)
+    assert resolve_ranks(EDGCConfig.of(rmax=6), 0, 1024).ranks.rmin == 4
+    share = EDGCConfig.of(rmax=1 / 16)
+    assert resolve_ranks(share, 200, 1024).ranks.rmax == 64
+    assert resolve_ranks(share, 40, 1024).ranks.rmax == 40, "never above break-even"
+    assert resolve_ranks(share, 200, 32).ranks.rmax == 4
+    with pytest.raises(ConfigError, match="--edgc-rmin = 80: must not exceed rmax = 64"):
+        resolve_ranks(EDGCConfig.of(rmax=1 / 16, rmin=80), 200, 1024)
+    static = EDGCConfig.of(static_rank=1 / 16)
+    for break_even, rank in ((200, 64), (40, 40)):
+        settled = resolve_ranks(static, break_even, 1024)
+        assert (settled.ranks.fixed, settled.dynamic, static.dynamic) == (rank, False, True)
 
 
 def falling(strength: float) -> list[float]:

@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from edgc import flags
-from edgc.config import GROUPS, EDGCConfig, knobs
+from edgc.config import EDGCConfig, knobs
+from edgc.flags import GROUPS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ def test_a_flag_stands_with_its_values_default_and_source() -> None:
         "  --edgc-preset {paper,safe,balanced,fast,optimus}"
     ]
     place = lines.index("  --edgc-window <iterations>")
-    window = EDGCConfig.from_preset({}).window
+    window = EDGCConfig.from_preset({}).ranks.window
     assert f"Default: {window}. Source: arXiv" in lines[place + 1]
     assert "  --edgc-align, --edgc-no-align" in lines
     assert all(len(line) <= flags.WIDTH for line in lines)

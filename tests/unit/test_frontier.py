@@ -340,8 +340,11 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "| 2: +0.00 | 0.50 | 0123456+ | with: --edgc-engine int4 |" in page
     assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
     (outdated,) = (one for one in page_lines([third], lines) if one["name"] == "ours")
-    assert "warmup_fraction 0.025" in outdated["other"] and "rank_share 0.25" in outdated["other"]
-    assert outdated["before"] == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10"
+    assert "warmup_fraction 0.025" in outdated["other"] and "static_rank 0.25" in outdated["other"]
+    assert (
+        outdated["before"]
+        == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10, errors of spikes limited"
+    )
     today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(changes.CHANGES))
     assert old(page_lines([third], [today])[0]) == ""
     (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")
@@ -365,6 +368,29 @@ def test_flags_of_older_lines_mean_what_todays_say() -> None:
             "--edgc-engine int4:rotated --edgc-dense-wire int8",
         ),
         ("--edgc-engine int4 --edgc-stochastic", "--edgc-engine int4:stochastic"),
+        ("--edgc-pp backward --edgc-pp-rank 16", "--edgc-pp backward:powersgd:16"),
+        ("--edgc-pp both --edgc-pp-rank 16 --edgc-pp-wire int8", "--edgc-pp both:powersgd:16:int8"),
+        ("--edgc-pp both --edgc-pp-engine int8", "--edgc-pp both:int8"),
+        (
+            "--edgc-basis-wire bf16 --edgc-weak-basis-wire bf16 --edgc-wire bf16",
+            "--edgc-basis-wire bf16 --edgc-wire bf16",
+        ),
     ):
         assert changes.respelled(f"{shared} {then}") == f"{shared} {now}"
         assert changes.respelled(f"{shared} {now}") == f"{shared} {now}"
+
+
+def test_presets_of_older_lines_mean_what_todays_say() -> None:
+    rank = {
+        "rank_model": "constant",
+        "rank_share": 0.25,
+        "basis_wire": "int6",
+        "weak_basis_wire": "int4",
+        "wire": "int4",
+    }
+    now = {"static_rank": 0.25, "basis_wire": "int6+int4", "wire": "int4"}
+    assert changes.respelled_settings(rank) == now
+    assert changes.respelled_settings({**rank, "pp": "auto", "pp_engine": "int4"}) == {**now, "pp": "auto:int4"}
+    optimus = {"pp": "backward", "pp_rank": 16, "pp_epilogue_only": True, "static_rank": 128}
+    assert changes.respelled_settings(optimus) == {"pp": "epilogue:powersgd:16", "static_rank": 128}
+    assert changes.respelled_settings(PRESETS["fast"]) == PRESETS["fast"]

@@ -1,7 +1,6 @@
 """A reduction with Triton's kernels against the plain one, and how often each goes over a gradient."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def group() -> Iterator[None]:
 
 def reducer(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings: Any) -> GradientReducer:
     assert dist.group.WORLD is not None
-    config = replace(EDGCConfig.of(**settings), iteration_sampling_rate=1e-6)
+    config = EDGCConfig.of(**{**settings, "iteration_sampling_rate": 1e-6})
     made = GradientReducer(Allocation(matrices, ()), config, Communicator(dist.group.WORLD, Traffic()), CPU)
     made.set_rank(rank, {matrix.name: rank for matrix in matrices})
     return made

@@ -27,7 +27,7 @@ def processes(*costs: StageCost | None) -> list[list[ProcessStage]]:
 def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
     plan = plan_run(EDGCConfig.of(window=100), RUN, processes(CHEAP, CHEAP))
     assert plan.compresses and not plan.warnings
-    assert (plan.config.rmin, plan.config.rmax) == (4, 20)
+    assert (plan.config.ranks.rmin, plan.config.ranks.rmax) == (4, 20)
     assert plan.keys == [StageKey(Part.LAYERS, 0), StageKey(Part.LAYERS, 1)]
     for stage in plan.stages:
         assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
@@ -43,7 +43,7 @@ def test_the_slowest_link_limits_the_rank_and_the_slowest_process_is_the_cost_of
     slow = StageCost(CommCost(0.0, 0.002), 0.025, 0.025)  # break-even at 12
     known = [*processes(CHEAP, CHEAP), *processes(slow)]
     plan = plan_run(EDGCConfig.of(window=100), RUN, known)
-    assert plan.config.rmax == 12
+    assert plan.config.ranks.rmax == 12
     assert [stage.cost for stage in plan.stages] == [slow, CHEAP]
 
 
@@ -51,21 +51,22 @@ def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank
     config = EDGCConfig.of(window=100, rest_wire="int8", dense_wire="int8")
     plan = plan_run(config, RUN, processes(CHEAP, DEAR))
     assert not plan.compresses and len(plan.warnings) == 1
-    assert (plan.config.engine, plan.config.rest_wire, plan.config.dense_wire) == ("dense", "fp32", "fp32")
+    formats = plan.config.formats
+    assert (plan.config.engine, formats.rest_wire, formats.dense_wire) == ("dense", "fp32", "fp32")
     asked = plan_run(EDGCConfig.of(window=100, rmax=16), RUN, processes(CHEAP, DEAR))
-    assert asked.compresses and (asked.config.rmin, asked.config.rmax) == (4, 16)
+    assert asked.compresses and (asked.config.ranks.rmin, asked.config.ranks.rmax) == (4, 16)
 
 
 def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -> None:
     plan = plan_run(EDGCConfig.of(window=100, pp="backward"), RUN, processes(DEAR, DEAR))
-    assert plan.config.pp == "off" and len(plan.warnings) == 2
-    own_rank = plan_run(EDGCConfig.of(window=100, pp="backward", pp_rank=8), RUN, processes(DEAR, DEAR))
-    assert own_rank.config.pp == "backward" and len(own_rank.warnings) == 1
+    assert plan.config.pipeline.pp == "off" and len(plan.warnings) == 2
+    own_rank = plan_run(EDGCConfig.of(window=100, pp="backward:powersgd:8"), RUN, processes(DEAR, DEAR))
+    assert own_rank.config.pipeline.pp == "backward:powersgd:8" and len(own_rank.warnings) == 1
 
 
 def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> None:
     plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
-    assert plan.compresses and plan.config.rmax == 20
+    assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
     controller = plan.controller(RUN.iterations)
     assert controller.dense == {1} and controller.matrices[1] == ()
@@ -74,7 +75,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
     alone = Run(iterations=1000, replicas=1, pipeline_stages=2)
     plan = plan_run(EDGCConfig.of(window=100, dense_wire="int8"), alone, processes(None, None))
-    assert plan.config.dense_wire == "fp32" and plan.config.rmax == 24  # by the matrices alone
+    assert plan.config.formats.dense_wire == "fp32" and plan.config.ranks.rmax == 24  # by the matrices alone
     assert all(stage.dense_because for stage in plan.stages)
 
 

@@ -152,7 +152,7 @@ def sampling(stage: Stage, repetitions: int, device: torch.device) -> dict[str, 
     with torch.no_grad():
         times = [seconds(lambda: reducer.measure(views, measured), device) for _ in range(repetitions + 1)]
     usual = median(times[1:])  # the first call allocates
-    return {"measured_seconds": usual, "mean_seconds": usual * config.iteration_sampling_rate}
+    return {"measured_seconds": usual, "mean_seconds": usual * config.ranks.iteration_sampling_rate}
 
 
 def break_even_gbps(stage: Stage, row: dict[str, Any]) -> float:

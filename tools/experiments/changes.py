@@ -1,7 +1,7 @@
 """What today's code makes of a run: what its preset stands for, and what has changed since earlier results."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,11 @@ RESPELLED = (
     (r"--edgc-no-transpose\b", "--edgc-study transpose=off"),
     (r"--edgc-no-local-error\b", "--edgc-study local_error=off"),
     (r"--edgc-statistics\b", "--edgc-study statistics=on"),
+    (r"--edgc-pp (\w+) --edgc-pp-rank (\d+) --edgc-pp-wire (\w+)", r"--edgc-pp \1:powersgd:\2:\3"),
+    (r"--edgc-pp (\w+) --edgc-pp-rank (\d+)", r"--edgc-pp \1:powersgd:\2"),
+    (r"--edgc-pp (\w+) --edgc-pp-engine (\w+)", r"--edgc-pp \1:\2"),
+    (r"--edgc-basis-wire (\w+) --edgc-weak-basis-wire \1\b", r"--edgc-basis-wire \1"),
+    (r"--edgc-weak-basis-wire int6\b", "--edgc-basis-wire int6"),
 )
 
 
@@ -44,6 +49,22 @@ def respelled(flags: str) -> str:
     for then, now in RESPELLED:
         flags = re.sub(then, now, flags)
     return flags
+
+
+def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a preset of older lines as today's code has them."""
+    now = dict(settings)
+    if now.get("rank_model") == "constant":
+        del now["rank_model"]
+        now["static_rank"] = now.pop("rank_share")
+    if "weak_basis_wire" in now:
+        now["basis_wire"] = f"{now['basis_wire']}+{now.pop('weak_basis_wire')}"
+    if "pp_rank" in now:
+        which = "epilogue" if now.pop("pp_epilogue_only") else now["pp"]
+        now["pp"] = f"{which}:powersgd:{now.pop('pp_rank')}"
+    if "pp_engine" in now:
+        now["pp"] = f"{now['pp']}:{now.pop('pp_engine')}"
+    return now
 
 
 def changed(engine: str, stages: int, known: int) -> str:
@@ -61,7 +82,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     meaning = PRESETS[names[-1]] if names else {}
     pipeline = "--pipeline-model-parallel-size" in arguments
     embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
-    void = {name for name in meaning if name.startswith("pp") and (not pipeline or "--edgc-pp" in arguments)}
+    void = {name for name in meaning if name == "pp" and (not pipeline or "--edgc-pp" in arguments)}
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
     return {name: value for name, value in meaning.items() if name not in void}

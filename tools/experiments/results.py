@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgc.config import EDGCConfig
-from tools.experiments.changes import changed, preset, respelled
+from tools.experiments.changes import changed, preset, respelled, respelled_settings
 from tools.experiments.lists import Trial
 from tools.shared.files import write
 from tools.shared.runs import Run
@@ -115,9 +115,10 @@ def other_settings(line: Mapping[str, Any], trial: Trial) -> str:
     now = _by_flag([*trial.settings, *trial.flags])
     found = [" ".join(then[flag]) for flag in then if then[flag] != now.get(flag)]
     found += [f"no {flag}" for flag in now if flag not in then]
-    meaning, today = line["preset_settings"], preset(trial.arguments())
+    meaning, today = respelled_settings(line["preset_settings"]), preset(trial.arguments())
+    defaults = EDGCConfig().flat()
     for name in sorted(meaning.keys() | today.keys()):
-        before, after = (one.get(name, getattr(EDGCConfig, name)) for one in (meaning, today))
+        before, after = (one.get(name, defaults[name]) for one in (meaning, today))
         if before != after and name != "fuse_embedding_sync":  # that is one of the changes
             found.append(f"{name} {before}")
     return ", ".join(found)

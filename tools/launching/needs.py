@@ -208,7 +208,8 @@ def _stage_needs(
     if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
         tied = parameters.get(part.shared_embedding_or_output_weight())
     tied_bytes = 0.0 if tied is None else all_reduce_bytes(tied.elements * gradient, COPIES)
-    fused = tied if config.fuse_embedding_sync else None  # summed over all its copies by one low-rank reduction
+    # summed over all its copies by one low-rank reduction
+    fused = tied if config.pipeline.fuse_embedding_sync else None
 
     def cost(reduced: Sequence[Parameter], processes: int, scatters: bool) -> StageCost:
         return cost_in_bytes(allocate(reduced, config, min(ranks)), config, processes, scatters, half=gradient == 2)
@@ -244,9 +245,9 @@ def _state(parameters: Sequence[Parameter], config: EDGCConfig, ranks: Sequence[
 
     allocation = allocate(parameters, config, min(ranks))
     fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
-    if not wire(config.rest_wire).exact:
+    if not wire(config.formats.rest_wire).exact:
         fed_back += allocation.other_elements
     factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices)
-    error = wire(config.error_dtype).tensor_bytes(fed_back)
+    error = wire(config.formats.error_dtype).tensor_bytes(fed_back)
     # a step replaces all errors and one factor of each matrix
     return error * (1 + twice) + factor * (config.basis_cycle + twice)

@@ -28,13 +28,13 @@ class Alternating(LowRank):
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
-        self.wire = wire(config.wire, hadamard=True)
+        self.wire = wire(config.formats.wire, hadamard=True)
         # By name and whether the matrix is transposed: (rows or cols x rank), orthonormal, fp32
         self.bases: dict[tuple[str, bool], Tensor] = {}
 
     @classmethod
     def bytes_per_rank(cls, matrix: MatrixSpec, config: EDGCConfig) -> float:
-        return (matrix.rows + matrix.cols) / 2 * wire(config.wire).bytes_per_value()
+        return (matrix.rows + matrix.cols) / 2 * wire(config.formats.wire).bytes_per_value()
 
     def state_dict(self) -> dict[str, Packed]:
         return {
@@ -52,7 +52,7 @@ class Alternating(LowRank):
         """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
         rows = matrix.cols if transposed else matrix.rows
-        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
+        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.run.seed, name)
 
     def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
         return iteration % 2 == 1

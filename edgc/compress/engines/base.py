@@ -98,7 +98,7 @@ class LowRank(Engine, ABC):
         super().__init__(matrices, config, device)
         # (rank,) norms of the columns of each last Q, sorted: about its singular values
         self.strengths: dict[str, Tensor] = {}
-        self._orthonormalise = lowrank.cholesky_basis if config.kernels == "fused" else lowrank.orthonormalise
+        self._orthonormalise = lowrank.cholesky_basis if config.study.kernels == "fused" else lowrank.orthonormalise
 
     def orthonormal(self, factors: Sequence[Tensor]) -> list[Tensor]:
         """Orthonormal bases of the columns of (n x rank) factors; those of equal shapes are one operation."""

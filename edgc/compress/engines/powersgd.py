@@ -36,7 +36,7 @@ class PowerSGD(LowRank):
 
     Step 6 spans what Q spans, as in the paper, but makes the columns of the next P nearly orthogonal. Rounding P then
     costs each direction a little instead of drowning the weak ones in the error of the strongest. An inexact P is
-    still the same orthonormal basis on all processes. The last columns of P are the weakest, and ``weak_basis_wire``
+    still the same orthonormal basis on all processes. The last columns of P are the weakest, and ``basis_wire``
     may give them fewer bits: an error as large against the strongest ones leaves more behind than a weak column holds.
 
     Error feedback empties the directions that have just been sent. With ``basis_cycle`` = k each matrix keeps k factors
@@ -45,19 +45,14 @@ class PowerSGD(LowRank):
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device):
         super().__init__(matrices, config, device)
-        self.q_wire = wire(config.wire, hadamard=True)
-        self.p_wires = [wire(config.basis_wire, hadamard=True)]
-        if config.weak_basis_wire not in (None, config.basis_wire):
-            self.p_wires.append(wire(config.weak_basis_wire, hadamard=True))
+        self.q_wire = wire(config.formats.wire, hadamard=True)
+        self.p_wires = [wire(name, hadamard=True) for name in dict.fromkeys(config.formats.basis_wires)]
         # V by name and place in the cycle: (n x r), nearly orthonormal, the same bits on every process
         self.bases: dict[tuple[str, int], Packed] = {}
 
     @classmethod
     def bytes_per_rank(cls, matrix: MatrixSpec, config: EDGCConfig) -> float:
-        strong, weak, q = (
-            wire(name).bytes_per_value()
-            for name in (config.basis_wire, config.weak_basis_wire or config.basis_wire, config.wire)
-        )
+        strong, weak, q = (wire(name).bytes_per_value() for name in (*config.formats.basis_wires, config.formats.wire))
         longer, shorter = max(matrix.rows, matrix.cols), min(matrix.rows, matrix.cols)
         return longer * (STRONG_SHARE * strong + (1 - STRONG_SHARE) * weak) + shorter * q
 
@@ -78,13 +73,13 @@ class PowerSGD(LowRank):
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         side = matrix.rows if self.transposes(matrix, iteration) else matrix.cols
         if not self.config.study.warm_start:
-            fresh = lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
+            fresh = lowrank.resize(None, side, rank, self.device, self.config.run.seed, matrix.name, iteration)
             return Packed(fresh, FP32)
         turn = iteration % self.config.basis_cycle
         kept = self.bases.get((matrix.name, turn))
         if kept is None or kept.shape[1] != rank:
             learned = None if kept is None else kept.values()
-            start = lowrank.resize(learned, side, rank, self.device, self.config.seed, matrix.name, turn)
+            start = lowrank.resize(learned, side, rank, self.device, self.config.run.seed, matrix.name, turn)
             kept = self.bases[matrix.name, turn] = Packed(start, STORED)
         return kept
 
