@@ -1,4 +1,4 @@
-"""Whether the processes of a group hold the same bits of what they must share. Pure tensors, no collectives.
+"""Whether the processes of a group hold the same bits of what they must share.
 
 Every process of a data-parallel group orthonormalises the same factors and must get the same basis, bit for bit: a
 difference of 1e-7 in one of them makes parameters drift apart step by step. Other GPUs or library versions in one job
@@ -6,11 +6,13 @@ are enough for that. So the processes compare hashes now and then.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.wire import Packed
 from edgc.errors import ReplicaMismatch
 
 KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared
@@ -29,6 +31,38 @@ def digest(tensor: Tensor) -> Tensor:
     weights = (torch.arange(1, len(words) + 1, device=words.device) * _MULTIPLIER) | 1
     total: Tensor = (words * weights).sum()
     return total
+
+
+def digests_by_parameter(state: Mapping[str, Packed]) -> dict[str, Tensor]:
+    """One hash for all parts of a parameter's state, whose keys are its name, a colon and the part."""
+    found: dict[str, Tensor] = {}
+    for place, (key, packed) in enumerate(sorted(state.items())):
+        name, own = key.rpartition(":")[0], (2 * place + 1) * digest(packed.message)
+        found[name] = found[name] + own if name in found else own
+    return found
+
+
+def compare(
+    names: Sequence[str],
+    kinds: Mapping[str, Mapping[str, int] | Mapping[str, Tensor]],
+    communicator: Communicator,
+    device: torch.device,
+    iteration: int,
+) -> None:
+    """Compare ranks or digests, by kind and parameter, with the other processes of the group; the host waits.
+
+    ``kinds``: those of ``KINDS``; a name may be missing. All processes must call this. Raises ``ReplicaMismatch``.
+    """
+    if not names:
+        return
+    digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=device)
+    places = {name: place for place, name in enumerate(names)}
+    for column, kind in enumerate(KINDS):
+        for name, own in kinds[kind].items():
+            digests[places[name], column] = own
+    uncounted = Communicator(communicator.group, Traffic())  # a check is no gradient traffic
+    gathered = run(uncounted.all_gather(digests.view(-1)))
+    check(names, gathered.view(-1, *digests.shape), communicator.members, iteration)
 
 
 def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], iteration: int) -> None:

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, Traffic, interleave, run
-from edgc.comm.replicas import KINDS, check, digest
+from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.replicas import compare, digests_by_parameter
 from edgc.comm.wire import Packed
 from edgc.compress.batch import triton_kernels
 from edgc.compress.engines import engine_arguments, engine_class
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, MeanSquares, Route, Step
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step, agree
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
-from edgc.observe.entropy import ESTIMATORS, GradientSampler
-from edgc.observe.measurements import Measurements
-from edgc.observe.moments import GradientStatistics
+from edgc.observe.observer import GradientObserver
 from edgc.plan.allocation import Allocation, uniform_ranks
 from edgc.specs import ShardBounds
 
@@ -56,12 +54,7 @@ class GradientReducer:
         self.others = Rounding(everything, config, device, config.formats.rest_wire)
         self.warmup = Rounding(everything, config, device, config.formats.dense_wire)
         self.state = CompressionState(config, self.engine, device, communicator.process)
-        self.sampler = GradientSampler(
-            iteration_rate=config.ranks.iteration_sampling_rate,
-            gradient_rate=config.ranks.gradient_sampling_rate,
-            seed=config.run.seed,
-        )
-        self.measurements = Measurements()
+        self.observer = GradientObserver(allocation.matrices, config, repeatable)
         self.ranks: dict[str, int] = {}
         self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
@@ -70,8 +63,6 @@ class GradientReducer:
         self._digests: dict[str, Tensor] = {}  # of sums, by name
         self._iteration: int | None = None
         self._before: dict[str, dict[str, Packed]] | None = None
-        self._measured = self.measurements  # before the iteration
-        self._skipped: int | None = None  # an iteration whose measurements a window has already taken
         self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
     def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
@@ -92,31 +83,6 @@ class GradientReducer:
         else:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
-    def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
-        """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
-
-        ``gradients`` hold ``loss_scale`` times the gradient.
-        """
-        if not self._measures(iteration):
-            return
-
-        def sample(name: str) -> Tensor:
-            entries = self.sampler.sample(name, gradients[name], iteration)
-            return entries if loss_scale is None else entries / loss_scale
-
-        if self.config.study.statistics:
-            samples = {name: sample(name) for name in gradients}
-            self.measurements.statistics.append(
-                {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
-            )
-        if not self.allocation.matrices:
-            return
-        everything = torch.cat([sample(matrix.name) for matrix in self.allocation.matrices])
-        self.measurements.entropy.append(ESTIMATORS[self.config.study.entropy_estimator](everything))
-
-    def _measures(self, iteration: int) -> bool:
-        return self.sampler.measures(iteration) and iteration != self._skipped
-
     def begin(self, iteration: int) -> None:
         """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
         self.finite = None
@@ -124,9 +90,8 @@ class GradientReducer:
             self.state.norms.keep(())  # norms that the next reduction finds would be old
         if self.repeatable:
             self.roll_back(iteration)
-            if iteration != self._iteration:
-                self._measured = self.measurements.copy()
             self._iteration, self._before = iteration, self.state.state_dict()
+        self.observer.begin(iteration)
 
     @property
     def plain(self) -> bool:
@@ -161,7 +126,7 @@ class GradientReducer:
             return
         if any(gradient.dtype != torch.float32 for gradient in gradients.values()):
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
-        state, measured = self.state, self._measures(iteration) and bool(self.ranks)
+        state, measured = self.state, self.observer.measures(iteration) and bool(self.ranks)
         equaliser = state.equaliser if self.config.equalise else None
         step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
         routes = self._routes(gradients, step, measured)
@@ -176,24 +141,25 @@ class GradientReducer:
 
         yield from interleave([route.exchange() for route in routes])
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
-        finite, mean_squares = yield from self._agree(routes)
+        finite, mean_squares = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(finite, {} if spikes is None else spikes.by_name())
         state.equaliser.update(mean_squares, finite)
         if spikes is not None:
             state.norms.keep(fed_back)
             state.norms.update(spikes, finite)
-            if iteration != self._skipped:
-                self.measurements.add_spikes(spikes.excess, state.norms.limit, finite)
+            if self.observer.counts(iteration):
+                self.observer.measurements.add_spikes(spikes.excess, state.norms.limit, finite)
         self.finite = finite
         if self.verify:
             self._digests = {name: one for route in routes for name, one in route.digests().items()}
         if energy is not None:
             unsent = (state.feedback.squared_norm() / energy).sqrt()
-            self.measurements.residual.append(torch.where(finite, unsent, torch.nan))
+            self.observer.measurements.residual.append(torch.where(finite, unsent, torch.nan))
             if isinstance(self.engine, LowRank):
                 strengths = self.engine.strengths
-                self.measurements.energies.append({n: strengths[n].square() for n in self.ranks if n in strengths})
+                energies = {name: strengths[name].square() for name in self.ranks if name in strengths}
+                self.observer.measurements.energies.append(energies)
 
     def _routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
         """Every gradient in one route: those with a rank in the engine's, the others rounded."""
@@ -206,7 +172,7 @@ class GradientReducer:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
-            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step):
+            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step, self.engine):
                 routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
             else:
                 routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks))
@@ -214,34 +180,11 @@ class GradientReducer:
             routes.append(ElementwiseRoute(ranked, self.specs, step, self.engine))
         return routes
 
-    def _agree(self, routes: list[Route]) -> Steps[tuple[Tensor, MeanSquares]]:
-        """Whether all sums are finite on all processes, and the mean squares of whole sums.
-
-        Only of sums in parts does a process not know this by itself.
-        """
-        finite = torch.stack([route.finite for route in routes]).all()
-        known = {name: pair for route in routes if not route.sharded for name, pair in route.mean_squares.items()}
-        parts = {name: pair for route in routes if route.sharded for name, pair in route.mean_squares.items()}
-        if not any(route.sharded for route in routes):
-            return finite, known
-        sides = [side for pair in parts.values() for side in pair]
-        message = torch.cat([(~finite).float().view(1), *sides])
-        yield self.communicator.all_reduce(message)
-        totals = iter(torch.split(message[1:], [len(side) for side in sides]))
-        return message[0] == 0, {**known, **{name: (next(totals), next(totals)) for name in parts}}
-
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the state and to the measurements. Needs ``repeatable``."""
         if iteration == self._iteration and self._before is not None:
             self.state.load_state_dict(self._before)
-            if self.measurements.windows == self._measured.windows:
-                self.measurements = self._measured.copy()
-            else:
-                self._skipped = iteration
-
-    def measured_before(self, iteration: int) -> Measurements:
-        """The measurements without those of this iteration, also where a window has taken them since."""
-        return self._measured if self.repeatable and iteration == self._iteration else self.measurements
+        self.observer.roll_back(iteration)
 
     def state_bytes(self) -> int:
         """Memory that the state takes between two reductions."""
@@ -254,19 +197,16 @@ class GradientReducer:
 
         Every process of the group must call this after a reduction with ``verify`` set. Raises ``ReplicaMismatch``.
         """
-        names = sorted(self.specs)
-        if not names:
-            return
-        digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=self.device)
-        places = {name: place for place, name in enumerate(names)}
         state = self.state.state_dict()
-        for name, rank in self.ranks.items():
-            digests[places[name], 0] = rank
-        for kind, part in ((1, "engine"), (2, "equaliser")):
-            for turn, (key, packed) in enumerate(sorted(state[part].items())):
-                digests[places[key.rpartition(":")[0]], kind] += (2 * turn + 1) * digest(packed.message)
-        for name, of_sum in self._digests.items():
-            digests[places[name], 3] = of_sum
-        uncounted = Communicator(self.communicator.group, Traffic())  # a check is no gradient traffic
-        gathered = run(uncounted.all_gather(digests.view(-1)))
-        check(names, gathered.view(-1, *digests.shape), self.communicator.members, iteration)
+        compare(
+            sorted(self.specs),
+            {
+                "rank": self.ranks,
+                "factors": digests_by_parameter(state["engine"]),
+                "scales": digests_by_parameter(state["equaliser"]),
+                "sum": self._digests,
+            },
+            self.communicator,
+            self.device,
+            iteration,
+        )

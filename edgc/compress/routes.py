@@ -25,7 +25,7 @@ from edgc.comm.wire import GROUP, Packed
 from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
 from edgc.compress.equaliser import Equaliser, mean_squares
-from edgc.compress.error_feedback import ErrorFeedback
+from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.compress.lowrank import Product, mean_squares_of
 from edgc.specs import MatrixSpec, ShardBounds
 
@@ -65,6 +65,7 @@ class Route(ABC):
     """
 
     fed_back = True  # whether sums may leave errors
+    error_rule: ErrorRule | None = None  # the engine's own
 
     def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], step: Step):
         self.gradients = gradients
@@ -107,7 +108,7 @@ class Route(ABC):
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
     def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
-        self.step.feedback.store(name, error, finite, self.step.iteration)
+        self.step.feedback.store(name, error, finite, self.step.iteration, self.error_rule)
 
     def _scale(self, finite: Tensor) -> Tensor:
         return torch.ones_like(finite, dtype=torch.float32) if self.step.loss_scale is None else self.step.loss_scale
@@ -126,6 +127,23 @@ class Route(ABC):
             self.finite = self.finite & all_finite(list(self.narrow.values()))
 
 
+def agree(routes: Sequence[Route], communicator: Communicator) -> Steps[tuple[Tensor, MeanSquares]]:
+    """After the exchanges: whether all sums are finite on all processes, and the mean squares of whole sums.
+
+    Only of sums in parts does a process not know this by itself.
+    """
+    finite = torch.stack([route.finite for route in routes]).all()
+    known = {name: pair for route in routes if not route.sharded for name, pair in route.mean_squares.items()}
+    parts = {name: pair for route in routes if route.sharded for name, pair in route.mean_squares.items()}
+    if not any(route.sharded for route in routes):
+        return finite, known
+    sides = [side for pair in parts.values() for side in pair]
+    message = torch.cat([(~finite).float().view(1), *sides])
+    yield communicator.all_reduce(message)
+    totals = iter(torch.split(message[1:], [len(side) for side in sides]))
+    return message[0] == 0, {**known, **{name: (next(totals), next(totals)) for name in parts}}
+
+
 class ElementwiseRoute(Route):
     """Gradients that an engine rounds or thins out. With an equaliser they are divided by its scales before."""
 
@@ -138,7 +156,7 @@ class ElementwiseRoute(Route):
     ):
         super().__init__(gradients, specs, step)
         self.engine = engine
-        self.fed_back = not engine.exact
+        self.fed_back, self.error_rule = not engine.exact, engine.error_rule
 
     def exchange(self) -> Steps[None]:
         matrices, step = self.matrices, self.step
@@ -159,9 +177,6 @@ class ElementwiseRoute(Route):
                 if matrix.shape[0] > 1
             }
         self._round_narrow()
-
-    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
-        self.step.feedback.store(name, error, finite, self.step.iteration, self.engine.error_rule)
 
     def _sum_in_place(self) -> Steps[None]:
         """Portion by portion, sums take the place of the matrices and errors that of ``errors``."""
@@ -217,7 +232,7 @@ class FactorRoute(Route):
     ):
         super().__init__(gradients, specs, step)
         self.specs = specs
-        self.engine = engine
+        self.engine, self.error_rule = engine, engine.error_rule
         self.ranks = ranks
         self.factored: FactoredSums | None = None
 
@@ -296,9 +311,11 @@ class FusedRoute(FactorRoute):
         self.kernels = kernels
 
     @staticmethod
-    def fits(kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step) -> bool:
+    def fits(
+        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step, engine: LowRank
+    ) -> bool:
         """Whether the kernels take these gradients, ranks and errors."""
-        rule = step.feedback.rule
+        rule = engine.error_rule or step.feedback.rule
         errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
@@ -325,16 +342,16 @@ class FusedRoute(FactorRoute):
         finite: Tensor,
         excess: Tensor,
     ) -> None:
-        feedback = self.step.feedback
+        feedback, kept_in = self.step.feedback, (self.error_rule or self.step.feedback.rule).wire
         older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
-        error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
+        error = torch.empty_like(matrix, dtype=torch.float32 if kept_in.exact else torch.bfloat16)
         seed = feedback.draw(name, "error", self.step.iteration) >> 32
         with record_function("edgc/write back"):
             self.kernels.write_back(
                 matrix, share, total, finite, older, error, self._own_rows(name), self.step.loss_scale, seed, excess
             )
         message = error.view(1, -1).view(torch.uint8)
-        feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
+        feedback.packed[name] = Packed.restored(message, matrix.shape, kept_in)
 
 
 Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end

@@ -217,7 +217,7 @@ class EDGCState:
         step, reducer = self.driver.step(), unit.reducer
         gradients = {name: self._gradients[name] for name in unit.names}
         reducer.begin(step.iteration)
-        reducer.measure(gradients, step.iteration, step.loss_scale)
+        reducer.observer.measure(gradients, step.iteration, step.loss_scale)
         torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
         self._handles.append(self.overlap.start(reduction, unit.before, self.stage.spans))
@@ -273,7 +273,7 @@ class EDGCState:
         layout, tensors = {}, {}
         for name, contents, message in stage_state(self.stage, self.steps):
             layout[name], tensors[name] = contents, message.to("cpu", copy=True)
-        own = [plain(reducer.measurements) for reducer in self.stage.reducers], self.stage.byte_counts()
+        own = [plain(reducer.observer.measurements) for reducer in self.stage.reducers], self.stage.byte_counts()
         everyone = all_gather_objects(own, self.group)
         controller = self.windows.controller
         return {
@@ -315,7 +315,7 @@ class EDGCState:
         own = state["measurements"][self._process] if processes == self.processes else []
         if len(own) == len(reducers):  # other processes and other units have measured other things
             for reducer, measurements in zip(reducers, own, strict=True):
-                reducer.measurements = measurements_of(measurements)
+                reducer.observer.measurements = measurements_of(measurements)
         self.stage.restore_bytes(*state["bytes"])
         controller = self.plan.controller(self.iterations)  # on every process, so that an error is one of all
         controller.load_state_dict(state["controller"])

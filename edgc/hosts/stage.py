@@ -42,7 +42,7 @@ class Stage(ABC):
 
     def take_window(self, micro_backward_seconds: float) -> RankWindow:
         """What was seen since the last call."""
-        measurements = [reducer.measurements.take() for reducer in self.reducers]
+        measurements = [reducer.observer.measurements.take() for reducer in self.reducers]
         sent, dense = self.traffic.bytes, self.dense_bytes
         window = RankWindow(
             stage=self.key,

@@ -179,7 +179,7 @@ class Checkpoints:
                     state[key] = _tensor(key, message, own if local else 0) if sharded else message
             if own == 0:
                 layouts[place] = [ranks, layout]
-            measured = [plain(reducer.measured_before(iteration)) for reducer in stage.reducers]
+            measured = [plain(reducer.observer.before(iteration)) for reducer in stage.reducers]
             state |= _of_each(f"{place}.measurements", measured, group, sharded)
         if self.messages is not None:
             state |= _of_each(message_place(), self.messages.state_dict(iteration), replica_group(), sharded)
@@ -387,7 +387,7 @@ class Checkpoints:
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             if len(measured) == len(stage.reducers):  # other buckets have measured other things, too
                 for reducer, measurements in zip(stage.reducers, measured, strict=True):
-                    reducer.measurements = measurements_of(measurements)
+                    reducer.observer.measurements = measurements_of(measurements)
         stage.restore_bytes(*index["bytes"][str(stage.key)])
 
 

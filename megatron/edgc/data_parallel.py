@@ -74,7 +74,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         gradients = self._gradients()
         reducer.begin(step.iteration)
         # Before scaling in both branches: the entropy must not jump when compression begins.
-        reducer.measure(gradients, step.iteration, step.loss_scale)
+        reducer.observer.measure(gradients, step.iteration, step.loss_scale)
         start = self.edgc_spans.mark()
         # Megatron would sum a whole bucket, also what is summed elsewhere
         if reducer.plain and len(gradients) == sum(len(bucket.params_list) for bucket in self.buckets):

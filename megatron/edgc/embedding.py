@@ -95,7 +95,9 @@ class TiedEmbedding:
         factor = torch.tensor(self._bucket.gradient_scaling_factor, device=self.gradient().device)
         if self._group.ddp_config.average_in_collective:
             factor /= dist.get_world_size(process_group(self._group))
-        self.reducer.measure(gradient, step.iteration, factor if step.loss_scale is None else factor * step.loss_scale)
+        self.reducer.observer.measure(
+            gradient, step.iteration, factor if step.loss_scale is None else factor * step.loss_scale
+        )
         start = self._spans.mark()
         with torch.no_grad():
             run(self.reducer.reduce(gradient, step.iteration, step.loss_scale))

@@ -187,7 +187,7 @@ class Session:
 
     def _timed_backward(self, device: torch.device) -> Spans:
         """Of the micro-batches of measured iterations."""
-        spans, sampler = Spans(device), self.stages[0].reducers[0].sampler
+        spans, sampler = Spans(device), self.stages[0].reducers[0].observer.sampler
         for chunk in self.chunks:
             BackwardTimer(chunk, lambda: sampler.measures(self.args.curr_iteration), spans)
         return spans

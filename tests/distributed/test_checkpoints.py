@@ -86,7 +86,7 @@ REFUSED = {
     "another engine": "is of the engine powersgd, this run has int4",
     "another model": "has an error of output_layer.weight, which this model lacks",
     "another size": "the error of embedding.position_embeddings.weight has 4096 values, this model's 8192",
-    "another version": "the EDGC state is of version 2, this release reads 3",
+    "another version": "the EDGC state is of version 2, this release reads 4",
     "a folder": "the EDGC state is that of an earlier release",
     "incomplete": "the EDGC state cannot be read (KeyError: 'stage0-tp0.engine')",
 }
@@ -219,6 +219,7 @@ def kinds(folder: Path) -> Left:
 LOCAL = find_spec("nvidia_resiliency_ext") is not None
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(folder: Path, kinds: Left) -> None:
     resumed_same(kinds, "asynchronous", "asynchronous resumed")
     kept = {path.relative_to(folder / "kept").parts for path in (folder / "kept").rglob("*")}
@@ -231,10 +232,12 @@ def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(
     }
 
 
+@pytest.mark.slow
 def test_a_non_persistent_checkpoint_holds_the_state(kinds: Left) -> None:
     resumed_same(kinds, "passing", "passing resumed")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LOCAL, reason="Megatron's local checkpoints need nvidia-resiliency-ext")
 @pytest.mark.parametrize("algorithm", ["fully_parallel", "atomic"])
 def test_a_local_checkpoint_holds_the_state(kinds: Left, algorithm: str) -> None:
@@ -257,6 +260,7 @@ def doubted(folder: Path) -> Left:
     return results(runs, folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_before_a_doubted_step_holds_nothing_of_it(folder: Path, doubted: Left) -> None:
     for result in doubted["doubted"]:
         assert "SystemExit: 16" in result["failed"]

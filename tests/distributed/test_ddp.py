@@ -426,7 +426,7 @@ def test_a_step_that_overflows_is_visible_to_the_scaler_and_changes_no_state() -
 def test_what_cannot_work_is_refused() -> None:
     reasons = {
         "unused": "ConfigError: find_unused_parameters",
-        "pipeline": "ConfigError: --edgc-pp = backward",
+        "pipeline": "ConfigError: --edgc-pp = epilogue:powersgd:16",
         "rank": "ConfigError: --edgc-rmax = 256",
         "window": "ConfigError: --edgc-window = 100",
         "no gradient": "RuntimeError: 9 parameters have no gradient",

@@ -203,6 +203,7 @@ DEFAULTS = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16")
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-pp epilogue:powersgd:8")
 
 
+@pytest.mark.slow
 def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume(tmp_path: Path) -> None:
     base = [*TINY_GPT, "--attention-dropout", "0", "--hidden-dropout", "0", "--pipeline-model-parallel-size", "2"]
     base += ["--global-batch-size", "16", "--lr", "1e-2"]  # so that entropy moves
@@ -212,9 +213,6 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
     other = str(tmp_path / "other")
     other_save = ["--save", other, "--save-interval", "4", "--ckpt-format", "torch_dist"]
     other_load = ["--load", other, "--ckpt-format", "torch_dist"]
-    slow = str(tmp_path / "slow")
-    slow_save = ["--save", slow, "--save-interval", "4", "--ckpt-format", "torch_dist"]
-    slow_load = ["--load", slow, "--ckpt-format", "torch_dist"]
     runs = [
         {"name": "even", "arguments": [*base, "--train-iters", "14", *DYNAMIC]},
         {"name": "skewed", "arguments": [*base, "--train-iters", "14", *DYNAMIC], "slow_stage": 1},
@@ -227,14 +225,7 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
             "latest": [other, 4],
             "break_even": 0,
         },
-        {"name": "slow", "arguments": [*base, "--train-iters", "6", *DEFAULTS, *slow_save], "message_seconds": 2.0},
-        {
-            "name": "slow-resumed",
-            "arguments": [*base, "--train-iters", "6", *DEFAULTS, *slow_load],
-            "latest": [slow, 4],
-            "message_seconds": 0.5,
-        },
-        {"name": "fast", "arguments": [*base, "--train-iters", "6", *DEFAULTS], "message_seconds": 0.5},
+        {"name": "slow", "arguments": [*base, "--train-iters", "4", *DEFAULTS], "message_seconds": 2.0},
         {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
     ]
     left = results(runs, tmp_path)
@@ -246,10 +237,9 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
         assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
     # what a link was found to allow is not found anew by a run that goes on
     assert {rank for one in left["timed"] for rank in one["message_ranks"]} == {None, 8}
-    assert {rank for one in left["slow"] for rank in one["message_ranks"]} == {None}
-    assert {rank for one in left["fast"] for rank in one["message_ranks"]} == {None, 0}
+    # what a preset rounds is rounded, however long it takes
+    assert {rank for one in left["slow"] for rank in one["message_ranks"]} == {None, 0}
     pairs = [(left["saved"], left["resumed"]), (left["timed"], left["timed-resumed"])]
-    pairs.append((left["slow"], left["slow-resumed"]))
     for saved, resumed in (both for run, rest in pairs for both in zip(run, rest, strict=True)):
         assert saved["message_ranks"][-len(resumed["message_ranks"]) :] == resumed["message_ranks"]
         assert all(torch.equal(saved["parameters"][name], resumed["parameters"][name]) for name in saved["parameters"])

@@ -185,10 +185,10 @@ def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
     under_test.set_rank(4)
     for step in range(4):
         local = gradients(rank, step)
-        under_test.measure(local, step)
+        under_test.observer.measure(local, step)
         run(under_test.reduce(local, step))
-    seen = under_test.measurements.take()
-    assert under_test.measurements.entropy == [] and under_test.measurements.residual == []
+    seen = under_test.observer.measurements.take()
+    assert under_test.observer.measurements.entropy == [] and under_test.observer.measurements.residual == []
     return under_test.communicator.traffic.bytes, [float(e) for e in seen.entropy], [float(r) for r in seen.residual]
 
 
@@ -209,7 +209,7 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
     whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in local.values()))
     run(under_test.reduce(local, 0))
     left = math.sqrt(under_test.state.feedback.squared_norm())
-    return float(under_test.measurements.residual[0]), left / whole
+    return float(under_test.observer.measurements.residual[0]), left / whole
 
 
 def test_the_residual_is_that_of_what_was_to_be_sent() -> None:

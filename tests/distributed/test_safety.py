@@ -89,7 +89,7 @@ def cosines_of(rank: int, preset: str, factor: float, limit: float = LIMIT, corn
         run(under_test.reduce({"w": gradient}, step))
         # clipping by norm, as the optimizer does after the reduction, changes no cosine
         found.append(float((gradient * truth).sum() / gradient.norm()))
-    measured, expected = under_test.measurements.take(), rank == 0 and factor > limit
+    measured, expected = under_test.observer.measurements.take(), rank == 0 and factor > limit
     assert float(measured.spikes) == (1 if expected else 0)
     if expected:
         assert float(measured.largest_spike) == pytest.approx(factor, rel=0.1)
@@ -240,15 +240,15 @@ def repeated(rank: int) -> tuple[list[int], list[int]]:
     def step(iteration: int) -> None:
         gradient = noisy(iteration, rank)
         under_test.begin(iteration)
-        under_test.measure({"w": gradient}, iteration)
+        under_test.observer.measure({"w": gradient}, iteration)
         run(under_test.reduce({"w": gradient}, iteration))
 
     for iteration in (0, 1, 1, 1, 2):
         step(iteration)
-    first = under_test.measurements.take()
+    first = under_test.observer.measurements.take()
     step(2)
     step(3)
-    second = under_test.measurements.take()
+    second = under_test.observer.measurements.take()
     return tuple(  # type: ignore[return-value]
         [len(seen.entropy), len(seen.residual), len(seen.energies)] for seen in (first, second)
     )

@@ -10,8 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import Packed
 from edgc.compress.engines import ENGINES
-from edgc.compress.reducer import GradientReducer, Measurements
+from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
+from edgc.observe.measurements import Measurements
 from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 
@@ -60,12 +61,12 @@ def test_no_value_is_read(
     for iteration in range(6):
         under_test.set_rank(None if iteration < 2 else 8)
         gradients = {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in SHAPES.items()}
-        under_test.measure(gradients, iteration)
+        under_test.observer.measure(gradients, iteration)
         run(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
         if iteration == 3:  # the next spikes are counted from a number, not from a tensor
-            measured = under_test.measurements.take()
-            under_test.measurements.entropy = measured.entropy
-    assert len(under_test.measurements.entropy) == 3
+            measured = under_test.observer.measurements.take()
+            under_test.observer.measurements.entropy = measured.entropy
+    assert len(under_test.observer.measurements.entropy) == 3
 
 
 def test_replicas_are_compared_on_the_device_of_the_gradients(
@@ -97,4 +98,4 @@ def test_measurements_of_before_a_resume_join_those_of_the_device() -> None:
 def test_a_value_that_is_read_is_noticed(communicator: Communicator) -> None:
     under_test = reducer(communicator, entropy_estimator="histogram")
     with pytest.raises(RuntimeError):
-        under_test.measure({name: torch.empty(shape, device=META) for name, shape in SHAPES.items()}, 0)
+        under_test.observer.measure({name: torch.empty(shape, device=META) for name, shape in SHAPES.items()}, 0)

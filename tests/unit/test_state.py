@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed, wire
-from edgc.compress.reducer import Measurements
 from edgc.hosts.state import measurements_of, plain, stage_state, unpacked
+from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from megatron.edgc.pipeline_messages import PipelineMessages
 

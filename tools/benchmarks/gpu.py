@@ -148,9 +148,9 @@ def sampling(stage: Stage, repetitions: int, device: torch.device) -> dict[str, 
     config = EDGCConfig()
     reducer = make_reducer(Allocation(stage.matrices, ()), config, device)
     flat = torch.randn(stage.elements, device=device)
-    views, measured = stage.views(flat), next(i for i in range(1000) if reducer.sampler.measures(i))
+    views, measured = stage.views(flat), next(i for i in range(1000) if reducer.observer.sampler.measures(i))
     with torch.no_grad():
-        times = [seconds(lambda: reducer.measure(views, measured), device) for _ in range(repetitions + 1)]
+        times = [seconds(lambda: reducer.observer.measure(views, measured), device) for _ in range(repetitions + 1)]
     usual = median(times[1:])  # the first call allocates
     return {"measured_seconds": usual, "mean_seconds": usual * config.ranks.iteration_sampling_rate}
 

@@ -1,0 +1,84 @@
+"""What one reducer's gradients show: when it is measured, and what of a step that is repeated counts."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.config import EDGCConfig
+from edgc.observe.entropy import ESTIMATORS, GradientSampler
+from edgc.observe.measurements import Measurements
+from edgc.observe.moments import GradientStatistics
+from edgc.specs import MatrixSpec
+
+
+class GradientObserver:
+    """Measures gradients in some iterations, each iteration once.
+
+    Args:
+        matrices: whose entropy is wanted.
+        config: the run's settings.
+        repeatable: whether an iteration may be repeated or rolled back.
+    """
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, repeatable: bool = False):
+        self.matrices = matrices
+        self.study = config.study
+        self.repeatable = repeatable
+        self.sampler = GradientSampler(
+            iteration_rate=config.ranks.iteration_sampling_rate,
+            gradient_rate=config.ranks.gradient_sampling_rate,
+            seed=config.run.seed,
+        )
+        self.measurements = Measurements()
+        self._iteration: int | None = None
+        self._before = self.measurements  # the iteration
+        self._skipped: int | None = None  # an iteration whose measurements a window has already taken
+
+    def begin(self, iteration: int) -> None:
+        """Before the iteration is measured. With ``repeatable``, it is kept what ``roll_back`` needs."""
+        if self.repeatable and iteration != self._iteration:
+            self._iteration, self._before = iteration, self.measurements.copy()
+
+    def measures(self, iteration: int) -> bool:
+        """Whether this iteration is a measured one."""
+        return self.sampler.measures(iteration) and self.counts(iteration)
+
+    def counts(self, iteration: int) -> bool:
+        """Whether what this iteration shows has not been taken before."""
+        return iteration != self._skipped
+
+    def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
+        """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
+
+        ``gradients`` hold ``loss_scale`` times the gradient.
+        """
+        if not self.measures(iteration):
+            return
+
+        def sample(name: str) -> Tensor:
+            entries = self.sampler.sample(name, gradients[name], iteration)
+            return entries if loss_scale is None else entries / loss_scale
+
+        if self.study.statistics:
+            samples = {name: sample(name) for name in gradients}
+            self.measurements.statistics.append(
+                {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
+            )
+        if not self.matrices:
+            return
+        everything = torch.cat([sample(matrix.name) for matrix in self.matrices])
+        self.measurements.entropy.append(ESTIMATORS[self.study.entropy_estimator](everything))
+
+    def roll_back(self, iteration: int) -> None:
+        """Forget what this iteration has shown. Needs ``repeatable``."""
+        if iteration != self._iteration:
+            return
+        if self.measurements.windows == self._before.windows:
+            self.measurements = self._before.copy()
+        else:
+            self._skipped = iteration
+
+    def before(self, iteration: int) -> Measurements:
+        """The measurements without those of this iteration, also where a window has taken them since."""
+        return self._before if self.repeatable and iteration == self._iteration else self.measurements
