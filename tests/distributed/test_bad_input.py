@@ -22,7 +22,7 @@ CASES = {
         [*EDGC, "--edgc-rmin", "64", "--edgc-rmax", "32"],
         "--edgc-rmin = 64: must not exceed rmax = 32",
     ),
-    "rank": ([*EDGC, "--edgc-static-rank", "0"], "--edgc-static-rank = 0.0: must be a rank, or a share of the width below 1"),
+    "rank": ([*EDGC, "--edgc-static-rank", "0"], "--edgc-static-rank = 0.0: must be a rank, or a share of the width"),
     "rate": ([*EDGC, "--edgc-gradient-sampling-rate", "2"], "--edgc-gradient-sampling-rate = 2.0: a sampling rate"),
     "window of the default": (
         [*TWO_STEPS, "--edgc", "--edgc-preset", "paper"],
