@@ -31,7 +31,7 @@ class Product:
         """The matrix times a 0-dimensional scale."""
         return Product(self.left * scale, self.right)
 
-    def taken_from(self, matrix: Tensor, divisor: Tensor | None = None) -> Tensor:
+    def residual_of(self, matrix: Tensor, divisor: Tensor | None = None) -> Tensor:
         """What this product leaves of a matrix, as a new one, divided by a 0-dimensional ``divisor``."""
         if divisor is None:
             return torch.addmm(matrix, self.left, self.right, alpha=-1)

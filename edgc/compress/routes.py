@@ -249,7 +249,7 @@ class FactorRoute(Route):
             self.mean_squares = mean_squares_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
-                self.errors[name] = factored.shares[name].taken_from(matrix)
+                self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
             self._round_narrow()
 
@@ -283,7 +283,7 @@ class FactorRoute(Route):
     ) -> None:
         """The error, and the rows of the sum that this process needs."""
         with record_function("edgc/residual"):
-            error = share.taken_from(matrix, excess)
+            error = share.residual_of(matrix, excess)
         self._keep(name, error, finite)
         with record_function("edgc/reconstruct"):
             total.times(gain).write(matrix, self._own_rows(name))

@@ -51,7 +51,7 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
         assert factored.finite
         engine.commit(factored, step, factored.finite)
         for name, matrix in local.items():
-            errors[name] = factored.shares[name].taken_from(matrix)
+            errors[name] = factored.shares[name].residual_of(matrix)
             factored.sums[name].write(matrix, slice(None))
         for name, (result, owed) in expected.items():
             assert torch.allclose(local[name].double(), result, atol=1e-4)
