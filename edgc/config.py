@@ -1,7 +1,7 @@
 """Every setting of EDGC in frozen dataclasses: its meaning, unit, default and source."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -118,7 +118,7 @@ class Study:
     )
     spike_limit: float = _knob(
         5.0,
-        "the error that a gradient of more than so many times its running norm leaves is scaled down (inf: none is)",
+        "a gradient above this many times its running norm is a spike: its error is scaled down (inf: none is one)",
         "ratio",
         "docs/algorithm.md, 5",
     )
@@ -171,8 +171,9 @@ class Ranks:
     rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
     rmax: float | None = _knob(
         None,
-        "largest rank, at which compression starts; below 1 a share of the model's width, or the break-even rank if "
-        "that is less (default: the break-even rank, at which a compressed reduction takes as long as the host's own)",
+        "largest rank, at which compression starts, where entropy sets the ranks; below 1 a share of the model's "
+        "width, or the break-even rank if that is less (default: the break-even rank, at which a compressed reduction "
+        "takes as long as the host's own)",
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )
@@ -210,13 +211,15 @@ class Ranks:
 
     def __post_init__(self) -> None:
         _require_choices(self)
-        for name in ("static_rank", "rmax"):
+        _require(self.rmin is None or self.rmin >= 1, "rmin", self.rmin, "a rank must be at least 1")
+        for name in ("rmin", "static_rank", "rmax"):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "must be a rank, or a share of the width below 1")
-            if value is not None and value >= 1:
+            if value is None:
+                continue
+            _require(0 < value < math.inf, name, value, "must be a rank, or a share of the width below 1")
+            if value >= 1:
                 _require(value == int(value), name, value, "a rank must be a whole number")
                 object.__setattr__(self, name, int(value))  # flags are floats
-        _require(self.rmin is None or self.rmin >= 1, "rmin", self.rmin, "a rank must be at least 1")
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
         if self.static_rank is not None:
@@ -232,13 +235,18 @@ class Ranks:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
 
     @property
+    def settled(self) -> dict[str, int | None]:
+        """``rmin``, ``rmax`` and ``static_rank`` as far as they are ranks."""
+        return {"rmin": self.rmin, "rmax": self.largest, "static_rank": self.fixed}
+
+    @property
     def fixed(self) -> int | None:
-        """The rank of the whole run; None where there is no such rank, or only a share of the width is known of it."""
+        """``static_rank``; None if it is not given or still a share of the width."""
         return _rank(self.static_rank)
 
     @property
     def largest(self) -> int | None:
-        """``rmax``; None where only a share of the width is known of it, or nothing."""
+        """``rmax``; None if it is not known or still a share of the width."""
         return _rank(self.rmax)
 
 
@@ -263,8 +271,8 @@ class Formats:
     )
     basis_wire: str = _knob(
         "fp32",
-        "format of powersgd's first factor; in int6+int4 the strongest quarter of its columns is in int6, the others "
-        "are in int4",
+        f"format of powersgd's first factor, one of {', '.join(FORMATS)}; in int6+int4 the strongest quarter of its "
+        "columns is in int6, the others are in int4",
         "format",
         "EDGC's own",
     )
@@ -339,7 +347,7 @@ class Messages:
         return cls(which, engine, None if rank is None else int(rank), wire)
 
     @property
-    def follow(self) -> bool:
+    def follows(self) -> bool:
         """Whether they take a rank that is not their own: entropy's, or that of the gradients."""
         return self.which != "off" and self.engine == "powersgd" and self.rank is None
 
@@ -369,7 +377,7 @@ class Pipeline:
     )
 
     def __post_init__(self) -> None:
-        _ = self.messages  # so that it is wrong here, if it is
+        _ = self.messages  # so that a wrong pp raises here
 
     @cached_property
     def messages(self) -> Messages:
@@ -378,12 +386,11 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
-    """What belongs to a job and not to its training."""
+class Job:
+    """What may differ between a run and its resume."""
 
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     reset_state: bool = _knob(False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own")
-    seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,10 +428,11 @@ class EDGCConfig:
     basis_cycle: int = _knob(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
     )
+    seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
     ranks: Ranks = Ranks()
     formats: Formats = Formats()
     pipeline: Pipeline = Pipeline()
-    run: Control = Control()
+    job: Job = Job()
     study: Study = _knob(
         Study(),
         "levers that only studies vary, as NAME=VALUE with spaces between several",
@@ -455,8 +463,8 @@ class EDGCConfig:
         if self.engine == "dense":
             rule = "the engine dense sums in fp32"
             _require(self.formats.dense_wire == "fp32", "dense_wire", self.formats.dense_wire, rule)
-        rule = f"{no_rank}; give one to messages, as in {self.pipeline.pp}:powersgd:16"
-        _require(self.low_rank or not self.pipeline.messages.follow, "pp", self.pipeline.pp, rule)
+        rule = f"{no_rank}; give one to messages, as in {self.pipeline.messages.which}:powersgd:16"
+        _require(self.low_rank or not self.pipeline.messages.follows, "pp", self.pipeline.pp, rule)
 
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
@@ -471,14 +479,17 @@ class EDGCConfig:
             share = preset.pop("static_rank", None)
             preset.update({} if share is None or share >= 1 else {"rmax": share})
         _, colon, how = preset.get("pp", "").partition(":")
-        if colon and given.get("pp", "off") != "off" and ":" not in given["pp"]:
+        if colon and given.get("pp", "off") in MESSAGES[1:]:
             preset["pp"] = given["pp"] + colon + how
             given = {key: value for key, value in given.items() if key != "pp"}
         return cls.of(**{"preset": name, **preset, **given})
 
     @classmethod
     def of(cls, **settings: Any) -> "EDGCConfig":
-        """These settings; those of groups stand beside the others, or all of a group as an instance of its class."""
+        """These settings, whatever their groups. Raises ``ConfigError`` for a name that is none of a setting."""
+        known = {one.name for group in (cls, *SECTIONS.values()) for one in fields(group)} - SECTIONS.keys()
+        if unknown := sorted(settings.keys() - known):
+            raise ConfigError(f"{', '.join(unknown)}: there is no such setting")
         groups = {}
         for name, group in SECTIONS.items():
             inside = {one.name for one in fields(group)} & settings.keys()
@@ -493,6 +504,11 @@ class EDGCConfig:
             group = getattr(self, name)
             own.update({one.name: getattr(group, one.name) for one in fields(group)})
         return own
+
+    def only(self, names: Iterable[str]) -> dict[str, Any]:
+        """These settings by name."""
+        settings = self.flat()
+        return {name: settings[name] for name in names}
 
     def but(self, **settings: Any) -> "EDGCConfig":
         """The same with these settings, whatever their group."""
@@ -522,7 +538,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "ranks": Ranks,
     "formats": Formats,
     "pipeline": Pipeline,
-    "run": Control,
+    "job": Job,
     "study": Study,
 }
 

@@ -11,7 +11,7 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Study, knobs
 WIDTH = 100  # characters
 INTRODUCTION = (
     "These flags change how EDGC compresses. Many runs need only --edgc-preset, and most only the first group. With "
-    "Megatron they stand beside --edgc. In Python they are arguments of edgc.config.EDGCConfig.of, with underscores. "
+    "Megatron they stand beside --edgc. In Python they are keys of what edgc.config.EDGCConfig.from_preset takes. "
     "Defaults are those of the default preset, balanced."
 )
 
@@ -54,7 +54,7 @@ GONE: Mapping[str, str] = {
 }
 
 # Every setting once, by what it is about, for a command line or a document.
-GROUPS: Mapping[str, tuple[str, ...]] = {
+HEADINGS: Mapping[str, tuple[str, ...]] = {
     "What most runs need": (
         "preset",
         "engine",
@@ -142,7 +142,7 @@ def markdown() -> str:
 
 def _groups() -> Iterator[tuple[str, list[Field[Any]]]]:
     by_name = {knob.name: knob for knob in knobs()}
-    for title, names in GROUPS.items():
+    for title, names in HEADINGS.items():
         yield title, [by_name[name] for name in names]
 
 

@@ -16,7 +16,7 @@ from edgc.comm.wire import FP32, Packed
 from edgc.stacking import map_stacked
 
 DECAY = 0.95  # of the moving averages, per step
-LARGEST = 10.0  # mean square of a sum, times the average: more than that of a spike would take over the average
+LARGEST = 10.0  # times the average is the most that the mean square of one sum counts as: else a spike sets the scales
 SIDES = "rows", "columns"
 FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
 

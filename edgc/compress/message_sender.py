@@ -107,7 +107,7 @@ class MessageSender:
     Without ``feedback`` there is no error: activations belong to their own samples alone.
     """
 
-    def __init__(self, feedback: bool, *seed: object, spike_limit: float = spikes.LIMIT):
+    def __init__(self, feedback: bool, *seed: object, spike_limit: float):
         self.feedback = feedback
         self.spike_limit = spike_limit
         self.error: Tensor | None = None  # (rows x cols) fp32, not multiplied by a loss scale
@@ -135,9 +135,9 @@ class MessageSender:
             before = torch.zeros((), device=matrix.device) if self.norm is None else self.norm
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
-            divisor = spikes.excess(norm, before, self.spike_limit)
+            excess = spikes.excess(norm, before, self.spike_limit)
             healthy = torch.isfinite(total).all()
-            self.spikes = self.spikes + ((divisor > 1) & healthy).float()
+            self.spikes = self.spikes + ((excess > 1) & healthy).float()
             self.norm = spikes.moved(norm, before, healthy, self.spike_limit)
         if self.error is not None:
             total = total + (self.error if scale is None else self.error * scale)
@@ -156,7 +156,7 @@ class MessageSender:
             basis = torch.where(finite & q.values().any(), learned, start)
         message = torch.cat([head, *body])
         if self.feedback:
-            error = (total - form.decode(message).float()) / divisor  # with all that rounding changes on the way
+            error = (total - form.decode(message).float()) / excess  # with all that rounding changes on the way
             if scale is not None:
                 error /= scale
             before = torch.zeros_like(error) if self.error is None else self.error

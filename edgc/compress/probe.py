@@ -116,7 +116,7 @@ class _Group:
     def __init__(self, reducer: GradientReducer, device: torch.device):
         self.reducer = reducer
         sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
-        generator = torch.Generator().manual_seed(reducer.config.run.seed)
+        generator = torch.Generator().manual_seed(reducer.config.seed)
         self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         ranks = reducer.communicator.world_size

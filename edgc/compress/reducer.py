@@ -131,11 +131,12 @@ class GradientReducer:
         step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
         routes = self._routes(gradients, step, measured)
 
-        # Before errors are added. A sum in fp32 leaves no error: there the host's own clipping is enough.
+        # Norms are taken before errors are added. A sum in fp32 leaves no error: there the host's clipping is enough.
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
         spikes = state.norms.spikes(fed_back, loss_scale) if fed_back else None
+        excess = {} if spikes is None else spikes.by_name()
         for route in routes:
-            route.prepare()
+            route.prepare(excess)
         matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}
         energy = sum((matrices[name].square().sum() for name in gradients), torch.zeros(())) if measured else None
 
@@ -143,23 +144,19 @@ class GradientReducer:
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         finite, mean_squares = yield from agree(routes, self.communicator)
         for route in routes:
-            route.commit(finite, {} if spikes is None else spikes.by_name())
+            route.commit(finite)
         state.equaliser.update(mean_squares, finite)
         if spikes is not None:
             state.norms.keep(fed_back)
             state.norms.update(spikes, finite)
-            if self.observer.counts(iteration):
-                self.observer.measurements.add_spikes(spikes.excess, state.norms.limit, finite)
+            self.observer.add_spikes(iteration, spikes.excess, state.norms.limit, finite)
         self.finite = finite
         if self.verify:
             self._digests = {name: one for route in routes for name, one in route.digests().items()}
         if energy is not None:
-            unsent = (state.feedback.squared_norm() / energy).sqrt()
-            self.observer.measurements.residual.append(torch.where(finite, unsent, torch.nan))
-            if isinstance(self.engine, LowRank):
-                strengths = self.engine.strengths
-                energies = {name: strengths[name].square() for name in self.ranks if name in strengths}
-                self.observer.measurements.energies.append(energies)
+            strengths = self.engine.strengths if isinstance(self.engine, LowRank) else None
+            energies = strengths and {name: strengths[name].square() for name in self.ranks if name in strengths}
+            self.observer.add_unsent((state.feedback.squared_norm() / energy).sqrt(), energies, finite)
 
     def _routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
         """Every gradient in one route: those with a rank in the engine's, the others rounded."""
@@ -172,7 +169,7 @@ class GradientReducer:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
-            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step, self.engine):
+            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step):
                 routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
             else:
                 routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks))

@@ -25,7 +25,7 @@ from edgc.comm.wire import GROUP, Packed
 from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
 from edgc.compress.equaliser import Equaliser, mean_squares
-from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
+from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.lowrank import Product, mean_squares_of
 from edgc.specs import MatrixSpec, ShardBounds
 
@@ -65,7 +65,6 @@ class Route(ABC):
     """
 
     fed_back = True  # whether sums may leave errors
-    error_rule: ErrorRule | None = None  # the engine's own
 
     def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], step: Step):
         self.gradients = gradients
@@ -75,11 +74,16 @@ class Route(ABC):
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
         self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
         self.mean_squares: MeanSquares = {}  # after the exchange, with an equaliser; of sharded sums those of own parts
+        self.excess: Mapping[str, Tensor] = {}
         self.errors: dict[str, Tensor] = {}  # what the sums do not hold of this process
         self.narrow: dict[str, Tensor] = {}  # sums as gradients of 16 bits hold them
 
-    def prepare(self) -> None:
-        """Unscale and add errors."""
+    def prepare(self, excess: Mapping[str, Tensor]) -> None:
+        """Unscale and add errors.
+
+        ``excess``: what to divide each new error by, by name: 0-dimensional, 1 unless the gradient is a spike.
+        """
+        self.excess = excess
         for name, matrix in self.matrices.items():
             self.step.feedback.add_to(name, matrix, self.step.loss_scale)
 
@@ -87,15 +91,12 @@ class Route(ABC):
     def exchange(self) -> Steps[None]:
         """Sum over the processes."""
 
-    def commit(self, finite: Tensor, excess: Mapping[str, Tensor]) -> None:
-        """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``.
-
-        ``excess``: what errors are divided by, 0-dimensional and 1 but for spikes, of all gradients fed back, by name.
-        """
+    def commit(self, finite: Tensor) -> None:
+        """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
         feedback, poison = self.step.feedback, torch.where(finite, 0.0, math.nan)
         for name, matrix in self.matrices.items():
             if name in self.errors:
-                self._keep(name, self.errors.pop(name).div_(excess[name]), finite)
+                self._keep(name, self.errors.pop(name).div_(self.excess[name]), finite)
             elif name in feedback.packed and bool(finite):  # the host waits once, when compression ends
                 feedback.clear(name)
             if name in self.narrow:
@@ -108,7 +109,7 @@ class Route(ABC):
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
     def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
-        self.step.feedback.store(name, error, finite, self.step.iteration, self.error_rule)
+        self.step.feedback.store(name, error, finite, self.step.iteration)
 
     def _scale(self, finite: Tensor) -> Tensor:
         return torch.ones_like(finite, dtype=torch.float32) if self.step.loss_scale is None else self.step.loss_scale
@@ -156,7 +157,7 @@ class ElementwiseRoute(Route):
     ):
         super().__init__(gradients, specs, step)
         self.engine = engine
-        self.fed_back, self.error_rule = not engine.exact, engine.error_rule
+        self.fed_back = not engine.exact
 
     def exchange(self) -> Steps[None]:
         matrices, step = self.matrices, self.step
@@ -177,6 +178,9 @@ class ElementwiseRoute(Route):
                 if matrix.shape[0] > 1
             }
         self._round_narrow()
+
+    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
+        self.step.feedback.store(name, error, finite, self.step.iteration, self.engine.error_rule)
 
     def _sum_in_place(self) -> Steps[None]:
         """Portion by portion, sums take the place of the matrices and errors that of ``errors``."""
@@ -232,7 +236,7 @@ class FactorRoute(Route):
     ):
         super().__init__(gradients, specs, step)
         self.specs = specs
-        self.engine, self.error_rule = engine, engine.error_rule
+        self.engine = engine
         self.ranks = ranks
         self.factored: FactoredSums | None = None
 
@@ -253,16 +257,15 @@ class FactorRoute(Route):
                 factored.sums[name].write(matrix, slice(None))
             self._round_narrow()
 
-    def commit(self, finite: Tensor, excess: Mapping[str, Tensor]) -> None:
+    def commit(self, finite: Tensor) -> None:
         assert self.factored is not None
         self.engine.commit(self.factored, self.step.iteration, finite)
         if self.narrow:
-            super().commit(finite, excess)
+            super().commit(finite)
             return
         gain = self._scale(finite) + torch.where(finite, 0.0, math.nan)
         for name, matrix in self.matrices.items():
-            share, total = self.factored.shares[name], self.factored.sums[name]
-            self._write(name, matrix, share, total, gain, finite, excess[name])
+            self._write(name, matrix, self.factored.shares[name], self.factored.sums[name], gain, finite)
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
@@ -271,19 +274,10 @@ class FactorRoute(Route):
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
 
-    def _write(
-        self,
-        name: str,
-        matrix: Tensor,
-        share: Product,
-        total: Product,
-        gain: Tensor,
-        finite: Tensor,
-        excess: Tensor,
-    ) -> None:
+    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
         """The error, and the rows of the sum that this process needs."""
         with record_function("edgc/residual"):
-            error = share.residual_of(matrix, excess)
+            error = share.residual_of(matrix, self.excess[name])
         self._keep(name, error, finite)
         with record_function("edgc/reconstruct"):
             total.times(gain).write(matrix, self._own_rows(name))
@@ -311,17 +305,16 @@ class FusedRoute(FactorRoute):
         self.kernels = kernels
 
     @staticmethod
-    def fits(
-        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step, engine: LowRank
-    ) -> bool:
+    def fits(kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step) -> bool:
         """Whether the kernels take these gradients, ranks and errors."""
-        rule = engine.error_rule or step.feedback.rule
+        rule = step.feedback.rule
         errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
 
-    def prepare(self) -> None:
-        """The first product does it."""
+    def prepare(self, excess: Mapping[str, Tensor]) -> None:
+        """The first product unscales and adds errors."""
+        self.excess = excess
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         packed = self.step.feedback.packed
@@ -332,26 +325,16 @@ class FusedRoute(FactorRoute):
                 errors[name] = error.T if operand.transposed else error
         return FusedBatch(self.kernels, operands, errors, self.step.loss_scale)
 
-    def _write(
-        self,
-        name: str,
-        matrix: Tensor,
-        share: Product,
-        total: Product,
-        gain: Tensor,
-        finite: Tensor,
-        excess: Tensor,
-    ) -> None:
-        feedback, kept_in = self.step.feedback, (self.error_rule or self.step.feedback.rule).wire
+    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
+        feedback = self.step.feedback
         older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
-        error = torch.empty_like(matrix, dtype=torch.float32 if kept_in.exact else torch.bfloat16)
+        error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
         seed = feedback.draw(name, "error", self.step.iteration) >> 32
+        rows, loss_scale, excess = self._own_rows(name), self.step.loss_scale, self.excess[name]
         with record_function("edgc/write back"):
-            self.kernels.write_back(
-                matrix, share, total, finite, older, error, self._own_rows(name), self.step.loss_scale, seed, excess
-            )
+            self.kernels.write_back(matrix, share, total, finite, older, error, rows, loss_scale, seed, excess)
         message = error.view(1, -1).view(torch.uint8)
-        feedback.packed[name] = Packed.restored(message, matrix.shape, kept_in)
+        feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
 
 
 Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end

@@ -1,9 +1,9 @@
-"""Spikes: what a gradient that is far larger than those before it leaves in error feedback is scaled down.
+"""Spikes: the error that a far too large gradient leaves is scaled down.
 
 The host's clipping after the reduction bounds what the optimizer applies of a spike. It does not bound what error
 feedback keeps: of a gradient 100 times too large, most of which a low-rank step does not send, the rest is sent in the
 steps that follow, each time clipped to the allowed norm, and the true gradients drown in it. So where the norm of a
-gradient is x times ``LIMIT`` times its running norm, x > 1, the error after that step is divided by x: error feedback
+gradient is x times a limit times its running norm, x > 1, the error after that step is divided by x: error feedback
 keeps no more than of a gradient at the limit. The spike itself is sent like any other gradient. Below the limit nothing
 changes, not even a bit. This is the one exception to "result + errors = sum"; it is counted and logged. A running norm
 for each tensor is the idea of AdaGC (Wang et al. 2025, arXiv 2502.11034), which clips the gradient itself.
@@ -20,24 +20,23 @@ from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed
 
-# Times the running norm. What error feedback replays of a spike below the limit is little.
-LIMIT = 5.0  # unless ``spike_limit`` says otherwise
 DECAY = 0.95  # of the running norm, per step
 
 
-def excess(norms: Tensor, running: Tensor, limit: float = LIMIT) -> Tensor:
+def excess(norms: Tensor, running: Tensor, limit: float) -> Tensor:
     """Norms over ``limit`` times their running norms, at least 1; 1 where no running norm is known. All of one shape.
 
     It is infinite where a norm overflows: no error of such a gradient is kept.
     """
-    return torch.where(running > 0, norms / (limit * running), 1.0).clamp_min(1.0)
+    most = limit * running
+    return torch.where((running > 0) & (norms > most), norms / most, 1.0)
 
 
-def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float = LIMIT) -> Tensor:
+def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float) -> Tensor:
     """The running norms after a step with these norms, if it was ``finite``, a boolean on the device.
 
     A spike counts as ``limit`` times the running norm: a gradient that stays large is no spike any more after a few
-    steps. A gradient of zeros says nothing of its size.
+    steps (of 100 times the norm, with a limit of 5, after 17). A gradient of zeros says nothing of its size.
     """
     after = torch.lerp(torch.minimum(norms, limit * running), running, DECAY)
     after = torch.where(running > 0, after, norms)
@@ -58,10 +57,13 @@ class Spikes:
 
 
 class RunningNorms:
-    """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen."""
+    """The running norm of each gradient on this process, by parameter name; 0 until a gradient has been seen.
 
-    def __init__(self, limit: float = LIMIT) -> None:
-        self.limit = limit  # times the running norm
+    ``limit``: a gradient above so many times its running norm is a spike.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
         self._running: dict[str, Tensor] = {}  # 0-dimensional, fp32; replaced, never changed
 
     def spikes(self, gradients: Mapping[str, Tensor], loss_scale: Tensor | None = None) -> Spikes:

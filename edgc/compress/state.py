@@ -27,7 +27,7 @@ class CompressionState:
     def __init__(self, config: EDGCConfig, engine: Engine | None, device: torch.device, process: int):
         kept_in = wire(config.formats.error_dtype, stochastic=config.formats.error_dtype != "fp32")
         rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
-        self.feedback = ErrorFeedback(rule, device, config.run.seed, process)
+        self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser()
         self.engine = engine

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, b
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import Packed
 from edgc.compress.reducer import GradientReducer
-from edgc.config import ConfigError, EDGCConfig, flag
+from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.costs import reduction_cost
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_kernels
@@ -28,9 +28,9 @@ from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
-VERSION = 1
+VERSION = 2
 KEY = StageKey(Part.LAYERS, 0)
-OF_THE_JOB = "log_dir", "reset_state"  # settings that may differ between a run and its resume
+OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 
 
 @dataclass

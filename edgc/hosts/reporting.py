@@ -44,7 +44,7 @@ class Reporter:
         self._spike = f"{config.study.spike_limit:g}"  # times the running norm
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.on_rank_0 = process() == 0
-        self.events = EventLog(config.run.log_dir if self.on_rank_0 else None)
+        self.events = EventLog(config.job.log_dir if self.on_rank_0 else None)
 
     @staticmethod
     def warn(message: str) -> None:
@@ -129,14 +129,7 @@ class Reporter:
                 }
                 for stage in plan.stages
             ],
-            messages=None
-            if messages is None
-            else {
-                "engine": messages.engine,
-                "rmin": messages.ranks.rmin,
-                "rmax": messages.ranks.largest,
-                "static_rank": messages.ranks.fixed,
-            },
+            messages=None if messages is None else {"engine": messages.engine, **messages.ranks.settled},
             message_costs={str(sender): asdict(cost) for sender, cost in (message_costs or {}).items()},
             versions={
                 "edgc": __version__,
@@ -169,8 +162,8 @@ class Reporter:
             if seen.spikes:
                 self._print(
                     f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | {seen.spikes:.0f} gradients above "
-                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times): what was "
-                    "left of them was scaled down"
+                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times): their "
+                    "errors were scaled down"
                 )
         now = f"edgc | {report.iteration}/{self.iterations}"
         ahead = report.message_plan
@@ -184,7 +177,7 @@ class Reporter:
                 if message.spikes:
                     self._print(
                         f"{now} | {message.boundary} | {message.spikes:.0f} messages above {self._spike} times their "
-                        "running norm: what was left of them was scaled down"
+                        "running norm: their errors were scaled down"
                     )
         if report.pp_bytes_dense:
             self._print(
@@ -259,7 +252,7 @@ def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
     """Where fused kernels are asked for that do not run on this device."""
     if config.study.kernels == "fused" and triton_kernels(device) is None:
         Reporter.warn(
-            "--edgc-kernels fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+            "--edgc-study kernels=fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
         )
 
 

@@ -1,4 +1,4 @@
-"""What one reducer's gradients show: when it is measured, and what of a step that is repeated counts."""
+"""Measures the gradients of one reducer, each iteration once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,25 +28,21 @@ class GradientObserver:
         self.sampler = GradientSampler(
             iteration_rate=config.ranks.iteration_sampling_rate,
             gradient_rate=config.ranks.gradient_sampling_rate,
-            seed=config.run.seed,
+            seed=config.seed,
         )
         self.measurements = Measurements()
         self._iteration: int | None = None
-        self._before = self.measurements  # the iteration
+        self._before = self.measurements  # ``_iteration``
         self._skipped: int | None = None  # an iteration whose measurements a window has already taken
 
     def begin(self, iteration: int) -> None:
-        """Before the iteration is measured. With ``repeatable``, it is kept what ``roll_back`` needs."""
+        """Before the iteration is measured. With ``repeatable``, it keeps what ``roll_back`` needs."""
         if self.repeatable and iteration != self._iteration:
             self._iteration, self._before = iteration, self.measurements.copy()
 
     def measures(self, iteration: int) -> bool:
         """Whether this iteration is a measured one."""
-        return self.sampler.measures(iteration) and self.counts(iteration)
-
-    def counts(self, iteration: int) -> bool:
-        """Whether what this iteration shows has not been taken before."""
-        return iteration != self._skipped
+        return self.sampler.measures(iteration) and iteration != self._skipped
 
     def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
         """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
@@ -69,6 +65,20 @@ class GradientObserver:
             return
         everything = torch.cat([sample(matrix.name) for matrix in self.matrices])
         self.measurements.entropy.append(ESTIMATORS[self.study.entropy_estimator](everything))
+
+    def add_spikes(self, iteration: int, excess: Tensor, limit: float, finite: Tensor) -> None:
+        """Count the spikes of an iteration: see ``Measurements.add_spikes``."""
+        if iteration != self._skipped:
+            self.measurements.add_spikes(excess, limit, finite)
+
+    def add_unsent(self, share: Tensor, energies: dict[str, Tensor] | None, finite: Tensor) -> None:
+        """After the reduction of a measured iteration: the norm of its errors over that of what was to be sent.
+
+        ``energies``: squared column norms of Q by matrix, where the engine has a rank.
+        """
+        self.measurements.residual.append(torch.where(finite, share, torch.nan))
+        if energies is not None:
+            self.measurements.energies.append(energies)
 
     def roll_back(self, iteration: int) -> None:
         """Forget what this iteration has shown. Needs ``repeatable``."""

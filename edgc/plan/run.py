@@ -141,19 +141,26 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
             config = resolve_ranks(config, lowest, width(matrices))
         else:
+            asked = flag("rmax" if config.ranks.static_rank is None else "static_rank")
             warnings.append(
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
-                f"Give {flag('rmax' if config.ranks.static_rank is None else 'static_rank')} to compress all the same"
+                f"Give {asked} a rank to compress all the same"
             )
             pp = config.pipeline.pp
-            if config.pipeline.messages.follow:
+            if config.pipeline.messages.follows:
                 warnings.append(
                     "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
                     f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
                 )
                 pp = "off"
             config = config.but(
-                engine="dense", static_rank=None, rest_wire="fp32", dense_wire="fp32", rank_tilt=0.0, pp=pp
+                engine="dense",
+                static_rank=None,
+                rest_wire="fp32",
+                dense_wire="fp32",
+                rank_tilt=0.0,
+                kernels="plain",
+                pp=pp,
             )
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would

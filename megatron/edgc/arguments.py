@@ -1,4 +1,4 @@
-"""The ``--edgc-*`` flags, made from the fields of ``EDGCConfig``."""
+"""The ``--edgc-*`` flags, made from the settings of ``EDGCConfig``."""
 
 import argparse
 import types
@@ -10,7 +10,7 @@ from edgc.flags import GONE, description, study_from
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add ``--edgc`` and one flag for every field of ``EDGCConfig``."""
+    """Add ``--edgc`` and one flag for every setting of ``EDGCConfig``."""
     group = parser.add_argument_group(
         "edgc", "entropy-driven dynamic gradient compression; 'python -m edgc flags' prints these flags alone, by group"
     )

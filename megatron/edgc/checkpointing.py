@@ -34,7 +34,6 @@ from edgc.hosts.reporting import Reporter
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
-from megatron.edgc.message_plan import RANKS
 from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
@@ -42,6 +41,7 @@ from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_si
 
 ENTRY = "edgc"
 VERSION = 4
+RANKS = "rmin", "rmax", "static_rank"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
@@ -199,7 +199,8 @@ class Checkpoints:
                 "iteration": iteration,
                 "parallel": parallel_sizes(self.args),
                 "engine": self.requested.engine,
-                "resolved": {name: self.config.flat()[name] for name in RESOLVED},
+                "requested": self.requested.only(RANKS),
+                "resolved": self.config.only(RESOLVED),
                 "stages": [str(key) for key in self.keys],
                 "controller": kept,
                 "messages": self._message_plan(of_messages),
@@ -215,15 +216,15 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "requested": {name: self.requested.flat()[name] for name in ("pp", *RANKS)},
-            "resolved": {name: self.message_controller.config.flat()[name] for name in RESOLVED},
+            "requested": self.requested.only(("pp", *RANKS)),
+            "resolved": self.message_controller.config.only(RESOLVED),
             "controller": controller,
         }
 
     def _usable(self, entry: dict[str, Any] | None, folder: str) -> dict[str, Any] | None:
         """The index, if this run can go on with the entry. Raises ``ConfigError`` if it should, but cannot."""
         name = os.path.basename(folder)
-        if self.config.run.reset_state:
+        if self.config.job.reset_state:
             Reporter.warn(f"starting without the EDGC state of {name}, as asked for")
             return None
         if entry is None:
@@ -320,11 +321,10 @@ class Checkpoints:
         if index["stages"] != [str(key) for key in self.keys]:
             Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
-        given = self.requested.ranks
-        settled = {"rmin"} if given.rmin is not None else set()
-        settled |= {"rmax"} if given.largest is not None else set()
-        settled |= {"static_rank"} if given.fixed is not None else set()
-        resolved = {name: index["resolved"][name] for name in set(RANKS) - settled}
+        resolved = {name: index["resolved"][name] for name in RANKS}
+        if index["requested"] != self.requested.only(RANKS):
+            Reporter.warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
+            resolved = {}
         self._load_controller(self.controller, index["controller"], resolved, folder)
 
     def _load_controller(
@@ -359,12 +359,12 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        then, now = kept["requested"], {name: self.requested.flat()[name] for name in ("pp", *RANKS)}
+        then, now = kept["requested"], self.requested.only(("pp", *RANKS))
         if then["pp"] != now["pp"]:
             Reporter.warn(f"{folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return
         # also of a rank that was given: how much of it messages get has been timed
-        resolved = kept["resolved"] if self.requested.pipeline.messages.follow and then == now else {}
+        resolved = kept["resolved"] if self.requested.pipeline.messages.follows and then == now else {}
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _load_stage(

@@ -78,8 +78,8 @@ def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch
     peers = dist.get_process_group_ranks(group)
     ask = torch.zeros(1, device=device)
     if stage == sender:
-        source = MessageSender(True, config.run.seed)
-        generator = torch.Generator().manual_seed(config.run.seed)
+        source = MessageSender(True, config.seed, spike_limit=config.study.spike_limit)
+        generator = torch.Generator().manual_seed(config.seed)
         values = torch.randn(form.rows, form.cols, generator=generator).to(device, form.dtype)
         for step in range(1 + REPETITIONS):
             dist.recv(ask, peers[sender - 1], group=group)

@@ -9,8 +9,6 @@ from edgc.plan.alignment import RANK_MULTIPLE
 from edgc.plan.controller import StageCost
 from megatron.edgc.message_costs import largest_message_rank, message_break_even, message_shape
 
-RANKS = "rmin", "rmax", "static_rank"
-
 
 def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> tuple[EDGCConfig | None, str]:
     """The settings of the messages' controller, None where there is none; and a warning, empty where there is none.
@@ -21,7 +19,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
     messages = config.pipeline.messages
     if messages.which == "off":
         return None, ""
-    if not messages.follow:
+    if not messages.follows:
         limit = largest_message_rank(config, args, 1.0)
         if messages.rank is not None and messages.rank > limit:
             rows, cols = message_shape(args)
@@ -40,7 +38,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
             f"{messages.which}:powersgd:16"
         )
     config = message_config(config)
-    ranks = {"rmin": config.ranks.rmin, "rmax": config.ranks.largest, "static_rank": config.ranks.fixed}
+    ranks = config.ranks.settled
     return config.but(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}), ""
 
 
@@ -50,8 +48,14 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
     Spectra are measured of gradients alone, so where they set ranks the entropy of messages does.
     """
     messages = config.pipeline.messages
-    own: dict[str, Any] = {"allocation": "uniform", "rank_tilt": 0.0, "dense_wire": "fp32", "pp": "off"}
-    if messages.follow:
+    own: dict[str, Any] = {
+        "allocation": "uniform",
+        "rank_tilt": 0.0,
+        "dense_wire": "fp32",
+        "pp": "off",
+        "kernels": "plain",
+    }
+    if messages.follows:
         own["rank_model"] = "gaussian"
     else:
         own.update(engine=messages.engine, static_rank=messages.rank, rmin=None, rmax=None)

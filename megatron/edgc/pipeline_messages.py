@@ -27,7 +27,7 @@ class PipelineMessages:
     """What this rank sends to its neighbours in the pipeline, and what it has to expect of them.
 
     Gradients go back from each stage to the one before, activations forward. In training both are counted; those of
-    ``config.pp`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
+    ``config.pipeline.messages`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
 
     Args:
         ranks: the rank of each of ``boundaries`` in this step.
@@ -65,7 +65,7 @@ class PipelineMessages:
         self.sampler = GradientSampler(
             iteration_rate=config.ranks.iteration_sampling_rate,
             gradient_rate=config.ranks.gradient_sampling_rate,
-            seed=config.run.seed,
+            seed=config.seed,
         )
         self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
         self._window_start = (Counter[Direction](), Counter[Direction]())
@@ -139,7 +139,7 @@ class PipelineMessages:
 
     def _sender(self, direction: Direction, chunk: int) -> MessageSender:
         if (direction, chunk) not in self.senders:
-            seed = self.config.run.seed, direction, self.stage, chunk
+            seed = self.config.seed, direction, self.stage, chunk
             self.senders[direction, chunk] = MessageSender(
                 direction == "backward", *seed, spike_limit=self.config.study.spike_limit
             )

@@ -177,7 +177,7 @@ class Session:
     def _message_costs(self, device: torch.device) -> dict[int, StageCost]:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
-        timed = config.pipeline.messages.follow or (config.dynamic and config.ranks.align)
+        timed = config.pipeline.messages.follows or (config.dynamic and config.ranks.align)
         if self.run.pipeline_stages == 1 or not timed:
             return {}
         found = all_gather_objects(message_costs(config, self.args, device))

@@ -212,7 +212,7 @@ MODES = {
     ),
 }
 
-FULL_RANK = shlex.split(  # as in dense training no spike is scaled down
+FULL_RANK = shlex.split(  # as in dense training no error of a spike is scaled down
     "--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0 "
     "--edgc-study spike_limit=inf"
 )
@@ -367,7 +367,7 @@ def page(seen: dict[str, Seen]) -> str:
         "checkpoint after the second step, and on from that checkpoint.",
         "",
         "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went; "
-        "in this run spikes are not scaled down.",
+        "in this run errors of spikes are not scaled down.",
         "- *lost*: the most of what was put in that neither the result nor the error feedback holds, relative, beside "
         "what is taken off spikes.",
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "

@@ -175,8 +175,8 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
         settled, _ = plan_messages(config, ARGS, {1: cost})
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
-    for pp in ("backward:int4", "auto:int4"):
-        settled, _ = plan_messages(EDGCConfig.of(pp=pp), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)})
+    for settings in ({"pp": "backward:int4"}, {"pp": "auto:int4", "kernels": "fused"}):
+        settled, _ = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)})
         found.append((settled.engine, settled.ranks.static_rank))
     return found
 

@@ -13,14 +13,14 @@ from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.compress import lowrank
 from edgc.compress.engines import sparse
 from edgc.compress.reducer import GradientReducer
-from edgc.compress.spikes import LIMIT
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import PRESETS, EDGCConfig, Study
 from edgc.errors import ReplicaMismatch
 from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 
 CPU = torch.device("cpu")
+LIMIT = Study().spike_limit
 SIDE = 128
 RANK = 8
 

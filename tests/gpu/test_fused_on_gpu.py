@@ -1,6 +1,5 @@
 """Triton's kernels on the device they are for, and steps that do not wait for it. Skipped without a GPU."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def communicator(tmp_path: Path):
 
 
 def reducer(communicator: Communicator, rank: int, **settings: Any) -> GradientReducer:
-    config = replace(EDGCConfig.from_preset({"preset": "paper", **settings}), iteration_sampling_rate=1e-6)
+    config = EDGCConfig.from_preset({"preset": "paper", "iteration_sampling_rate": 1e-6, **settings})
     made = GradientReducer(Allocation(MATRICES, ()), config, communicator, GPU)
     made.set_rank(rank, {matrix.name: rank for matrix in MATRICES})
     return made

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from edgc.config import EDGCConfig
 from tools import bench_gpu
 from tools.benchmarks.contenders import CONTENDERS
+from tools.benchmarks.reduction import KINDS
 from tools.benchmarks.stage import Stage
 
 
@@ -38,3 +40,8 @@ def test_a_run_writes_what_it_has_measured(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
     assert "say nothing of a GPU" in text and f"| {4} | hook |" in text
+
+
+def test_what_the_benchmark_of_a_reduction_compares_are_settings_of_today() -> None:
+    for settings in KINDS.values():
+        assert EDGCConfig.of(**settings, static_rank=8, min_saving=1.0).ranks.fixed == 8

@@ -38,9 +38,12 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"pp": "both:powersgd:0"}, r"--edgc-pp = both:powersgd:0: a rank must be a whole number from 1"),
         ({"pp": "both:powersgd:8:int9"}, r"--edgc-pp = .*: the format must be one of fp32"),
         (
-            {"pp": "both", "engine": "int4"},
-            r"--edgc-pp = both: the engine int4 has no rank; .* both:powersgd:16",
+            {"pp": "both:powersgd", "engine": "int4"},
+            r"--edgc-pp = both:powersgd: the engine int4 has no rank; .* in both:powersgd:16",
         ),
+        ({"static_rank": float("inf")}, r"--edgc-static-rank = inf: must be a rank, or a share"),
+        ({"rmin": 4.5}, r"--edgc-rmin = 4.5: a rank must be a whole number"),
+        ({"pp_rank": 4, "window": 50}, r"^pp_rank: there is no such setting"),
         ({"kernels": "fused", "engine": "int4"}, r"--edgc-study kernels = fused: the engine int4 has no rank"),
         ({"preset": "best"}, r"--edgc-preset = best: must be one of paper, safe, balanced, fast"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
@@ -111,8 +114,9 @@ def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert EDGCConfig.from_preset({"preset": "balanced", "pp": "both"}).pipeline.pp == "both:int4"
     for name in PRESETS:
         EDGCConfig.from_preset({"preset": name})
-    with pytest.raises(ConfigError, match="--edgc-preset = best"):
-        EDGCConfig.from_preset({"preset": "best"})
+    for wrong, said in (({"preset": "best"}, "--edgc-preset = best"), ({"pp": "forward"}, "--edgc-pp = forward: must")):
+        with pytest.raises(ConfigError, match=said):
+            EDGCConfig.from_preset(wrong)
 
 
 def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None:

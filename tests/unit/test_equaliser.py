@@ -115,3 +115,16 @@ def test_mean_squares_of_parts_add_up_to_those_of_the_whole() -> None:
     for side, whole in enumerate(mean_squares(matrix)):
         assert torch.allclose(sum(part[side] for part in parts), whole)
         assert torch.allclose(whole, matrix.square().mean(dim=1 - side))
+
+
+def test_one_large_sum_does_not_set_the_scales() -> None:
+    equaliser, usual, spike = Equaliser(), torch.randn(20, 30), torch.zeros(20, 30)
+    spike[:2] = 1000
+    for _ in range(20):
+        update(equaliser, mean_squares(usual))
+    before = scale(equaliser, usual)
+    update(equaliser, mean_squares(spike))
+    # the rows of the spike weigh 10 times the average at a weight of 0.05, and not a million times
+    assert (scale(equaliser, usual) / before)[:2].max() < 2.5
+    update(equaliser, mean_squares(2 * usual))  # a sum of twice the norm counts in full
+    assert (scale(equaliser, usual) / before)[:2].max() < 2.5

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from edgc import flags
 from edgc.config import EDGCConfig, knobs
-from edgc.flags import GROUPS
+from edgc.flags import HEADINGS
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_every_setting_is_in_one_group_and_the_first_group_has_ten() -> None:
-    assert Counter(name for names in GROUPS.values() for name in names) == Counter(knob.name for knob in knobs())
-    assert len(next(iter(GROUPS.values()))) == 10
+    assert Counter(name for names in HEADINGS.values() for name in names) == Counter(knob.name for knob in knobs())
+    assert len(next(iter(HEADINGS.values()))) == 10
 
 
 def test_the_command_needs_no_torch() -> None:

@@ -1,6 +1,6 @@
 """A reduction with Triton's kernels against the plain one, and how often each goes over a gradient."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import wire
 from edgc.compress.engines import ENGINES
-from edgc.compress.error_feedback import ErrorRule
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.allocation import Allocation
@@ -200,12 +198,3 @@ def test_beside_the_kernels_only_the_norm_goes_over_a_gradient(settings: dict[st
     made = reducer(EQUAL, **settings)
     made._kernels = NoKernels
     assert passes(made) == (1, 0)
-
-
-@pytest.mark.parametrize("make", [reducer, fused])
-def test_an_engines_own_rule_for_errors_holds_in_low_rank(make: Callable[..., GradientReducer]) -> None:
-    made = make()
-    assert made.engine is not None
-    made.engine.error_rule = ErrorRule(wire("bf16"))
-    run(made.reduce({name: torch.randn(size) for name, size in SIZES.items()}, 0))
-    assert {packed.wire.bits for packed in made.state.feedback.packed.values()} == {16}

@@ -31,38 +31,38 @@ def send(sender: MessageSender, matrix: torch.Tensor, how: MessageFormat, **scal
 @pytest.mark.parametrize(("name", "size"), [("fp32", 4), ("bf16", 2)])
 def test_a_message_has_the_size_of_its_factors(name: str, size: int) -> None:
     how = form(8, name)
-    send(MessageSender(True, 1), noise(0), how)
+    send(MessageSender(True, 1, spike_limit=5.0), noise(0), how)
     assert how.bytes == (ROWS + COLS) * 8 * size + HEADER_BYTES
 
 
 def test_few_bits_take_few_bytes() -> None:
     how = form(8, "int4")
-    send(MessageSender(True, 1), noise(0), how)
+    send(MessageSender(True, 1, spike_limit=5.0), noise(0), how)
     assert how.bytes == (ROWS + COLS) * 8 // 2 + (ROWS + COLS) * 8 // 128 * 2 + HEADER_BYTES
 
 
 @pytest.mark.parametrize(("name", "size"), [("int8", 1), ("int4", 1 / 2), ("int2", 1 / 4)])
 def test_at_rank_0_the_values_travel_rounded(name: str, size: float) -> None:
     how, matrix = form(0, name), noise(0)
-    arrived = send(MessageSender(False, 1), matrix, how)
+    arrived = send(MessageSender(False, 1, spike_limit=5.0), matrix, how)
     assert how.bytes == ROWS * COLS * size + ROWS * COLS // 128 * 2 + HEADER_BYTES
     apart = torch.linalg.matrix_norm(arrived - matrix) / torch.linalg.matrix_norm(matrix)
     assert 0 < apart < {1: 0.01, 1 / 2: 0.15, 1 / 4: 0.5}[size]
     broken = matrix.clone()
     broken[3, 5] = torch.inf
-    assert not torch.isfinite(send(MessageSender(True, 1), broken, how)).all()
+    assert not torch.isfinite(send(MessageSender(True, 1, spike_limit=5.0), broken, how)).all()
 
 
 def test_a_rank_that_does_not_pay_sends_the_values() -> None:
     assert form(20).used_rank is None and form(19).used_rank == 19
     assert form(None).bytes == ROWS * COLS * 4 + HEADER_BYTES
     matrix = noise(0)
-    assert torch.equal(send(MessageSender(True, 1), matrix, form(20)), matrix)
+    assert torch.equal(send(MessageSender(True, 1, spike_limit=5.0), matrix, form(20)), matrix)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_over_the_messages_sent_and_left_are_what_was_put_in(name: str) -> None:
-    sender, put_in, arrived = MessageSender(True, 1), torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
+    sender, put_in, arrived = MessageSender(True, 1, spike_limit=5.0), torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
     for step, rank in enumerate([None, 4, 4, 8, 0, 0, 4, 2, None, 4, 8]):
         put_in += noise(step)
         arrived += send(sender, noise(step), form(rank, name))
@@ -73,7 +73,7 @@ def test_over_the_messages_sent_and_left_are_what_was_put_in(name: str) -> None:
 
 
 def test_what_is_left_goes_with_the_next_values_that_travel_as_they_are() -> None:
-    sender = MessageSender(True, 1)
+    sender = MessageSender(True, 1, spike_limit=5.0)
     first = send(sender, noise(0), form(2))
     second = send(sender, noise(1), form(None))
     torch.testing.assert_close(first + second, noise(0) + noise(1), atol=1e-4, rtol=0)
@@ -81,7 +81,7 @@ def test_what_is_left_goes_with_the_next_values_that_travel_as_they_are() -> Non
 
 
 def test_without_feedback_nothing_is_kept_but_a_start() -> None:
-    sender = MessageSender(False, 1)
+    sender = MessageSender(False, 1, spike_limit=5.0)
     send(sender, noise(0), form(4))
     assert sender.error is None and sender.basis is not None
 
@@ -89,18 +89,20 @@ def test_without_feedback_nothing_is_kept_but_a_start() -> None:
 def test_a_rank_that_holds_all_there_is_sends_all() -> None:
     low = torch.linalg.svd(noise(0, rank=4), full_matrices=False)
     matrix = low.U[:, :4] * low.S[:4] @ low.Vh[:4]
-    torch.testing.assert_close(send(MessageSender(True, 1), matrix, form(6)), matrix, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        send(MessageSender(True, 1, spike_limit=5.0), matrix, form(6)), matrix, atol=1e-4, rtol=0
+    )
 
 
 def test_a_warm_start_finds_the_same_directions_better() -> None:
     matrix, how = noise(0, rank=32), form(4)
-    warm = MessageSender(False, 1)
+    warm = MessageSender(False, 1, spike_limit=5.0)
     gaps = [float((send(warm, matrix, how) - matrix).norm()) for _ in range(6)]
     assert gaps[-1] < 0.9 * gaps[0]
 
 
 def test_the_error_does_not_grow_with_the_loss_scale() -> None:
-    plain, scaled = MessageSender(True, 1), MessageSender(True, 1)
+    plain, scaled = MessageSender(True, 1, spike_limit=5.0), MessageSender(True, 1, spike_limit=5.0)
     for step, scale in enumerate([8.0, 1024.0, 2.0]):
         expected = send(plain, noise(step), form(4))
         arrived = send(scaled, noise(step) * scale, form(4), scale=torch.tensor(scale))
@@ -112,7 +114,7 @@ def test_the_error_does_not_grow_with_the_loss_scale() -> None:
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_matrix_that_is_not_finite_arrives_so_and_changes_nothing(name: str, bad: float) -> None:
-    sender = MessageSender(True, 1)
+    sender = MessageSender(True, 1, spike_limit=5.0)
     send(sender, noise(0), form(4, name))
     before = sender.state_dict()
     broken = noise(1)
@@ -124,7 +126,7 @@ def test_a_matrix_that_is_not_finite_arrives_so_and_changes_nothing(name: str, b
 @pytest.mark.parametrize("rank", [4, 0])
 def test_a_spike_is_not_replayed_in_later_messages(rank: int) -> None:
     """Without clipping, what a step leaves of a matrix 100 times too large drowns the next ones."""
-    sender, how, truth = MessageSender(True, 1), form(rank, "int4"), noise(0)
+    sender, how, truth = MessageSender(True, 1, spike_limit=5.0), form(rank, "int4"), noise(0)
     for step in range(1, 20):
         send(sender, truth + noise(step) / 2, how)
     spike = send(sender, 100 * noise(99), how)
@@ -134,7 +136,7 @@ def test_a_spike_is_not_replayed_in_later_messages(rank: int) -> None:
 
 
 def test_a_matrix_of_zeros_keeps_the_basis() -> None:
-    sender, truth = MessageSender(False, 1), noise(0)
+    sender, truth = MessageSender(False, 1, spike_limit=5.0), noise(0)
     for _ in range(6):
         before = (send(sender, truth, form(4)) - truth).norm()
     send(sender, torch.zeros_like(truth), form(4))
@@ -142,7 +144,7 @@ def test_a_matrix_of_zeros_keeps_the_basis() -> None:
 
 
 def test_a_sender_goes_on_where_its_state_was_taken() -> None:
-    sender, other = MessageSender(True, 1), MessageSender(True, 1)
+    sender, other = MessageSender(True, 1, spike_limit=5.0), MessageSender(True, 1, spike_limit=5.0)
     send(sender, noise(0), form(4))
     other.load_state_dict(sender.state_dict())
     assert torch.equal(send(sender, noise(1), form(4)), send(other, noise(1), form(4)))

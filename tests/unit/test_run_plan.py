@@ -60,6 +60,8 @@ def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank
 def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -> None:
     plan = plan_run(EDGCConfig.of(window=100, pp="backward"), RUN, processes(DEAR, DEAR))
     assert plan.config.pipeline.pp == "off" and len(plan.warnings) == 2
+    fused = plan_run(EDGCConfig.of(window=100, kernels="fused"), RUN, processes(DEAR, DEAR))
+    assert fused.config.engine == "dense" and fused.config.study.kernels == "plain"
     own_rank = plan_run(EDGCConfig.of(window=100, pp="backward:powersgd:8"), RUN, processes(DEAR, DEAR))
     assert own_rank.config.pipeline.pp == "backward:powersgd:8" and len(own_rank.warnings) == 1
 

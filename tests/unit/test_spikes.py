@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.compress.spikes import DECAY, LIMIT, RunningNorms
+from edgc.compress.spikes import DECAY, RunningNorms
 
+LIMIT = 5.0
 YES, NO = torch.tensor(True), torch.tensor(False)
 SCALE = torch.tensor(1024.0)
 
@@ -27,13 +28,13 @@ def running(norms: RunningNorms) -> float:
 
 
 def test_the_excess_of_a_gradient_within_the_limit_is_exactly_1() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     for norm in (2.0, 2.0, 0.01, 1.9, 3.9, 0.5 * LIMIT):
         assert step(norms, norm) == 1.0
 
 
 def test_a_spike_counts_as_the_limit() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     for _ in range(3):
         step(norms, 2.0)
     assert step(norms, 200.0) == pytest.approx(100.0 / LIMIT)
@@ -41,7 +42,7 @@ def test_a_spike_counts_as_the_limit() -> None:
 
 
 def test_a_gradient_that_stays_large_is_no_spike_for_long() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     step(norms, 1.0)
     found = [step(norms, 100.0) for _ in range(60)]
     assert found[0] == pytest.approx(100.0 / LIMIT) and found[-1] == 1.0
@@ -49,7 +50,7 @@ def test_a_gradient_that_stays_large_is_no_spike_for_long() -> None:
 
 
 def test_norms_are_of_gradients_without_their_loss_scale() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     gradients = {"a": gradient(1.0, 1), "b": gradient(3.0, 2)}
     norms.update(norms.spikes(gradients), YES)
     gradients["b"] *= 50
@@ -58,7 +59,7 @@ def test_norms_are_of_gradients_without_their_loss_scale() -> None:
 
 
 def test_zeros_say_nothing_of_the_size() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     assert step(norms, 0.0) == 1.0
     assert step(norms, 5.0) == 1.0  # nothing was known
     for _ in range(50):
@@ -69,7 +70,7 @@ def test_zeros_say_nothing_of_the_size() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_leaves_the_state(bad: float) -> None:
     for first in (True, False):
-        norms = RunningNorms()
+        norms = RunningNorms(LIMIT)
         if not first:
             step(norms, 2.0)
         broken = gradient(2.0)
@@ -79,17 +80,19 @@ def test_what_is_not_finite_leaves_the_state(bad: float) -> None:
 
 
 def test_of_a_finite_gradient_whose_norm_overflows_no_error_is_kept() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     large = torch.full((256, 1024), 6e17)
     spikes = norms.spikes({"w": large})
     norms.update(spikes, YES)
     assert running(norms) == 0.0  # an infinite one would let everything through
     norms.update(norms.spikes({"w": gradient(2.0)}), YES)
     assert float(norms.spikes({"w": large}).by_name()["w"]) == math.inf
+    norms.limit = math.inf  # then there are no spikes
+    assert float(norms.spikes({"w": large}).by_name()["w"]) == 1.0
 
 
 def test_a_norm_that_grew_old_is_forgotten() -> None:
-    norms = RunningNorms()
+    norms = RunningNorms(LIMIT)
     step(norms, 2.0)
     norms.keep({"w"})
     assert step(norms, 30.0) == pytest.approx(15.0 / LIMIT)
@@ -98,7 +101,7 @@ def test_a_norm_that_grew_old_is_forgotten() -> None:
 
 
 def test_a_copy_goes_on_as_the_original() -> None:
-    norms, copy = RunningNorms(), RunningNorms()
+    norms, copy = RunningNorms(LIMIT), RunningNorms(LIMIT)
     step(norms, 2.0)
     copy.load_state_dict(norms.state_dict())
     assert step(copy, 30.0) == step(norms, 30.0) == pytest.approx(15.0 / LIMIT)
@@ -106,4 +109,4 @@ def test_a_copy_goes_on_as_the_original() -> None:
     assert values is not None
     norms.set_values(values / 2)
     assert running(norms) == running(copy) / 2
-    assert RunningNorms().values() is None
+    assert RunningNorms(LIMIT).values() is None

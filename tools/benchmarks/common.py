@@ -14,7 +14,7 @@ from edgc.plan.allocation import Allocation
 
 # The formats of ``balanced`` without its rank policy: a benchmark gives the ranks.
 BALANCED: dict[str, Any] = {
-    name: value for name, value in PRESETS["balanced"].items() if name not in ("rank_model", "rank_share")
+    name: value for name, value in PRESETS["balanced"].items() if name not in ("static_rank", "pp")
 }
 
 

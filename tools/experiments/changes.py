@@ -40,7 +40,7 @@ RESPELLED = (
     (r"--edgc-pp (\w+) --edgc-pp-rank (\d+)", r"--edgc-pp \1:powersgd:\2"),
     (r"--edgc-pp (\w+) --edgc-pp-engine (\w+)", r"--edgc-pp \1:\2"),
     (r"--edgc-basis-wire (\w+) --edgc-weak-basis-wire \1\b", r"--edgc-basis-wire \1"),
-    (r"--edgc-weak-basis-wire int6\b", "--edgc-basis-wire int6"),
+    (r"--edgc-weak-basis-wire int6\b", "--edgc-basis-wire int6"),  # beside presets whose strong columns are in int6
 )
 
 
@@ -56,11 +56,11 @@ def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     now = dict(settings)
     if now.get("rank_model") == "constant":
         del now["rank_model"]
-        now["static_rank"] = now.pop("rank_share")
+        now["static_rank"] = now.pop("rank_share", None)
     if "weak_basis_wire" in now:
         now["basis_wire"] = f"{now['basis_wire']}+{now.pop('weak_basis_wire')}"
     if "pp_rank" in now:
-        which = "epilogue" if now.pop("pp_epilogue_only") else now["pp"]
+        which = "epilogue" if now.pop("pp_epilogue_only", False) else now["pp"]
         now["pp"] = f"{which}:powersgd:{now.pop('pp_rank')}"
     if "pp_engine" in now:
         now["pp"] = f"{now['pp']}:{now.pop('pp_engine')}"
@@ -82,7 +82,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     meaning = PRESETS[names[-1]] if names else {}
     pipeline = "--pipeline-model-parallel-size" in arguments
     embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
-    void = {name for name in meaning if name == "pp" and (not pipeline or "--edgc-pp" in arguments)}
+    void = set() if pipeline and "--edgc-pp" not in arguments else {"pp"}
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
     return {name: value for name, value in meaning.items() if name not in void}

@@ -52,7 +52,7 @@ class Alternating(LowRank):
         """B at this rank, clamped to the matrix's own limit. Where that is a change, learned columns stay."""
         name, rank = matrix.name, lowrank.limited(rank, matrix.rows, matrix.cols)
         rows = matrix.cols if transposed else matrix.rows
-        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.run.seed, name)
+        return lowrank.resize(self.bases.get((name, transposed)), rows, rank, self.device, self.config.seed, name)
 
     def transposes(self, matrix: MatrixSpec, iteration: int) -> bool:
         return iteration % 2 == 1

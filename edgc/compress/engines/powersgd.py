@@ -73,13 +73,13 @@ class PowerSGD(LowRank):
         rank = lowrank.limited(rank, matrix.rows, matrix.cols)
         side = matrix.rows if self.transposes(matrix, iteration) else matrix.cols
         if not self.config.study.warm_start:
-            fresh = lowrank.resize(None, side, rank, self.device, self.config.run.seed, matrix.name, iteration)
+            fresh = lowrank.resize(None, side, rank, self.device, self.config.seed, matrix.name, iteration)
             return Packed(fresh, FP32)
         turn = iteration % self.config.basis_cycle
         kept = self.bases.get((matrix.name, turn))
         if kept is None or kept.shape[1] != rank:
             learned = None if kept is None else kept.values()
-            start = lowrank.resize(learned, side, rank, self.device, self.config.run.seed, matrix.name, turn)
+            start = lowrank.resize(learned, side, rank, self.device, self.config.seed, matrix.name, turn)
             kept = self.bases[matrix.name, turn] = Packed(start, STORED)
         return kept
 

@@ -36,7 +36,7 @@ class Rounding(Piecewise):
         if self._generator is not None:
             # Each process draws its own noise, and other noise for other gradients: buckets of one shape must not
             # round in step.
-            self._generator.manual_seed(stable_seed(self.config.run.seed, iteration, process, *names))
+            self._generator.manual_seed(stable_seed(self.config.seed, iteration, process, *names))
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
         sums, shares = yield from communicator.sum(tensors, self.wire, self._generator)

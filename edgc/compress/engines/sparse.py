@@ -71,7 +71,7 @@ class RandomK(Sparse):
 
     def begin(self, names: Sequence[str], iteration: int, process: int) -> None:
         # on the CPU, so that every device gets the same
-        self._generator = torch.Generator().manual_seed(stable_seed(self.config.run.seed, "random-k", iteration))
+        self._generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", iteration))
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
         chosen = [self._draw(tensor.numel()).to(self.device) for tensor in tensors]
