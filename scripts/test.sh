@@ -5,6 +5,7 @@ set -euo pipefail
 
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
-# One thread a process: the distributed tests start several, and 2 cores are enough for those.
+# One thread a process: the distributed tests start several, and 2 cores are enough for those. Two files of tests run at
+# a time: most of a distributed test is the start of its processes, which leaves cores idle.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
