@@ -113,6 +113,9 @@ def later(folder: Path, two: Left) -> Left:
         shutil.copytree(folder / "legacy", folder / how)
         change_legacy(folder / how / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", how)
     legacy = ["--ckpt-format", "torch"]
+    by_entropy = shlex.split(
+        "--edgc --edgc-rmin 4 --edgc-rmax 12 --edgc-window 2 --edgc-link-gbps 0.05 --edgc-iteration-sampling-rate 1"
+    )
     runs = [
         case("four of two", 3, "--load", folder / "two"),
         case("another engine", 4, "--load", folder / "four", *COMPRESSED, *int4, edgc=False),
@@ -124,6 +127,7 @@ def later(folder: Path, two: Left) -> Left:
         case("incomplete", 4, "--load", folder / "incomplete", *legacy),
         case("without", 4, "--load", folder / "a folder", "--edgc-reset-state"),
         case("without legacy", 4, "--load", folder / "incomplete", "--edgc-reset-state", *legacy),
+        case("other ranks", 5, "--load", folder / "four", *by_entropy, edgc=False),
     ]
     return results(runs, folder)
 
@@ -177,6 +181,13 @@ def test_state_that_does_not_fit_is_refused_with_what_is_wrong(later: Left, how:
     for result in later[how]:
         assert "ConfigError" in result["failed"] and REFUSED[how] in result["failed"]
         assert "give --edgc-reset-state to go on without it" in result["failed"]
+
+
+def test_a_resumed_run_that_asks_for_other_ranks_gets_them(folder: Path, later: Left) -> None:
+    whole(later, "other ranks")
+    output = (folder / "output-4.txt").read_text()
+    assert output.count("iter_0000003 was written with other ranks asked for: those of now hold") == 1
+    assert "rank 4 to 12, window 2" in output
 
 
 def test_state_can_be_left_behind(later: Left) -> None:
