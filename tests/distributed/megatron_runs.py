@@ -18,10 +18,10 @@ TINY_GPT = shlex.split(
 
 
 def launch(
-    script: Path, arguments: list[str], processes: int = 1, timeout: float = 240
+    script: Path, arguments: list[str], processes: int = 1, timeout: float = 240, torchrun: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on so many processes without a GPU; return its exit status and its output, both streams in
-    ``stdout``.
+    ``stdout``. Without ``torchrun``, the processes share one import of torch and Megatron.
     """
     environment = {
         **os.environ,
@@ -32,7 +32,9 @@ def launch(
         "TRITON_INTERPRET": "1",  # for the modes that ask for its kernels
     }
     launcher = [sys.executable]
-    if processes > 1:
+    if processes > 1 and not torchrun:
+        launcher += [str(REPOSITORY / "tests" / "distributed" / "forked.py"), str(processes)]
+    elif processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*launcher, str(script), *arguments],
@@ -45,10 +47,10 @@ def launch(
     )
 
 
-def train(arguments: list[str], processes: int = 4, script: Path = PRETRAIN) -> str:
+def train(arguments: list[str], processes: int = 4, script: Path = PRETRAIN, torchrun: bool = False) -> str:
     """A run that must succeed; returns its output."""
     device = ["--edgc-cpu"] if script == PRETRAIN else []  # other scripts redirect without being asked
-    finished = launch(script, [*device, *TINY_GPT, *arguments], processes)
+    finished = launch(script, [*device, *TINY_GPT, *arguments], processes, torchrun=torchrun)
     assert finished.returncode == 0, failure(finished.stdout)
     return finished.stdout
 

@@ -278,7 +278,11 @@ def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dic
     listed = folder / "runs.json"
     listed.write_text(json.dumps(runs))
     finished = launch(
-        REPOSITORY / "tests" / "distributed" / "mode_runs.py", [str(listed), str(folder)], ranks, timeout=3000
+        REPOSITORY / "tests" / "distributed" / "mode_runs.py",
+        [str(listed), str(folder)],
+        ranks,
+        timeout=3000,
+        torchrun=True,  # the many trainings of one start take more time than it
     )
     with (folder / f"output-{ranks}.txt").open("a") as output:
         output.write(finished.stdout)

@@ -117,13 +117,13 @@ def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> N
 
 
 def test_one_seed_gives_one_result_bit_for_bit(edgc_run: tuple[Path, str], tmp_path: Path) -> None:
-    train([*FOUR_RANKS, *EDGC, *saving(tmp_path)])
+    train([*FOUR_RANKS, *EDGC, *saving(tmp_path)], torchrun=True)
     assert_bit_identical(parameters(edgc_run[0] / "checkpoint"), parameters(tmp_path))
 
 
 def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, str], tmp_path: Path) -> None:
     plain = REPOSITORY / "tests" / "distributed" / "plain_megatron.py"
-    train([*FOUR_RANKS, *saving(tmp_path / "plain")], script=plain)
+    train([*FOUR_RANKS, *saving(tmp_path / "plain")], script=plain, torchrun=True)  # without any of EDGC
     train([*FOUR_RANKS, *saving(tmp_path / "ours")])
     reference = parameters(tmp_path / "plain")
     assert_bit_identical(reference, parameters(tmp_path / "ours"))
