@@ -32,7 +32,7 @@ class GradientObserver:
         )
         self.measurements = Measurements()
         self._iteration: int | None = None
-        self._before = self.measurements  # ``_iteration``
+        self._before = self.measurements  # those before ``_iteration``
         self._skipped: int | None = None  # an iteration whose measurements a window has already taken
 
     def begin(self, iteration: int) -> None:

@@ -21,7 +21,7 @@ def main() -> int:
     processes, script, *arguments = int(sys.argv[1]), *sys.argv[2:]
     from megatron.edgc.recipes import cpu
 
-    cpu.redirect()  # the script does it, too; what follows must see it
+    cpu.redirect()  # before Megatron is imported; when the script calls it again, nothing happens
     import megatron.edgc.recipes.pretrain
     import megatron.edgc.training  # noqa: F401
 
