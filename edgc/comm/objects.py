@@ -4,6 +4,7 @@
 here the types of ``torch.distributed`` that they name.
 """
 
+import pickle
 from typing import Any
 
 import torch.distributed as dist
@@ -45,7 +46,13 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None = None, source: int = 0) -> Any:
-    """The value of process ``source`` of the group."""
+    """The value of process ``source`` of the group. It gets a copy, too: all processes serialise the result alike.
+
+    Megatron has every context-parallel process write the same file of a checkpoint in the format ``torch``, at the same
+    time; another length of the same content would break the file.
+    """
+    if process(group) == source:
+        value = pickle.loads(pickle.dumps(value))
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
