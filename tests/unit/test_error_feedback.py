@@ -89,3 +89,15 @@ def test_every_process_draws_its_own_rounding_and_draws_it_again() -> None:
         feedback.store("w", torch.full((256,), 1.001), YES, 5)
         kept.append(feedback.packed["w"].values())
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
+
+
+def test_rounding_at_random_differs_from_step_to_step_and_has_no_bias() -> None:
+    """With the same draw in every step an error would be pushed the same way for ever."""
+    kept = []
+    for iteration in range(400):
+        feedback = ErrorFeedback(ErrorRule(wire("bf16", stochastic=True)), torch.device("cpu"), 1234, 0)
+        feedback.store("w", torch.full((16,), 1.002), YES, iteration)
+        kept.append(feedback.packed["w"].values())
+    assert not torch.equal(kept[0], kept[1])
+    # bf16 has steps of 1/128 here: each mean is of 400 draws of 1 or 1.0078, and 1.002 within 4 standard errors
+    assert torch.allclose(torch.stack(kept).mean(dim=0), torch.full((16,), 1.002), atol=7e-4, rtol=0)
