@@ -122,6 +122,13 @@ class Study:
         "ratio",
         "docs/algorithm.md, 5",
     )
+    fidelity_share: float = _knob(
+        0.0,
+        "how much is sent to measure, for each parameter, how far and how late the optimizer gets its gradient, as a "
+        "share of the bytes of a dense fp32 all-reduce in all iterations; inf measures every entry (0: nothing)",
+        "fraction",
+        "docs/algorithm.md, 9",
+    )
     kernels: str = _knob(
         "plain",
         "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations (fused), which need "
@@ -146,6 +153,7 @@ class Study:
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+        _require(self.fidelity_share >= 0, "fidelity_share", self.fidelity_share, "must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from edgc.compress.engines import engine_arguments, engine_class
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step, agree
+from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
@@ -135,12 +136,19 @@ class GradientReducer:
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
         spikes = state.norms.spikes(fed_back, loss_scale) if fed_back else None
         excess = {} if spikes is None else spikes.by_name()
+        samples = None
+        if state.fidelity is not None and measured and fed_back:
+            samples = SampledEntries(state.fidelity, fed_back, step)
         for route in routes:
             route.prepare(excess)
         matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}
         energy = sum((matrices[name].square().sum() for name in gradients), torch.zeros(())) if measured else None
+        exchanges = [route.exchange() for route in routes]
+        if samples is not None:
+            samples.prepare()
+            exchanges.append(samples.exchange())
 
-        yield from interleave([route.exchange() for route in routes])
+        yield from interleave(exchanges)
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
         finite, mean_squares = yield from agree(routes, self.communicator)
         for route in routes:
@@ -157,6 +165,8 @@ class GradientReducer:
             strengths = self.engine.strengths if isinstance(self.engine, LowRank) else None
             energies = strengths and {name: strengths[name].square() for name in self.ranks if name in strengths}
             self.observer.add_unsent((state.feedback.squared_norm() / energy).sqrt(), energies, finite)
+        if samples is not None:
+            self.observer.add_fidelity((yield from samples.compare(gradients, finite)))
 
     def _routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
         """Every gradient in one route: those with a rank in the engine's, the others rounded."""

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic
-from edgc.comm.wire import Packed, wire
+from edgc.comm.wire import FP32, Packed, wire
 from edgc.compress.engines.base import Engine
 from edgc.compress.equaliser import Equaliser
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.compress.spikes import RunningNorms
 from edgc.config import EDGCConfig
+from edgc.observe.fidelity import VALUES, FidelitySampler
 
 
 class CompressionState:
@@ -30,6 +31,8 @@ class CompressionState:
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser()
+        share = config.study.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
+        self.fidelity = FidelitySampler(share, config.seed) if share else None
         self.engine = engine
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
@@ -39,6 +42,9 @@ class CompressionState:
             "engine": self.engine.state_dict() if self.engine is not None else {},
             "equaliser": self.equaliser.state_dict(),
             "norms": self.norms.state_dict(),
+            "fidelity": {}
+            if self.fidelity is None
+            else {f"{name}:squares": Packed(squares, FP32) for name, squares in self.fidelity.mean_squares.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
@@ -46,6 +52,9 @@ class CompressionState:
         self.feedback.packed = dict(state["error"])
         self.equaliser.load_state_dict(state["equaliser"])
         self.norms.load_state_dict(state["norms"])
+        if self.fidelity is not None:
+            kept = state["fidelity"]
+            self.fidelity.mean_squares = {key.rpartition(":")[0]: packed.values() for key, packed in kept.items()}
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 

@@ -17,6 +17,7 @@ from edgc.comm.objects import process, processes
 from edgc.compress.batch import triton_kernels
 from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
+from edgc.observe.fidelity import Fidelity
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import NO_RANK, RankPlan, StageCost
 from edgc.plan.run import Run, RunPlan
@@ -206,6 +207,7 @@ class Reporter:
         for stage, seen in zip(event["stages"], report.stages, strict=True):
             stage["stage"] = str(seen.stage)
             del stage["energies"]  # all spectra would swell the log
+            stage["fidelity"] = {name: logged(one) for name, one in seen.fidelity.items()}
         totals = {"total_bytes": report.total_bytes, "total_bytes_dense": report.total_bytes_dense}
         self.events.write("window", last=last, **event, **totals)
 
@@ -287,6 +289,16 @@ def _totals(report: WindowReport, value_bytes: int) -> list[str]:
     fewer_in_all = f", {dense / sent:.1f}x fewer" if sent else ""
     what = "gradients, updated weights, messages between stages"
     return [*lines, f"total ({what}): sent {_bytes(sent)} of {_bytes(dense)}{fewer_in_all}"]
+
+
+def logged(fidelity: Fidelity) -> dict[str, float]:
+    """As the event log and studies have it, of four digits."""
+    numbers = {
+        f"{name}{suffix}": getattr(products, name)
+        for products, suffix in ((fidelity.gradient, ""), (fidelity.update, "_of_update"))
+        for name in ("cosine", "delay", "late")
+    }
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 
 def _bytes(count: float) -> str:

@@ -57,6 +57,7 @@ class Stage(ABC):
             largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
             statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
+            fidelity={name: seen for m in measurements for name, seen in m.total_fidelity().items()},
         )
         self._window_start = (sent, dense)
         return window

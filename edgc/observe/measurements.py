@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics
 
 
@@ -21,6 +22,7 @@ class Measurements:
     residual: list[float | Tensor] = field(default_factory=list)
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
+    fidelity: list[dict[str, Tensor]] = field(default_factory=list)  # values of a ``Fidelity`` by name, if asked for
     spikes: float | Tensor = 0.0  # gradients of which the error was scaled down
     largest_spike: float | Tensor = 0.0  # times its running norm
     windows: int = 0  # how often ``take`` was called
@@ -58,3 +60,13 @@ class Measurements:
             if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
                 means[name] = mean
         return means
+
+    def total_fidelity(self) -> dict[str, Fidelity]:
+        """By parameter, over the measured iterations whose sums were finite."""
+        seen: dict[str, list[Fidelity]] = {}
+        for one in self.fidelity:
+            for name, values in one.items():
+                numbers = values.tolist()
+                if all(map(math.isfinite, numbers)):
+                    seen.setdefault(name, []).append(Fidelity.of(numbers))
+        return {name: Fidelity.total(several) for name, several in seen.items()}

@@ -80,6 +80,10 @@ class GradientObserver:
         if energies is not None:
             self.measurements.energies.append(energies)
 
+    def add_fidelity(self, values: dict[str, Tensor]) -> None:
+        """After the reduction of a measured iteration: what ``FidelitySampler.compare`` gives."""
+        self.measurements.fidelity.append(values)
+
     def roll_back(self, iteration: int) -> None:
         """Forget what this iteration has shown. Needs ``repeatable``."""
         if iteration != self._iteration:

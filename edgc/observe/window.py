@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics
 from edgc.plan.controller import RankPlan, StageCost
 from edgc.plan.run import StageKey
@@ -56,6 +57,7 @@ class RankWindow:
     largest_spike: float = 0.0  # times its running norm
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict, repr=False)  # by parameter
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         largest_spike=max(r.largest_spike for r in ranks),
         energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
+        fidelity=_total_fidelity([r.fidelity for r in ranks]),
     )
 
 
@@ -132,6 +135,12 @@ def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str
         seen = [one[name] for one in several if len(one.get(name, ())) == len(several[0][name])]
         means[name] = [fmean(values) for values in zip(*seen, strict=True)]
     return means
+
+
+def _total_fidelity(several: Sequence[Mapping[str, Fidelity]]) -> dict[str, Fidelity]:
+    """Of each parameter over the ranks: data-parallel ones saw the same sums, others hold other parts of it."""
+    names = dict.fromkeys(name for one in several for name in one)
+    return {name: Fidelity.total([one[name] for one in several if name in one]) for name in names}
 
 
 def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:

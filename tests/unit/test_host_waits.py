@@ -48,6 +48,7 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
         *({"preset": preset} for preset in PRESETS),
         *({"engine": engine} for engine in ENGINES),
         *({"error_dtype": dtype} for dtype in ("bf16", "fp8", "int8")),
+        {"fidelity_share": 1e-3},
         {"kernels": "fused"},  # but for Triton's, which do not run on it; they have a test of their own
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

@@ -1,0 +1,53 @@
+"""The sampled entries of one reduction, summed in fp32 beside it (``edgc.observe.fidelity``)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.wire import FP32
+from edgc.compress.routes import Step
+from edgc.observe.fidelity import FidelitySampler
+
+
+class SampledEntries:
+    """Takes part in the phases of a reduction, as routes do.
+
+    Args:
+        sampler: where entries are, and what is known of them.
+        matrices: those that leave errors, before any phase: gradients in the loss scale. They are changed in place.
+        step: what all routes share.
+    """
+
+    def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], step: Step):
+        self.sampler = sampler
+        self.matrices = matrices
+        self.step = step
+        self.true = self._unscaled(sampler.take(matrices))
+        self.owed = self.true
+
+    def prepare(self) -> None:
+        """Once the routes have added errors."""
+        self.owed = self.sampler.take(self.matrices)
+
+    def exchange(self) -> Steps[None]:
+        """Sum over the processes."""
+        self.true, self.owed = yield from _sums([self.true, self.owed], self.step.communicator)
+
+    def compare(self, gradients: Mapping[str, Tensor], finite: Tensor) -> Steps[dict[str, Tensor]]:
+        """Once the routes have written the sums into ``gradients``: what ``FidelitySampler.compare`` gives."""
+        step, sampler = self.step, self.sampler
+        got = sampler.take({name: gradients[name] for name in self.matrices})
+        if step.shards:  # a process knows only its own part of the sums
+            inside = sampler.inside(self.matrices, {name: step.own_part(name) for name in self.matrices})
+            (got,) = yield from _sums([torch.where(inside, got, 0.0)], step.communicator)
+        return sampler.compare(list(self.matrices), (self.true, self.owed, self._unscaled(got)), finite)
+
+    def _unscaled(self, values: Tensor) -> Tensor:
+        return values if self.step.loss_scale is None else values / self.step.loss_scale
+
+
+def _sums(tensors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
+    sums, _ = yield from communicator.sum(tensors, FP32)
+    return sums

@@ -1,0 +1,140 @@
+"""How faithful a sum is: what the optimizer got against what it should have got, at sampled entries.
+
+In measured steps a few entries of each parameter are also summed in fp32, without compression: of the gradients, and of
+gradients with their errors. So for every engine, without a model of gradients, one sees by parameter
+
+- the *cosine* between the sum g of the gradients and the sum s that the optimizer got;
+- the *delay* (1 - c) / c, where c is the share of the energy of the sum of gradients and errors, g + e, that leaves in
+  a step: the mean number of steps by which gradient arrives late, if in each step the same share of what waits leaves;
+- both in units of the *update* as well: Adam divides every entry by the root of its mean square, so there a small entry
+  weighs as much as a large one. g and s are divided by root mean squares of their own, errors by that of g.
+
+There are no collectives here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from edgc.seeding import stable_seed
+
+DECAY = 0.9  # of the mean squares, per measured step
+# Added to each mean square, times the parameter's average: a mean of few measurements can be much too small.
+FLOOR = 0.01
+_TINY = torch.finfo(torch.float32).tiny
+VALUES = 3  # that are sent for an entry: g, g + e, and s where a process knows but its own part of it
+
+
+@dataclass(frozen=True)
+class Products:
+    """Sums over entries and steps, of squares and of one product; in any unit."""
+
+    true: float = 0.0  # g^2
+    got: float = 0.0  # s^2
+    both: float = 0.0  # g s
+    owed: float = 0.0  # (g + e)^2
+    unsent: float = 0.0  # (g + e - s)^2
+
+    @property
+    def cosine(self) -> float:
+        """Between g and s; NaN if one of them is zero."""
+        norms = math.sqrt(self.true) * math.sqrt(self.got)
+        return self.both / norms if norms > 0 else math.nan
+
+    @property
+    def delay(self) -> float:
+        """(1 - c) / c in steps; infinite if nothing leaves, NaN if nothing waits."""
+        sent = self.owed - self.unsent
+        if self.owed <= 0:
+            return math.nan
+        return self.unsent / sent if sent > 0 else math.inf
+
+    @property
+    def late(self) -> float:
+        """Energy of the error that stays over that of g: the delay if gradients of different steps are independent."""
+        return self.unsent / self.true if self.true > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """``Products`` of one parameter in the unit of the gradient and in that of Adam's update."""
+
+    gradient: Products = Products()
+    update: Products = Products()
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Fidelity":
+        """What ``FidelitySampler.compare`` gives for one parameter."""
+        half = len(fields(Products))
+        return cls(Products(*values[:half]), Products(*values[half:]))
+
+    @classmethod
+    def total(cls, several: Iterable["Fidelity"]) -> "Fidelity":
+        """Of all entries of several, from other processes, steps or parameters."""
+        columns = zip(*((*vars(one.gradient).values(), *vars(one.update).values()) for one in several), strict=True)
+        return cls.of([math.fsum(column) for column in columns])
+
+
+class FidelitySampler:
+    """Samples the same entries of each parameter in every measured step.
+
+    ``share``: of the entries of each parameter, at least one entry. ``seed``: of their places.
+    """
+
+    def __init__(self, share: float, seed: int):
+        self.share, self.seed = share, seed
+        # by name (2, entries): running mean squares of g and of s; replaced, never changed
+        self.mean_squares: dict[str, Tensor] = {}
+        self._places: dict[str, Tensor] = {}
+
+    def places(self, name: str, size: int, device: torch.device) -> Tensor:
+        """The sampled entries (int64, ascending) of a flattened gradient of this size."""
+        if name not in self._places:
+            count = size if self.share >= 1 else math.ceil(self.share * size)
+            generator = torch.Generator().manual_seed(stable_seed(self.seed, "fidelity", name))
+            # drawn with repetition: a permutation of billions of entries would take their memory
+            places = torch.arange(size) if count == size else torch.randint(size, (count,), generator=generator)
+            self._places[name] = places.sort().values.to(device)
+        return self._places[name]
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The entries of all tensors in a row, fp32."""
+        flat = [(name, tensor.reshape(-1)) for name, tensor in tensors.items()]
+        return torch.cat([values[self.places(name, len(values), values.device)].float() for name, values in flat])
+
+    def inside(self, tensors: Mapping[str, Tensor], parts: Mapping[str, tuple[int, int]]) -> Tensor:
+        """For each entry of ``take`` whether it lies in the part (start, stop) of its flattened tensor."""
+        masks = []
+        for name, tensor in tensors.items():
+            places, (start, stop) = self.places(name, tensor.numel(), tensor.device), parts[name]
+            masks.append((places >= start) & (places < stop))
+        return torch.cat(masks)
+
+    def compare(
+        self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
+    ) -> dict[str, Tensor]:
+        """By name the values of a ``Fidelity`` (10,).
+
+        ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
+        the step was not ``finite``, a boolean on the device: the values are then NaN, and the mean squares stay.
+        """
+        true, owed, got = samples
+        counts = [len(self._places[name]) for name in names]
+        squares = torch.stack([true.square(), got.square()])
+        now = torch.split(squares, counts, dim=1)
+        before = [self.mean_squares.get(name, now_of) for name, now_of in zip(names, now, strict=True)]
+        after = torch.lerp(squares, torch.cat(before, dim=1), DECAY)
+        # an unknown mean square begins with what was seen, which may be NaN: then with zeros
+        kept = torch.where(finite, after, torch.nan_to_num(torch.cat(before, dim=1), posinf=0.0))
+        self.mean_squares.update(zip(names, torch.split(kept, counts, dim=1), strict=True))
+        floors = [part.mean(dim=1, keepdim=True).expand_as(part) for part in torch.split(after, counts, dim=1)]
+        of_true, of_got = (after + FLOOR * torch.cat(floors, dim=1)).clamp_min(_TINY).rsqrt()
+        unsent = owed - got
+        values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
+        units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]
+        terms = torch.stack([*values, *(value * unit for value, unit in zip(values, units, strict=True))])
+        sums = torch.stack([part.sum(dim=1) for part in torch.split(terms, counts, dim=1)])
+        return dict(zip(names, torch.where(finite, sums, math.nan).unbind(), strict=True))

@@ -1,0 +1,184 @@
+"""What is measured of a reduction at sampled entries, against what the test itself computes of all entries."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.reducer import GradientReducer
+from edgc.config import EDGCConfig
+from edgc.observe.fidelity import FLOOR, Fidelity
+from edgc.plan.allocation import Allocation
+from edgc.specs import MatrixSpec, Parameter
+from tests.distributed.gloo import run_on_ranks
+
+MATRIX = MatrixSpec("w", 64, 96)
+BIAS = Parameter("bias", (64,))
+SIZES = {"w": 64 * 96, "bias": 64}
+SHARDS = {"w": (0, 2500, 6144), "bias": (0, 0, 64)}
+CASES: dict[str, dict[str, Any]] = {
+    "powersgd": {"rest_wire": "int8"},
+    "powersgd, rounded": {"wire": "int4", "basis_wire": "int6+int4", "rest_wire": "int4", "equalise": True},
+    "int4": {"engine": "int4"},
+}
+STEPS = 3
+
+
+def reducer(**settings: Any) -> GradientReducer:
+    assert dist.group.WORLD is not None
+    config = EDGCConfig.of(iteration_sampling_rate=1.0, **settings)
+    allocation = Allocation((MATRIX,), ((BIAS, "one-dimensional"),))
+    if not config.low_rank:
+        allocation = Allocation((MATRIX, BIAS.spec), ())
+    made = GradientReducer(allocation, config, Communicator(dist.group.WORLD, Traffic()), torch.device("cpu"))
+    made.set_rank(8)
+    return made
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    """With a common part, in rows of very different scales."""
+    own, common = (torch.Generator().manual_seed(seed) for seed in (100 * step + rank, 7))
+    w = torch.randn(64, 1, generator=common) @ torch.randn(1, 96, generator=common)
+    w = (w + torch.randn(64, 96, generator=own)) * torch.logspace(-1, 1, 64).unsqueeze(1)
+    return {"w": w, "bias": torch.randn(64, generator=own)}
+
+
+def summed(tensor: Tensor) -> Tensor:
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total
+
+
+def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[float]]:
+    """Of ``w`` in every step: cosine, delay, and cosine and energy of the error in the unit of the update, from whole
+    tensors in float64.
+    """
+    under_test, found = reducer(**settings), []
+    squares: list[Tensor] = []
+    for step in range(STEPS):
+        local = gradients(rank, step)
+        kept = under_test.state.feedback.packed.get("w")
+        error = torch.zeros(64, 96) if kept is None else kept.values().view(64, 96)
+        true, owed = summed(local["w"]), summed(local["w"] + error)
+        run(under_test.reduce(local, step, shards=SHARDS if sharded else None))
+        got = local["w"].double()
+        if sharded:  # each process knows its own part
+            own = torch.zeros_like(got)
+            part = slice(*SHARDS["w"][rank : rank + 2])
+            own.view(-1)[part] = got.view(-1)[part]
+            got = summed(own)
+        now = [true.square(), got.square()]
+        squares = [0.9 * old + 0.1 * new for old, new in zip(squares, now, strict=True)] if squares else now
+        units = [(square + FLOOR * square.mean()).sqrt() for square in squares]
+        g, s = true / units[0], got / units[1]
+        unsent = (owed - got) / units[0]
+        found.append(
+            [
+                float((true * got).sum() / (true.norm() * got.norm())),
+                float((owed - got).square().sum() / (owed.square().sum() - (owed - got).square().sum())),
+                float((g * s).sum() / (g.norm() * s.norm())),
+                float(unsent.square().sum() / g.square().sum()),
+            ]
+        )
+    return found
+
+
+def measured(
+    rank: int, settings: dict[str, Any], scale: float | None, sharded: bool, share: float = math.inf
+) -> tuple[list[list[float]], float]:
+    """The same as the reducer measures it, and the bytes of three steps."""
+    under_test = reducer(fidelity_share=share, **settings)
+    for step in range(STEPS):
+        local = {name: gradient * (scale or 1.0) for name, gradient in gradients(rank, step).items()}
+        loss_scale = None if scale is None else torch.tensor(scale)
+        run(under_test.reduce(local, step, loss_scale, SHARDS if sharded else None))
+    seen = [Fidelity.of(one["w"].tolist()) for one in under_test.observer.measurements.fidelity]
+    values = [[one.gradient.cosine, one.gradient.delay, one.update.cosine, one.update.late] for one in seen]
+    return values, under_test.communicator.traffic.bytes
+
+
+def compared(rank: int) -> list[str]:
+    wrong = []
+    for case, settings in CASES.items():
+        for scale, sharded in ((None, False), (1024.0, False), (None, True)):
+            wanted = expected(rank, settings, sharded)
+            found, _ = measured(rank, settings, scale, sharded)
+            if torch.tensor(found).allclose(torch.tensor(wanted), rtol=1e-3, atol=1e-4):
+                continue
+            wrong.append(f"{case}, scale {scale}, sharded {sharded}: {found} and not {wanted}")
+    return wrong
+
+
+def test_cosine_and_delay_are_those_of_whole_tensors() -> None:
+    assert run_on_ranks(compared, 2) == [[], []]
+
+
+def sampled(rank: int) -> list[Any]:
+    settings = CASES["powersgd, rounded"]
+    whole, _ = measured(rank, settings, None, False)
+    _, without = measured(rank, settings, None, False, share=0.0)
+    some, with_samples = measured(rank, settings, None, False, share=0.3)
+    return [whole, some, with_samples - without]
+
+
+def test_a_share_of_the_entries_shows_about_the_same_and_is_counted() -> None:
+    whole, some, more = run_on_ranks(sampled, 2)[0]
+    assert torch.tensor(some).allclose(torch.tensor(whole), rtol=0.4) and some != whole
+    entries = sum(math.ceil(0.1 * size) for size in SIZES.values())
+    assert more == STEPS * 2 * entries * 4  # an all-reduce of g and of g + e between two
+
+
+def failed_step(rank: int) -> list[bool]:
+    under_test = reducer(fidelity_share=math.inf)
+    run(under_test.reduce(gradients(rank, 0), 0))
+    sampler = under_test.state.fidelity
+    assert sampler is not None
+    before = {name: one.clone() for name, one in sampler.mean_squares.items()}
+    local = gradients(rank, 1)
+    local["w"][3, 3] = math.inf
+    run(under_test.reduce(local, 1))
+    same = all(torch.equal(before[name], one) for name, one in sampler.mean_squares.items())
+    return [same, list(under_test.observer.measurements.total_fidelity()) == ["w"]]
+
+
+def test_a_step_that_is_not_finite_teaches_nothing() -> None:
+    assert run_on_ranks(failed_step, 2) == [[True, True]] * 2
+
+
+def resumed(rank: int) -> list[list[float]]:
+    """What is measured of the third step, in one run and after a state was taken up."""
+    found = []
+    for stops in (False, True):
+        under_test = reducer(fidelity_share=math.inf)
+        for step in range(STEPS):
+            if stops and step == 2:
+                state, under_test = under_test.state.state_dict(), reducer(fidelity_share=math.inf)
+                under_test.state.load_state_dict(state)
+            run(under_test.reduce(gradients(rank, step), step))
+        found.append(under_test.observer.measurements.fidelity[-1]["w"].tolist())
+    return found
+
+
+def test_a_resumed_run_measures_the_same() -> None:
+    whole, parts = run_on_ranks(resumed, 2)[0]
+    assert whole == parts
+
+
+def test_of_two_parts_the_sums_add_up() -> None:
+    one, other = Fidelity.of([4, 1, 2, 4, 3, *[1] * 5]), Fidelity.of([0, 3, 0, 0, 0, *[1] * 5])
+    both = Fidelity.total([one, other])
+    assert (one.gradient.cosine, both.gradient.cosine) == (1, 0.5)
+    assert both.gradient.delay == one.gradient.delay == 3 and one.gradient.late == 0.75
+    assert math.isnan(Fidelity().gradient.cosine) and math.isnan(Fidelity().gradient.delay)
+    assert Fidelity.of([1, 0, 0, 1, 1, *[1] * 5]).gradient.delay == math.inf
+    assert Fidelity.total([both]) == both
+
+
+@pytest.mark.parametrize("share", [-1.0, math.nan])
+def test_a_share_below_zero_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="fidelity_share"):
+        EDGCConfig.of(fidelity_share=share)
