@@ -150,8 +150,13 @@ def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dic
 
 
 def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientStatistics]:
-    """From parameters to kinds of layer: ``decoder.layers.3.mlp.linear_fc1.weight`` is one of ``linear_fc1.weight``."""
-    return merge_statistics([{".".join(name.split(".")[-2:]): one} for name, one in statistics.items()])
+    """From parameters to kinds of layer."""
+    return merge_statistics([{kind(name): one} for name, one in statistics.items()])
+
+
+def kind(name: str) -> str:
+    """The kind of layer that a parameter is of: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    return ".".join(name.split(".")[-2:])
 
 
 def mean_of_finite(values: Sequence[float | Tensor]) -> float:

@@ -17,6 +17,7 @@ from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw
 from tools.experiments.results import identity, page_lines, read_results, record_result
+from tools.shared.runs import Run
 
 LIST = """
 title: A list
@@ -64,7 +65,7 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("[[ours, dense]]", "[[ours, theirs]]", "compared but not listed: theirs"),
         ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
         ("models: {", "models: [", "mine.yaml"),
-        ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of entropy"),
+        ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of fidelity"),
     ],
 )
 def test_a_list_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -213,6 +214,8 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
     """A run of 40 iterations whose entropy falls by 0.1 nats an iteration in stage 0 and rises in stage 1."""
     ends = range(period, 41, period)
     kinds = {"skewness": 0.1, "excess_kurtosis": 3.0, "gaussian_entropy": -4.0, "histogram_entropy": -4.5}
+    names = ("cosine", "delay", "late")
+    signals = {"elements": 8, **{f"{one}{unit}": 0.5 for one in names for unit in ("", "_of_update")}}
     return line(
         name,
         1,
@@ -231,6 +234,7 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
             }
             for end in ends
         ],
+        fidelity={} if name == "dense" else {"fc1.weight": signals, "fc1.bias": {"elements": 0}},
         **other,
     )
 
@@ -253,6 +257,29 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     rows = [row for row in page.splitlines() if row.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
     assert "nan" not in page
+
+
+def test_rank_correlation_sees_the_order_alone() -> None:
+    assert studies.rank_correlation([1, 10, 1000], [0.1, 0.2, 0.21]) == pytest.approx(1)
+    assert studies.rank_correlation([3, 2, 1, 0], [1, 2, 3, 4]) == pytest.approx(-1)
+    assert math.isnan(studies.rank_correlation([1, 2], [1, 2]))
+
+
+def test_signals_are_means_by_kind_of_parameter() -> None:
+    run = Run(
+        "mine",
+        {"stages": [{"matrices": [["a.0.w", 2, 3], ["a.1.w", 1, 2]], "rest": [["b.bias", 4, "one-dimensional"]]}]},
+        [
+            {"stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": 5.0}, "b.bias": {"late": None}}}]},
+            {"stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": math.inf}}}]},
+            {"stages": [{}]},
+        ],
+        [],
+        2.0,
+    )
+    found = results.fidelity(run)
+    kinds = {"0.w": {"elements": 6, "late": 1.0}, "1.w": {"elements": 2, "late": 5.0}, "b.bias": {"elements": 4}}
+    assert found == kinds
 
 
 def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:

@@ -1,14 +1,17 @@
 """The lines of ``results.jsonl``, one for each trial; docs/frontier/README.md has the fields."""
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgc.config import EDGCConfig
+from edgc.observe.window import kind
 from tools.experiments.changes import changed, preset, respelled, respelled_settings
 from tools.experiments.lists import Trial
+from tools.experiments.series import weighted
 from tools.shared.files import write
 from tools.shared.runs import Run
 
@@ -45,7 +48,32 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
     }
     if windows:
         line["windows"] = [_window(event) for event in measured.windows]
+        if signals := fidelity(measured):
+            line["fidelity"] = signals
     return line
+
+
+def fidelity(measured: Run) -> dict[str, dict[str, float]]:
+    """By kind of parameter its elements, and the mean of each signal over parameters, by their
+    elements, and windows. A signal that is not finite in a window counts in no mean.
+    """
+    sizes: dict[str, int] = {}
+    for stage in measured.start["stages"]:
+        sizes.update({name: rows * cols for name, rows, cols in stage["matrices"]})
+        sizes.update({name: elements for name, elements, _ in stage["rest"]})
+    seen: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for window in measured.windows:
+        for stage in window["stages"]:
+            for name, signals in (stage.get("fidelity") or {}).items():
+                of_kind = seen.setdefault(kind(name), {})
+                for signal, value in signals.items():
+                    if value is not None and math.isfinite(value):
+                        of_kind.setdefault(signal, []).append((sizes[name], value))
+    elements = {one: sum(size for name, size in sizes.items() if kind(name) == one) for one in seen}
+    return {
+        one: {"elements": elements[one], **{name: _rounded(weighted(pairs)) for name, pairs in signals.items()}}
+        for one, signals in seen.items()
+    }
 
 
 def _window(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the windows of one line of results hold: series over the iterations, and figures of the whole run."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -82,3 +82,8 @@ def reduce_seconds(line: Line) -> float:
     """Median over the windows of the second half, of the slowest stage."""
     later: list[Mapping[str, list[float | None]]] = line["windows"][len(line["windows"]) // 2 :]
     return median(max(value for value in window["reduce_seconds"] if value is not None) for window in later)
+
+
+def weighted(pairs: Sequence[tuple[float, float]]) -> float:
+    """The mean of (weight, value) pairs."""
+    return sum(size * value for size, value in pairs) / sum(size for size, _ in pairs)
