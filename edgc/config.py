@@ -122,10 +122,11 @@ class Study:
         "ratio",
         "docs/algorithm.md, 5",
     )
-    fidelity_share: float = _knob(
-        0.0,
+    fidelity_share: float | None = _knob(
+        None,
         "how much is sent to measure, for each parameter, how far and how late the optimizer gets its gradient, as a "
-        "share of the bytes of a dense fp32 all-reduce in all iterations; inf measures every entry (0: nothing)",
+        "share of the bytes of a dense fp32 all-reduce in all iterations; inf measures every entry (default: 0.0005 "
+        "with --edgc-volume, else 0, nothing)",
         "fraction",
         "docs/algorithm.md, 9",
     )
@@ -153,7 +154,8 @@ class Study:
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
-        _require(self.fidelity_share >= 0, "fidelity_share", self.fidelity_share, "must not be negative")
+        if self.fidelity_share is not None:
+            _require(self.fidelity_share >= 0, "fidelity_share", self.fidelity_share, "must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,13 @@ class Ranks:
         "matrices, or the break-even rank if that is less (with paper: plain PowerSGD)",
         "rank, or share of the width",
         "arXiv 1905.13727",
+    )
+    volume: float | None = _knob(
+        None,
+        "how many times fewer bytes of gradients than in fp32 the whole run may send. A planner spends them: it gives "
+        "every parameter a rank or a number of bits, by how much of its gradient was measured to arrive late",
+        "ratio",
+        "EDGC's own: docs/algorithm.md, 10",
     )
     rank_model: str = _knob(
         "gaussian",
@@ -230,9 +239,13 @@ class Ranks:
                 object.__setattr__(self, name, int(value))  # flags are floats
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
-        if self.static_rank is not None:
+        for given in ("static_rank", "volume"):
             for name in ("rmin", "rmax"):
-                _require(getattr(self, name) is None, name, getattr(self, name), "does nothing beside static_rank")
+                if getattr(self, given) is not None:
+                    _require(getattr(self, name) is None, name, getattr(self, name), f"does nothing beside {given}")
+        if self.volume is not None:
+            _require(1 < self.volume < math.inf, "volume", self.volume, "must be above 1")
+            _require(self.static_rank is None, "static_rank", self.static_rank, "does nothing beside volume")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
@@ -463,6 +476,12 @@ class EDGCConfig:
             _require(self.low_rank, "kernels", self.study.kernels, no_rank)
         if self.ranks.static_rank is not None:
             _require(self.low_rank, "static_rank", self.ranks.static_rank, no_rank)
+        if self.ranks.volume is not None:
+            _require(self.low_rank, "volume", self.ranks.volume, no_rank)
+            rule = "needs a fidelity_share above 0: the planner goes by what is measured"
+            _require(self.fidelity_share > 0, "volume", self.ranks.volume, rule)
+            rule = f"messages have no rank of their own: give one, as in {self.pipeline.messages.which}:powersgd:16"
+            _require(not self.pipeline.messages.follows, "pp", self.pipeline.pp, rule)
         if self.engine != "dense" and ENGINES[name := self.engine.partition(":")[0]].keeps_errors:
             rule = f"the engine {name} keeps errors by its own rule"
             _require(not self.equalise, "equalise", True, rule)
@@ -481,6 +500,8 @@ class EDGCConfig:
         name = given.get("preset", usual)
         preset = dict(PRESETS.get(name, {}))
         if not has_rank(given.get("engine", cls.engine)):
+            preset.pop("static_rank", None)
+        if "volume" in given and "static_rank" not in given:
             preset.pop("static_rank", None)
         if "static_rank" not in given and BY_ENTROPY & given.keys():
             # who gives a setting of ranks that entropy sets wants it to set them
@@ -531,8 +552,14 @@ class EDGCConfig:
             _require(self.ranks.window * self.ranks.iteration_sampling_rate >= 1, "window", self.ranks.window, rule)
 
     @property
+    def fidelity_share(self) -> float:
+        """How much is sent to measure fidelity: see ``Study``."""
+        given = self.study.fidelity_share
+        return given if given is not None else 0.0 if self.ranks.volume is None else 0.0005
+
+    @property
     def dynamic(self) -> bool:
-        """Whether ranks are not given, but set by entropy or, once, by what the link and the model allow."""
+        """Whether ranks are not given, but set by entropy, by a budget or, once, by what link and model allow."""
         return self.low_rank and self.ranks.fixed is None
 
     @property

@@ -68,6 +68,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
         "log_dir",
     ),
     "Rank policy": (
+        "volume",
         "rank_model",
         "rmin",
         "rank_step",
@@ -188,7 +189,7 @@ def study_from(words: Sequence[str]) -> dict[str, Any]:
             if isinstance(default, bool):
                 found[name] = {"on": True, "off": False}[text]
             else:
-                found[name] = float(text) if isinstance(default, float) else text
+                found[name] = text if isinstance(default, str) else float(text)
         except (KeyError, ValueError):
             wanted = "on or off" if isinstance(default, bool) else "a number"
             raise ConfigError(f"--edgc-study {word}: must be {wanted}") from None

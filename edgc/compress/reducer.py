@@ -46,17 +46,16 @@ class GradientReducer:
         self.device = device
         self.specs = {matrix.name: matrix for matrix in allocation.matrices}
         self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.others)
-        everything = list(self.specs.values())
         # The dense engine has nothing to compress, but its entropy is still wanted.
         self.engine: Engine | None = None
         if config.engine != "dense":
             arguments = engine_arguments(config.engine)
             self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
-        self.others = Rounding(everything, config, device, config.formats.rest_wire)
-        self.warmup = Rounding(everything, config, device, config.formats.dense_wire)
+        self._roundings: dict[str, Rounding] = {}  # by wire format
         self.state = CompressionState(config, self.engine, device, communicator.process)
         self.observer = GradientObserver(allocation.matrices, config, repeatable)
         self.ranks: dict[str, int] = {}
+        self.formats: dict[str, str] = {}  # of parameters without a rank, where a plan sets them
         self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
@@ -66,15 +65,22 @@ class GradientReducer:
         self._before: dict[str, dict[str, Packed]] | None = None
         self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
-    def set_rank(self, rank: int | None, matrix_ranks: Mapping[str, int] | None = None) -> None:
+    def set_rank(
+        self,
+        rank: int | None,
+        matrix_ranks: Mapping[str, int] | None = None,
+        formats: Mapping[str, str] | None = None,
+    ) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
 
-        ``matrix_ranks`` may hold the rank of each matrix of the stage. Raises ValueError for a low rank below 1.
+        ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format of parameters that
+        have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
         """
         lowest = min([] if rank is None else [rank, *(matrix_ranks or {}).values()], default=1)
         if self.config.low_rank and lowest < 1:
             raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
         self.compressed = rank is not None and self.engine is not None
+        self.formats = dict(formats or {})
         if rank is None or self.engine is None:
             self.ranks = {}
         elif matrix_ranks is not None:
@@ -97,12 +103,16 @@ class GradientReducer:
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
-        return not self.ranks and self._without_rank.exact and not self.state.feedback.packed
+        exact = all(self.rounding(name).exact for name in self.specs)
+        return not self.ranks and exact and not self.state.feedback.packed
 
-    @property
-    def _without_rank(self) -> Rounding:
-        """What takes everything that has no rank."""
-        return self.others if self.compressed else self.warmup
+    def rounding(self, name: str) -> Rounding:
+        """What takes a gradient that has no rank."""
+        usual = self.config.formats.rest_wire
+        chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
+        if chosen not in self._roundings:
+            self._roundings[chosen] = Rounding(list(self.specs.values()), self.config, self.device, chosen)
+        return self._roundings[chosen]
 
     def reduce(
         self,
@@ -173,8 +183,10 @@ class GradientReducer:
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
         routes: list[Route] = []
-        if others:
-            routes.append(ElementwiseRoute(others, self.specs, step, self._without_rank))
+        roundings = dict.fromkeys(self.rounding(name) for name in others)
+        for rounding in roundings:
+            own = {name: gradient for name, gradient in others.items() if self.rounding(name) is rounding}
+            routes.append(ElementwiseRoute(own, self.specs, step, rounding))
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):

@@ -31,7 +31,7 @@ class CompressionState:
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser()
-        share = config.study.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
+        share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
         self.fidelity = FidelitySampler(share, config.seed) if share else None
         self.engine = engine
 

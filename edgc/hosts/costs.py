@@ -5,12 +5,27 @@ from collections.abc import Sequence
 import torch
 
 from edgc.comm.collectives import Communicator
+from edgc.comm.wire import wire
 from edgc.compress import probe
+from edgc.compress.engines import engine_class
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import StageCost, smallest_rank
-from edgc.plan.run import Run
-from edgc.specs import Parameter
+from edgc.plan.run import MessageSizes, Run
+from edgc.specs import MatrixSpec, Parameter
+
+CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, those that a budget chooses from
+
+
+def message_sizes(config: EDGCConfig) -> MessageSizes:
+    """For the controller of a run."""
+
+    def factors(matrix: MatrixSpec) -> float:
+        cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
+        return cost
+
+    uncompressed = wire(config.formats.dense_wire).bytes_per_value()
+    return MessageSizes(factors, {name: wire(name).bytes_per_value() for name in CHOICES}, uncompressed)
 
 
 def reduction_cost(

@@ -14,7 +14,7 @@ from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
-from edgc.hosts.costs import reduction_cost
+from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.stage import Stage
@@ -28,7 +28,7 @@ from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
-VERSION = 2
+VERSION = 3
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 
@@ -141,7 +141,7 @@ class EDGCState:
         self.overlap = Overlap(self.device)
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
-        controller = self.plan.controller(self.iterations) if self._process == 0 else None
+        controller = self.plan.controller(self.iterations, message_sizes(self.config)) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
         self.reporter = Reporter(self.config, run)
@@ -317,7 +317,8 @@ class EDGCState:
             for reducer, measurements in zip(reducers, own, strict=True):
                 reducer.observer.measurements = measurements_of(measurements)
         self.stage.restore_bytes(*state["bytes"])
-        controller = self.plan.controller(self.iterations)  # on every process, so that an error is one of all
+        # on every process, so that an error is one of all
+        controller = self.plan.controller(self.iterations, message_sizes(self.config))
         controller.load_state_dict(state["controller"])
         if self.windows.controller is not None:
             self.windows.controller = controller

@@ -79,12 +79,12 @@ class WindowExchange:
         if self.controller is not None:
             stages = _merged(windows for windows, _, _ in everywhere)
             messages = _merged_messages(sent for _, _, sent in everywhere)
-            if decide:
-                before_decision()
-                self._decide(self.controller, completed, stages, messages)
             gradients, dense, weights, weights_dense, piped, piped_dense = (
                 fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)
             )
+            if decide:
+                before_decision()
+                self._decide(self.controller, completed, stages, messages, (gradients, dense))
             report = WindowReport(
                 completed,
                 driver.active,
@@ -113,14 +113,23 @@ class WindowExchange:
         completed: int,
         stages: Sequence[RankWindow],
         messages: Sequence[MessageWindow],
+        sent: tuple[float, float],
     ) -> None:
         ranks = self._gradient_message_ranks()
         controller.observe(
             [
-                StageObservation(s.entropy, s.reduce_seconds, s.micro_backward_seconds, ranks.get(s.stage), s.energies)
+                StageObservation(
+                    s.entropy,
+                    s.reduce_seconds,
+                    s.micro_backward_seconds,
+                    ranks.get(s.stage),
+                    s.energies,
+                    {name: seen.update.late for name, seen in s.fidelity.items()},
+                )
                 for s in stages
             ],
             self.driver.active,
+            sent,
         )
         controller.decide(completed)
         if self.message_controller is not None:

@@ -71,6 +71,8 @@ class Reporter:
         value_bytes = self.run.gradient_bytes
         if config.engine == "dense":
             how = "dense all-reduce, counted"
+        elif config.ranks.volume is not None:
+            how = f"{config.ranks.volume:g}x fewer bytes than in fp32, window {config.ranks.window}"
         elif not config.dynamic:
             what = "compressed" if config.ranks.fixed is None else f"rank {config.ranks.fixed}"
             how = f"{what} after {100 * config.ranks.warmup_fraction:g}% of the run"
@@ -261,6 +263,11 @@ def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
 def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
     """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
     notes = [plan.reasons[place]]
+    if plan.formats and (formats := plan.formats[place]) is not None:
+        ranks = sorted(((plan.matrix_ranks[place] or {}) if plan.matrix_ranks else {}).values())
+        if ranks:
+            notes.append(f"{len(ranks)} at rank {ranks[0]} to {ranks[-1]}")
+        notes += [f"{count} in {form}" for form, count in sorted(Counter(formats.values()).items())]
     if plan.proposed and plan.proposed[place] is not None:
         notes.append(f"proposed {plan.proposed[place]:.1f}")
     if plan.targets and plan.targets[place] != plan.ranks[place]:

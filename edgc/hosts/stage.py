@@ -30,10 +30,16 @@ class Stage(ABC):
     def reducers(self) -> Sequence[GradientReducer]:
         """In the same order on every process of the group."""
 
-    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
+    def set_rank(
+        self,
+        active: Sequence[int | None],
+        place: int,
+        matrix_ranks: Mapping[str, int] | None,
+        formats: Mapping[str, str] | None,
+    ) -> None:
         """Take the rank at this place among those that are in use."""
         for reducer in self.reducers:
-            reducer.set_rank(active[place], matrix_ranks)
+            reducer.set_rank(active[place], matrix_ranks, formats)
 
     def end_step(self) -> None:
         """Once a step, when all its reductions have ended."""

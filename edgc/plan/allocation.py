@@ -69,7 +69,7 @@ def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int)
             matrices.append(spec)
         elif spec.rows == 1:
             others.append((parameter, "one-dimensional"))
-        elif parameter.embedding and not config.compress_embeddings:
+        elif parameter.embedding and not config.compress_embeddings and config.ranks.volume is None:
             others.append((parameter, "embedding or output layer"))
         elif pays(min_rank, spec.rows, spec.cols, config.study.min_saving):
             matrices.append(spec)

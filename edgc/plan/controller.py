@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, CommCost, aligned_rank
 from edgc.plan.allocation import water_filled_ranks
+from edgc.plan.budget import BudgetPlanner
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.specs import MatrixSpec
@@ -41,7 +42,8 @@ class StageObservation:
     """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
-    activation gradients that the stage has sent to the one before; None: they were not compressed.
+    activation gradients that the stage has sent to the one before; None: they were not compressed. ``late``: energy of
+    the error over that of the gradient, in the unit of the update, by parameter.
     """
 
     entropy: float = math.nan
@@ -49,6 +51,7 @@ class StageObservation:
     micro_backward_seconds: float = math.nan
     message_rank: int | None = None
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,16 @@ class RankPlan:
     """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
-    stage's rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds, rounding and
-    alignment, and ``ranks`` after the step limit.
+    stage's rank. ``formats`` holds for each stage the wire format of parameters without a rank; None, or a
+    parameter that is not in it: ``rest_wire``. ``proposed`` is what entropy alone asks for, ``targets`` what is left of
+    it after bounds, rounding and alignment, and ``ranks`` after the step limit.
     """
 
     version: int
     first_iteration: int
     ranks: tuple[int | None, ...]
     matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
+    formats: tuple[Mapping[str, str] | None, ...] = ()
     entropy: tuple[float, ...] = ()
     proposed: tuple[float | None, ...] = ()
     targets: tuple[int | None, ...] = ()
@@ -92,6 +97,7 @@ class Controller:
         dense: places of stages that are never compressed.
         message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
             None, or no list at all, where there is none.
+        budget: what sets ranks and formats where the run has a volume.
     """
 
     def __init__(
@@ -102,13 +108,15 @@ class Controller:
         costs: Sequence[StageCost | None],
         dense: Collection[int] = (),
         message_costs: Sequence[StageCost | None] = (),
+        budget: BudgetPlanner | None = None,
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
-        if config.dynamic and (config.ranks.rmin is None or config.ranks.largest is None):
+        if config.dynamic and budget is None and (config.ranks.rmin is None or config.ranks.largest is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
+        self.budget = budget
         self.dense = frozenset(dense)
         self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
         self.stages = tuple(
@@ -130,10 +138,23 @@ class Controller:
         nothing, places = (None,) * len(self.stages), range(len(self.stages))
         if self.config.engine == "dense":
             return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
+        if self.budget is not None:
+            plan = RankPlan(0, self.budget.first, nothing, reasons=tuple("budget" for _ in places))
+            return replace(plan, **self._budgeted(self.budget))
         if self.config.dynamic:
             return RankPlan(0, 0, nothing, reasons=tuple(self._own_target(place, None)[1] for place in places))
         first = math.ceil(self.config.ranks.warmup_fraction * self.iterations)
         return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
+
+    def _budgeted(self, budget: BudgetPlanner) -> dict[str, Any]:
+        """What the budget sets of a plan. A stage's rank is the largest of its matrices."""
+        places = [None if place in self.dense else place for place in range(len(self.stages))]
+        ranks = [None if place is None else budget.ranks(place) for place in places]
+        return {
+            "ranks": tuple(None if own is None else max(own.values(), default=RANK_MULTIPLE) for own in ranks),
+            "matrix_ranks": tuple(ranks),
+            "formats": tuple(None if place is None else budget.formats(place) for place in places),
+        }
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
         rank = self._static_rank(iteration)
@@ -145,10 +166,16 @@ class Controller:
         progress = (iteration + self.config.ranks.window / 2) / self.iterations
         return _nearest(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
-    def observe(self, observations: Sequence[StageObservation], ranks: Sequence[int | None] | None = None) -> None:
+    def observe(
+        self,
+        observations: Sequence[StageObservation],
+        ranks: Sequence[int | None] | None = None,
+        sent: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
 
-        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun).
+        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
+        bytes of gradients of the whole run so far, and in fp32, for a budget.
         """
         used = self.plan.ranks if ranks is None else ranks
         if len(observations) != len(self.stages):
@@ -156,6 +183,8 @@ class Controller:
         self.history.append(tuple(observation.entropy for observation in observations))
         self.energies = [observation.energies for observation in observations]
         self.message_ranks = [observation.message_rank for observation in observations]
+        if self.budget is not None:
+            self.budget.observe([observation.late for observation in observations], *sent)
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
@@ -168,6 +197,14 @@ class Controller:
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
+        if self.budget is not None:
+            if iteration > self.plan.first_iteration:  # in the warm-up nothing is measured
+                self.budget.decide(iteration)
+            changed = self._budgeted(self.budget)
+            if any(getattr(self.plan, name) != value for name, value in changed.items()):
+                version, at = self.plan.version + 1, max(iteration, self.plan.first_iteration)
+                self.plan = replace(self.plan, version=version, first_iteration=at, **changed)
+            return self.plan
         if not self.config.dynamic:
             if self.config.engine == "dense":
                 return self.plan
@@ -310,6 +347,7 @@ class Controller:
             "costs": [None if cost is None else asdict(cost) for cost in self.costs],
             "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
             "plan": self.plan.to_dict(),
+            "budget": None if self.budget is None else self.budget.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -319,6 +357,10 @@ class Controller:
             raise ValueError("controller state of another release of EDGC")
         if len(state["costs"]) != len(self.stages):
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.stages)}")
+        if (state["budget"] is None) != (self.budget is None):
+            raise ValueError(f"{flag('volume')} was {'not ' * (state['budget'] is None)}given before")
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
         self.history = [tuple(entropy) for entropy in state["history"]]
         self.anchor = list(state["anchor"])
         self.tolerated = list(state["tolerated"])
@@ -338,6 +380,8 @@ class Controller:
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
     """Make ranks of shares of the width; ``rmax`` is the break-even rank by default, and ``rmin`` a quarter of rmax.
 
+    A budget needs none of them.
+
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense; a share is at
     most that. ``width``: the smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has
     r_max/4 to r_max/6. Raises ``ConfigError`` for an rmin above that rmax.
@@ -348,6 +392,8 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
             return _multiple(break_even)
         return int(rank) if rank >= 1 else _multiple(min(break_even, rank * width))
 
+    if config.ranks.volume is not None:
+        return config
     if config.ranks.static_rank is not None:
         return config.but(static_rank=known(config.ranks.static_rank))
     rmax = known(config.ranks.rmax)

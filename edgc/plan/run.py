@@ -1,13 +1,14 @@
 """From what is known before training to the plan of a run: its settings, its stages, and why a stage stays dense."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
+from edgc.plan.budget import BudgetPlanner, Candidate
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.specs import MatrixSpec, Parameter
 
@@ -80,6 +81,22 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class MessageSizes:
+    """Bytes of messages: of a matrix's factors per rank, of a value in each format to choose from, and of a value while
+    nothing is compressed.
+    """
+
+    factors: Callable[[MatrixSpec], float]
+    bytes_per_value: Mapping[str, float]
+    uncompressed: float
+
+    def candidates(self, allocation: Allocation) -> list[Candidate]:
+        """A stage's parameters. The late energy of each weighs as much as it has elements, as in Adam's update."""
+        matrices = [Candidate(m, m.rows * m.cols, self.factors(m)) for m in allocation.matrices]
+        return matrices + [Candidate(p.spec, p.elements, None) for p, _ in allocation.others if p.elements]
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What holds for the whole run; the same on every process.
 
@@ -96,15 +113,30 @@ class RunPlan:
     def keys(self) -> list[StageKey]:
         return [stage.key for stage in self.stages]
 
-    def controller(self, iterations: int, message_costs: Sequence[StageCost | None] = ()) -> Controller:
+    def controller(
+        self, iterations: int, sizes: MessageSizes, message_costs: Sequence[StageCost | None] = ()
+    ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
+        never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
+        budget = None
+        if self.config.ranks.volume is not None:
+            budget = BudgetPlanner(
+                self.config.ranks.volume,
+                iterations,
+                math.ceil(self.config.ranks.warmup_fraction * iterations),
+                [sizes.candidates(stage.allocation) for stage in self.stages],
+                never,
+                sizes.bytes_per_value,
+                sizes.uncompressed,
+            )
         return Controller(
             self.config,
             iterations,
             [stage.allocation.matrices for stage in self.stages],
             [None if stage.dense_because else stage.cost for stage in self.stages],
-            [place for place, stage in enumerate(self.stages) if stage.dense_because],
+            never,
             message_costs,
+            budget,
         )
 
 
@@ -156,6 +188,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             config = config.but(
                 engine="dense",
                 static_rank=None,
+                volume=None,
                 rest_wire="fp32",
                 dense_wire="fp32",
                 rank_tilt=0.0,

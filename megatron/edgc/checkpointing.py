@@ -40,8 +40,8 @@ from megatron.edgc.stages import MegatronStage
 from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
-VERSION = 4
-RANKS = "rmin", "rmax", "static_rank"
+VERSION = 5
+RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once

@@ -54,6 +54,7 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
         "dense_wire": "fp32",
         "pp": "off",
         "kernels": "plain",
+        "volume": None,
     }
     if messages.follows:
         own["rank_model"] = "gaussian"

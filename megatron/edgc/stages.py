@@ -121,10 +121,16 @@ class EmbeddingStage(MegatronStage):
         communicator = Communicator(self.process_group, self.traffic)
         self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
 
-    def set_rank(self, active: Sequence[int | None], place: int, matrix_ranks: Mapping[str, int] | None) -> None:
+    def set_rank(
+        self,
+        active: Sequence[int | None],
+        place: int,
+        matrix_ranks: Mapping[str, int] | None,
+        formats: Mapping[str, str] | None,
+    ) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
         own = self.tied.reducer.allocation.matrices or active[place] is not None
-        super().set_rank(active, place if own else 0, matrix_ranks)
+        super().set_rank(active, place if own else 0, matrix_ranks, formats)
 
 
 def stages_of(

@@ -22,7 +22,7 @@ from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
 from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum
-from edgc.hosts.costs import reduction_cost
+from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.steps import StepDriver
@@ -110,7 +110,7 @@ class Session:
         controller = message_controller = None
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.part is Part.LAYERS else None for k in plan.keys]
-            controller = plan.controller(self.run.iterations, of_layers)
+            controller = plan.controller(self.run.iterations, message_sizes(self.config), of_layers)
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(
                 self.config,

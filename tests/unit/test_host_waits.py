@@ -32,9 +32,9 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
     allocation = allocate([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
     under_test = GradientReducer(allocation, config, communicator, torch.device("cpu"))
-    for engine in (under_test.engine, under_test.others, under_test.warmup):
-        if engine is not None:
-            engine.device = META
+    under_test.device = META
+    if under_test.engine is not None:
+        under_test.engine.device = META
     # the device "meta" has no generator of random numbers
     under_test.state.feedback._packed = lambda name, error, kept_in, *occasion: Packed(error, kept_in)
     return under_test

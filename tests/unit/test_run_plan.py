@@ -5,7 +5,7 @@ import pytest
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.alignment import CommCost
 from edgc.plan.controller import StageCost
-from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
+from edgc.plan.run import MessageSizes, Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)
@@ -70,7 +70,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
     assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
-    controller = plan.controller(RUN.iterations)
+    controller = plan.controller(RUN.iterations, MessageSizes(lambda matrix: 1.0, {}, 4.0))
     assert controller.dense == {1} and controller.matrices[1] == ()
 
 
@@ -90,3 +90,40 @@ def test_a_rank_at_which_nothing_is_saved_is_refused(settings: dict[str, int]) -
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="longer than the run"):
         plan_run(EDGCConfig.of(window=2000), RUN, processes(CHEAP, CHEAP))
+
+
+def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
+    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
+    parameters = (Parameter("w", (64, 256)), Parameter("word", (512, 64), embedding=True), Parameter("bias", (64,)))
+    stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
+    plan = plan_run(config, RUN, [[stage]])
+    assert plan.compresses and plan.config.ranks.rmax is None
+    sizes = MessageSizes(lambda matrix: 0.6 * (matrix.rows + matrix.cols), {"int4": 0.5, "int2": 0.25}, 1.0)
+    first = plan.controller(RUN.iterations, sizes).plan
+    assert first.matrix_ranks[0] is not None and first.formats[0] is not None
+    assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
+
+
+def test_a_link_on_which_nothing_pays_is_dense_whatever_the_volume() -> None:
+    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
+    stage = ProcessStage(
+        StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(9.0, 9.0), 4.0, 4.0)
+    )
+    plan = plan_run(config, RUN, [[stage]])
+    assert not plan.compresses and plan.config.engine == "dense" and plan.config.ranks.volume is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"volume": 1.0}, "volume = 1.0: must be above 1"),
+        ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside volume"),
+        ({"volume": 20.0, "rmax": 8}, "rmax = 8: does nothing beside volume"),
+        ({"volume": 20.0, "engine": "int4"}, "the engine int4 has no rank"),
+        ({"volume": 20.0, "fidelity_share": 0.0}, "needs a fidelity_share above 0"),
+        ({"volume": 20.0, "pp": "backward:powersgd"}, "messages have no rank of their own"),
+    ],
+)
+def test_what_does_not_go_with_a_volume_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EDGCConfig.of(**given)

@@ -27,7 +27,7 @@ class Reducer:
         self.allocation = allocate([Parameter("word", (1000, 64), embedding=True)], config, 4)
         self.rank: int | None = -1
 
-    def set_rank(self, rank: int | None, matrix_ranks: Any) -> None:
+    def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any) -> None:
         self.rank = rank
 
 
@@ -47,7 +47,7 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
     tied = SimpleNamespace(dense_bytes=lambda: 0.0, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
-    stage.set_rank(active, 2, None)
+    stage.set_rank(active, 2, None, None)
     assert reducer.rank == expected
 
 

@@ -1,0 +1,299 @@
+"""How to send each parameter so that, under one budget of bytes, the least gradient energy is late.
+
+Low rank and rounding lose in different ways. What error feedback holds back, its energy over that of the gradient
+("late", ``edgc.observe.fidelity``), means the same for both. Two laws say how it grows as bytes shrink. Each is scaled
+by what was measured of the parameter.
+
+*Low rank.* Let a gradient bring the energy G_j into direction j in every step, anew, and let each step send the r
+directions that hold most. A direction with G_j above a level t is then sent in every step, another one whenever it has
+filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the level. A direction below it holds
+(t - G_j) / 2 in the mean:
+
+    late(r) = sum over G_j < t of (t - G_j) / 2, over sum_j G_j
+
+That is reverse water-filling (Cover and Thomas, section 10.3.3), over time. Spectra are taken as power laws, G_j =
+j^-a: one measured value of late gives a, and a gives all others.
+
+*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback late = d / (1 - d). What is
+measured beside it multiplies this: outliers, and sums that are rounded twice.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.specs import MatrixSpec
+
+# Share of the energy of normal values that a format loses. 2 and 3 bits: Max 1960, table II. More bits: step^2 / 12,
+# with the largest of 128 values, about 2.6 root mean squares, at the last code.
+LOST: Mapping[str, float] = {
+    "int2": 0.1188,
+    "int3": 0.03454,
+    **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
+}
+STEEPEST = 4.0  # exponent of a spectrum
+LARGEST_FACTOR = 100.0  # by which more than of normal values may be late: few samples can say anything
+# A plan stays while it is within the budget, uses this much of it, and a new one would not make this much less late.
+LEAST_USED, LEAST_GAIN = 0.97, 0.05
+Choice = int | str  # a rank, or the format in which every value travels
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A parameter, and what it costs to send it.
+
+    ``weight``: of its late energy. ``bytes_per_rank``: None where low rank is no choice. ``steepness``: the exponent of
+    its spectrum. ``rounding``: how many times more is late than of normal values. Both are guesses until ``fitted``.
+    """
+
+    matrix: MatrixSpec
+    weight: float
+    bytes_per_rank: float | None
+    steepness: float = 1.5
+    rounding: float = 4.0
+    known: frozenset[str] = frozenset()  # of the two, those that are fitted
+
+    @property
+    def elements(self) -> int:
+        return self.matrix.rows * self.matrix.cols
+
+    @property
+    def directions(self) -> int:
+        return min(self.matrix.rows, self.matrix.cols)
+
+    def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
+        """Bytes of a message."""
+        if isinstance(choice, str):
+            return self.elements * bytes_per_value[choice]
+        assert self.bytes_per_rank is not None
+        return choice * self.bytes_per_rank
+
+    def late(self, choice: Choice) -> float:
+        """The energy that is late under this choice, predicted."""
+        if isinstance(choice, str):
+            return self.rounding * late_of_format(choice)
+        return late_of_rank(choice, self.directions, self.steepness)
+
+    def fitted(self, choice: Choice, late: float) -> "Candidate":
+        """The same as measured under ``choice``: half-way between that and what was measured before."""
+        if not 0 < late < math.inf:
+            return self
+        law = "rounding" if isinstance(choice, str) else "steepness"
+        if isinstance(choice, str):
+            seen = min(max(late / late_of_format(choice), 0.5), LARGEST_FACTOR)
+            value = math.sqrt(seen * self.rounding) if law in self.known else seen
+        else:
+            seen = steepness(late, choice, self.directions)
+            value = (seen + self.steepness) / 2 if law in self.known else seen
+        return replace(self, **{law: value}, known=self.known | {law})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to send a parameter: bytes of a message, and what is late."""
+
+    choice: Choice
+    size: float
+    late: float
+
+
+def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[Option]:
+    """The ways to send a parameter that lie on the lower convex hull of late energy over bytes, fewest bytes first."""
+    choices: list[Choice] = list(bytes_per_value)
+    if candidate.bytes_per_rank is not None:
+        choices += range(RANK_MULTIPLE, candidate.directions // 2 + 1, RANK_MULTIPLE)
+    found = [Option(choice, candidate.size(choice, bytes_per_value), candidate.late(choice)) for choice in choices]
+    hull: list[Option] = []
+    for option in sorted(found, key=lambda option: (option.size, option.late)):
+        if hull and option.late >= hull[-1].late:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(first: Option, second: Option) -> float:
+    return (second.late - first.late) / (second.size - first.size)
+
+
+def spend(candidates: Sequence[Candidate], bytes_per_value: Mapping[str, float], budget: float) -> list[Choice]:
+    """For each parameter the choice with which all together have the least weighted late energy in ``budget`` bytes.
+
+    All start at their smallest option. Steps up the hulls are taken in falling order of late energy saved per byte, as
+    long as they fit. If not even the smallest options fit, they are the choice.
+    """
+    ways = [options(candidate, bytes_per_value) for candidate in candidates]
+    places = [0] * len(ways)
+    left = budget - sum(way[0].size for way in ways)
+    steps = sorted(
+        (candidate.weight * _slope(lower, upper), index, place)
+        for index, (candidate, way) in enumerate(zip(candidates, ways, strict=True))
+        for place, (lower, upper) in enumerate(pairwise(way))
+    )
+    for _, index, place in steps:
+        cost = ways[index][place + 1].size - ways[index][place].size
+        # a step that does not fit ends a parameter's turn: it would have to skip one
+        if cost <= left and places[index] == place:
+            places[index] += 1
+            left -= cost
+    return [way[place].choice for way, place in zip(ways, places, strict=True)]
+
+
+class BudgetPlanner:
+    """Gives every parameter of all stages its choice, so that the whole run sends its budget.
+
+    Args:
+        volume: bytes of gradients in fp32 over those of the run.
+        iterations: of the run; ``first``: the one at which compression begins.
+        stages: the parameters of each stage; of one that is never compressed their ``rounding`` does not matter.
+        never: places of stages that are never compressed.
+        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
+    """
+
+    def __init__(
+        self,
+        volume: float,
+        iterations: int,
+        first: int,
+        stages: Sequence[Sequence[Candidate]],
+        never: Collection[int],
+        bytes_per_value: Mapping[str, float],
+        uncompressed: float,
+    ):
+        self.volume, self.iterations, self.first = volume, iterations, first
+        self.places = [place for place in range(len(stages)) if place not in never]
+        self.candidates = {place: list(stages[place]) for place in self.places}
+        self.bytes_per_value = bytes_per_value
+        elements = [sum(candidate.elements for candidate in stage) for stage in stages]
+        self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
+        self.uncompressed = uncompressed * sum(elements)
+        self.never = uncompressed * sum(elements[place] for place in never)
+        self.sent, self.sent_dense = 0.0, 0.0  # as counted so far
+        self.choices = self._best(self.budget(first))
+
+    def budget(self, iteration: int) -> float:
+        """Bytes of the messages of each step from ``iteration`` on."""
+        sent, dense = self.sent, self.sent_dense
+        if not dense:  # nothing is counted yet: what the warm-up takes
+            sent, dense = iteration * self.uncompressed, iteration * self.dense
+        done = iteration * self.dense
+        spent = sent / dense * done if dense else 0.0
+        unspent = self.dense * self.iterations / self.volume - spent
+        return unspent / max(self.iterations - iteration, 1) - self.never
+
+    def observe(self, late: Sequence[Mapping[str, float]], sent: float, dense: float) -> None:
+        """Take in a window: what was late of each stage's parameters; the bytes of the run so far, and in fp32."""
+        self.sent, self.sent_dense = sent, dense
+        for place in self.places:
+            self.candidates[place] = [
+                candidate.fitted(choice, late[place].get(candidate.matrix.name, math.nan))
+                for candidate, choice in zip(self.candidates[place], self.choices[place], strict=True)
+            ]
+
+    def decide(self, iteration: int) -> None:
+        """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
+        if iteration >= self.iterations:
+            return
+        budget = self.budget(iteration)
+        best = self._best(budget)
+        size, late = self._size(self.choices), self._late(self.choices)
+        fits = LEAST_USED * budget <= size <= budget
+        if not fits or self._late(best) < (1 - LEAST_GAIN) * late:
+            self.choices = best
+
+    def _best(self, budget: float) -> dict[int, list[Choice]]:
+        every = [candidate for place in self.places for candidate in self.candidates[place]]
+        found = iter(spend(every, self.bytes_per_value, budget))
+        return {place: [next(found) for _ in self.candidates[place]] for place in self.places}
+
+    def _size(self, choices: Mapping[int, Sequence[Choice]]) -> float:
+        return sum(
+            candidate.size(choice, self.bytes_per_value)
+            for place in self.places
+            for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
+        )
+
+    def _late(self, choices: Mapping[int, Sequence[Choice]]) -> float:
+        return sum(
+            candidate.weight * candidate.late(choice)
+            for place in self.places
+            for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
+        )
+
+    def ranks(self, place: int) -> dict[str, int]:
+        """Of a stage's parameters that travel in low rank, by name."""
+        return {name: choice for name, choice in self._named(place) if isinstance(choice, int)}
+
+    def formats(self, place: int) -> dict[str, str]:
+        """Of a stage's parameters that are rounded, by name."""
+        return {name: choice for name, choice in self._named(place) if isinstance(choice, str)}
+
+    def _named(self, place: int) -> Iterator[tuple[str, Choice]]:
+        names = (candidate.matrix.name for candidate in self.candidates[place])
+        return zip(names, self.choices[place], strict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "sent": [self.sent, self.sent_dense],
+            "choices": {str(place): choices for place, choices in self.choices.items()},
+            "fitted": {
+                str(place): [[one.steepness, one.rounding, sorted(one.known)] for one in candidates]
+                for place, candidates in self.candidates.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters."""
+        counts = {str(place): len(candidates) for place, candidates in self.candidates.items()}
+        if {place: len(choices) for place, choices in state["choices"].items()} != counts:
+            raise ValueError("the budget's state is of other parameters")
+        self.sent, self.sent_dense = state["sent"]
+        self.choices = {int(place): list(choices) for place, choices in state["choices"].items()}
+        for place, candidates in self.candidates.items():
+            fitted = state["fitted"][str(place)]
+            self.candidates[place] = [
+                replace(one, steepness=steep, rounding=rounding, known=frozenset(known))
+                for one, (steep, rounding, known) in zip(candidates, fitted, strict=True)
+            ]
+
+
+def late_of_format(name: str) -> float:
+    """Of normal values, with error feedback; 0 for formats whose rounding does not matter."""
+    lost = LOST.get(name, 0.0)
+    return lost / (1 - lost)
+
+
+@cache
+def late_of_rank(rank: int, directions: int, steepness: float) -> float:
+    """Of a spectrum j^-steepness: see the top of this module."""
+    if rank >= directions:
+        return 0.0
+    energies = np.arange(1.0, directions + 1) ** -steepness
+    # With the k largest above the level: k + sum of the others / level = rank.
+    others = np.append(energies[::-1].cumsum()[::-1], 0.0)  # others[k]: energy of all but the k largest
+    above = np.arange(rank)
+    levels = others[:rank] / (rank - above)
+    # the largest k for which the k-th direction still reaches the level
+    reached = np.concatenate([[True], energies[: rank - 1] >= levels[1:]])
+    count = int(np.flatnonzero(reached)[-1])
+    waiting = energies[count:]
+    return float((levels[count] - waiting).sum() / 2 / energies.sum())
+
+
+def steepness(late: float, rank: int, directions: int) -> float:
+    """The exponent at which this much is late at this rank, between 0 and ``STEEPEST``."""
+    low, high = 0.0, STEEPEST
+    if late >= late_of_rank(rank, directions, low):
+        return low
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if late_of_rank(rank, directions, middle) > late else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,204 @@
+"""The planner of a budget: its two laws, its optimum, and what it sends over a run."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from edgc.config import EDGCConfig
+from edgc.plan.budget import (
+    BudgetPlanner,
+    Candidate,
+    late_of_format,
+    late_of_rank,
+    options,
+    spend,
+    steepness,
+)
+from edgc.plan.controller import Controller, StageObservation
+from edgc.specs import MatrixSpec
+
+BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}
+
+
+def candidate(name: str, rows: int = 64, cols: int = 128, low_rank: bool = True, **fitted: float) -> Candidate:
+    return Candidate(MatrixSpec(name, rows, cols), rows * cols, 0.6 * (rows + cols) if low_rank else None, **fitted)
+
+
+def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 2000) -> float:
+    """Directions that fill up, of which the fullest are sent in every step."""
+    energies = np.arange(1.0, directions + 1) ** -exponent
+    waiting, total = np.zeros(directions), 0.0
+    for step in range(steps):
+        waiting += energies
+        waiting[np.argsort(-waiting)[:rank]] = 0
+        total += waiting.sum() * (step >= steps // 2)
+    return float(total / (steps - steps // 2) / energies.sum())
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.5, 2.5])
+@pytest.mark.parametrize("rank", [4, 8, 16, 32])
+def test_the_law_of_low_rank_is_that_of_directions_that_fill_up(rank: int, exponent: float) -> None:
+    # intervals are whole numbers of steps in the simulation, and not in the law
+    assert late_of_rank(rank, 64, exponent) == pytest.approx(simulated(rank, exponent), rel=0.25)
+
+
+def test_the_law_has_its_limits() -> None:
+    assert late_of_rank(8, 64, 0.0) == pytest.approx((64 / 8 - 1) / 2)
+    assert late_of_rank(64, 64, 1.0) == late_of_rank(70, 64, 1.0) == 0
+    for exponent in (0.0, 1.0, 3.0):
+        lates = [late_of_rank(rank, 64, exponent) for rank in range(1, 65)]
+        assert all(a > b for a, b in itertools.pairwise(lates)) and min(lates) >= 0
+
+
+def test_one_measurement_gives_the_exponent() -> None:
+    for exponent in (0.8, 1.5, 2.5):
+        assert steepness(late_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=1e-3)
+    assert steepness(100.0, 16, 128) == 0 and steepness(1e-9, 16, 128) == pytest.approx(4, abs=1e-3)
+
+
+def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
+    one = candidate("w").fitted(8, 0.5)
+    assert one.late(8) == pytest.approx(0.5, rel=1e-3) and one.rounding == candidate("w").rounding
+    other = one.fitted("int4", 0.2)
+    assert other.late("int4") == pytest.approx(0.2) and other.steepness == one.steepness
+    assert other.fitted("int4", 0.8).late("int4") == pytest.approx(0.4)
+    for nothing in (math.nan, math.inf, 0.0):
+        assert other.fitted(8, nothing) == other
+
+
+def test_options_lie_on_a_convex_hull() -> None:
+    for steep in (0.3, 1.0, 2.5):
+        found = options(candidate("w", steepness=steep), BYTES)
+        slopes = [(b.late - a.late) / (b.size - a.size) for a, b in itertools.pairwise(found)]
+        assert len(found) > 2 and max(slopes) < 0 and slopes == sorted(slopes)
+        assert [option.size for option in found] == sorted(option.size for option in found)
+
+
+def test_a_steep_spectrum_gets_a_rank_and_a_flat_one_bits() -> None:
+    steep, flat = candidate("steep", steepness=3.0), candidate("flat", steepness=0.2, rounding=1.0)
+    chosen = spend([steep, flat], BYTES, 0.2 * (steep.elements + flat.elements))
+    assert isinstance(chosen[0], int) and isinstance(chosen[1], str)
+
+
+def test_a_vector_has_no_rank() -> None:
+    (chosen,) = spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * 0.6)
+    assert chosen == "int4"
+
+
+def test_no_other_choices_in_the_budget_are_much_better() -> None:
+    three = [candidate("a", steepness=0.5), candidate("b", 32, 256, steepness=2.0), candidate("c", 1, 2000, False)]
+    sizes = {c.matrix.name: options(c, BYTES) for c in three}
+    for share in (0.12, 0.2, 0.3, 0.6):
+        budget = share * sum(c.elements for c in three)
+        chosen = spend(three, BYTES, budget)
+        used = sum(c.size(one, BYTES) for c, one in zip(three, chosen, strict=True))
+        late = sum(c.weight * c.late(one) for c, one in zip(three, chosen, strict=True))
+        best = min(
+            sum(c.weight * o.late for c, o in zip(three, pick, strict=True))
+            for pick in itertools.product(*sizes.values())
+            if sum(o.size for o in pick) <= budget
+        )
+        assert used <= budget and late <= 1.15 * best
+
+
+def test_a_budget_below_the_smallest_options_gets_these() -> None:
+    (chosen,) = spend([candidate("w")], BYTES, 1.0)
+    assert chosen == 4
+
+
+def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, late: float) -> float:
+    """The volume of a run in which messages take more than they should."""
+    sent = 0.0
+    for iteration in range(iterations):
+        size = planner._size(planner.choices) * overhead if iteration >= planner.first else planner.uncompressed
+        sent += size
+        if (iteration + 1) % window == 0:
+            seen = [{c.matrix.name: late for c in planner.candidates[0]}] if iteration >= planner.first else [{}]
+            planner.observe(seen, sent, (iteration + 1) * planner.dense)
+            planner.decide(iteration + 1)
+    return iterations * planner.dense / sent
+
+
+@pytest.mark.parametrize("overhead", [1.0, 1.1])
+@pytest.mark.parametrize("volume", [8.0, 24.0])
+def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
+    planner = BudgetPlanner(volume, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
+    assert run_of(planner, 1000, 20, overhead, late=0.5) == pytest.approx(volume, rel=0.02)
+
+
+def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
+    stage = [candidate(str(place), 128, 256) for place in range(4)]
+    alone = BudgetPlanner(6.0, 100, 0, [stage], (), BYTES, 4.0)
+    beside = BudgetPlanner(6.0, 100, 0, [stage, [candidate("other", 96, 96)]], (1,), BYTES, 4.0)
+    assert beside._size(beside.choices) < 0.8 * alone._size(alone.choices)
+    assert list(beside.choices) == [0]
+
+
+def test_a_plan_changes_for_a_gain_alone() -> None:
+    stages = [[candidate(str(place), 128, 256, steepness=1.5, rounding=4.0) for place in range(4)]]
+    planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
+    before = {place: list(choices) for place, choices in planner.choices.items()}
+    predicted = {c.matrix.name: c.late(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
+    size = planner._size(planner.choices)
+    planner.observe([{name: 1.03 * late for name, late in predicted.items()}], 10 * size, 10 * planner.dense)
+    planner.decide(10)
+    assert planner.choices == before
+    predicted["0"] *= 10
+    for end in (20, 30, 40, 50):
+        planner.observe([predicted], end * size, end * planner.dense)
+    planner.decide(50)
+    assert planner.choices != before and planner.choices[0][0] != before[0][0]
+    planner.decide(1000)  # after the last step there is nothing to plan
+
+
+def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
+    config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
+    stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
+    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 4.0)
+    matrices = [[own[0].matrix] for own in stages]
+    return Controller(config, 200, matrices, [None, None], dense, budget=planner)
+
+
+def observed(late: float) -> list[StageObservation]:
+    return [StageObservation(-5.0, late={str(stage): late}) for stage in range(2)]
+
+
+def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
+    under_test = controller()
+    plan = under_test.plan
+    assert (plan.version, plan.first_iteration, plan.reasons) == (0, 10, ("budget", "budget"))
+    for ranks, formats in zip(plan.matrix_ranks, plan.formats, strict=True):
+        assert ranks is not None and formats is not None and ranks.keys() | formats.keys() == {*ranks, "bias"}
+    under_test.observe(observed(5.0), None, (1e5, 2e6))
+    assert under_test.decide(10) == plan, "in the warm-up nothing is measured"
+    under_test.observe(observed(5.0), None, (1e5, 2e6))
+    after = under_test.decide(20)
+    assert (after.version, after.first_iteration) == (1, 20)
+    again = controller()
+    again.load_state_dict(json.loads(json.dumps(under_test.state_dict())))
+    for one in (under_test, again):
+        one.observe(observed(0.5), None, (3e5, 6e6))
+    assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
+
+
+def test_a_stage_that_is_never_compressed_has_no_choices() -> None:
+    plan = controller(dense=(1,)).plan
+    assert plan.ranks[1] is None and plan.matrix_ranks[1] is None and plan.formats[1] is None
+    assert plan.ranks[0] is not None
+
+
+def test_a_state_of_other_parameters_or_without_a_budget_is_refused() -> None:
+    state = controller().state_dict()
+    with pytest.raises(ValueError, match="other parameters"):
+        controller(dense=(1,)).budget.load_state_dict(state["budget"])  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="--edgc-volume was not given before"):
+        controller().load_state_dict({**state, "budget": None})
+
+
+def test_formats_that_lose_nothing_that_counts() -> None:
+    assert late_of_format("fp32") == late_of_format("bf16") == 0
+    assert late_of_format("int2") > late_of_format("int3") > late_of_format("int4") > late_of_format("int8") > 0
