@@ -12,7 +12,8 @@ filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the level
     late(r) = sum over G_j < t of (t - G_j) / 2, over sum_j G_j
 
 That is reverse water-filling (Cover and Thomas, section 10.3.3), over time. Spectra are taken as power laws, G_j =
-j^-a: one measured value of late gives a, and a gives all others.
+j^-a: one measured value of late gives a, and a gives all others. Where more is late than of a flat spectrum, as of the
+rows of rare words in an embedding, a factor says by how much.
 
 *Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback late = d / (1 - d). What is
 measured beside it multiplies this: outliers, and sums that are rounded twice.
@@ -49,15 +50,18 @@ class Candidate:
     """A parameter, and what it costs to send it.
 
     ``weight``: of its late energy. ``bytes_per_rank``: None where low rank is no choice. ``steepness``: the exponent of
-    its spectrum. ``rounding``: how many times more is late than of normal values. Both are guesses until ``fitted``.
+    its spectrum. ``flatter``: how many times more is late than of a flat spectrum, if more is: small entries that no
+    direction is made of. ``rounding``: how many times more is late than of normal values. These are guesses until
+    ``fitted``.
     """
 
     matrix: MatrixSpec
     weight: float
     bytes_per_rank: float | None
     steepness: float = 1.5
+    flatter: float = 1.0
     rounding: float = 4.0
-    known: frozenset[str] = frozenset()  # of the two, those that are fitted
+    known: frozenset[str] = frozenset()  # of the two laws, those that are fitted
 
     @property
     def elements(self) -> int:
@@ -78,20 +82,21 @@ class Candidate:
         """The energy that is late under this choice, predicted."""
         if isinstance(choice, str):
             return self.rounding * late_of_format(choice)
-        return late_of_rank(choice, self.directions, self.steepness)
+        return self.flatter * late_of_rank(choice, self.directions, self.steepness)
 
     def fitted(self, choice: Choice, late: float) -> "Candidate":
-        """The same as measured under ``choice``: half-way between that and what was measured before."""
+        """The same as measured under ``choice``: the geometric mean of that and what was known before, if it was."""
         if not 0 < late < math.inf:
             return self
-        law = "rounding" if isinstance(choice, str) else "steepness"
+        law = "rounding" if isinstance(choice, str) else "rank"
+        if law in self.known:
+            late = math.sqrt(late * self.late(choice))
         if isinstance(choice, str):
-            seen = min(max(late / late_of_format(choice), 0.5), LARGEST_FACTOR)
-            value = math.sqrt(seen * self.rounding) if law in self.known else seen
-        else:
-            seen = steepness(late, choice, self.directions)
-            value = (seen + self.steepness) / 2 if law in self.known else seen
-        return replace(self, **{law: value}, known=self.known | {law})  # type: ignore[arg-type]
+            factor = min(max(late / late_of_format(choice), 0.5), LARGEST_FACTOR)
+            return replace(self, rounding=factor, known=self.known | {law})
+        flat = late_of_rank(choice, self.directions, 0.0)
+        steep, flatter = steepness(late, choice, self.directions), min(max(late / flat, 1.0), LARGEST_FACTOR)
+        return replace(self, steepness=steep, flatter=flatter, known=self.known | {law})
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,7 @@ class BudgetPlanner:
             "sent": [self.sent, self.sent_dense],
             "choices": {str(place): choices for place, choices in self.choices.items()},
             "fitted": {
-                str(place): [[one.steepness, one.rounding, sorted(one.known)] for one in candidates]
+                str(place): [[one.steepness, one.flatter, one.rounding, sorted(one.known)] for one in candidates]
                 for place, candidates in self.candidates.items()
             },
         }
@@ -260,8 +265,8 @@ class BudgetPlanner:
         for place, candidates in self.candidates.items():
             fitted = state["fitted"][str(place)]
             self.candidates[place] = [
-                replace(one, steepness=steep, rounding=rounding, known=frozenset(known))
-                for one, (steep, rounding, known) in zip(candidates, fitted, strict=True)
+                replace(one, steepness=steep, flatter=flatter, rounding=rounding, known=frozenset(known))
+                for one, (steep, flatter, rounding, known) in zip(candidates, fitted, strict=True)
             ]
 
 

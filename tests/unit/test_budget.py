@@ -65,6 +65,8 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     other = one.fitted("int4", 0.2)
     assert other.late("int4") == pytest.approx(0.2) and other.steepness == one.steepness
     assert other.fitted("int4", 0.8).late("int4") == pytest.approx(0.4)
+    flat = candidate("w").fitted(8, 30.0)  # far more than of a flat spectrum
+    assert flat.late(8) == pytest.approx(30) and flat.late(16) == pytest.approx(30 * 1.5 / 3.5)
     for nothing in (math.nan, math.inf, 0.0):
         assert other.fitted(8, nothing) == other
 
@@ -81,6 +83,19 @@ def test_a_steep_spectrum_gets_a_rank_and_a_flat_one_bits() -> None:
     steep, flat = candidate("steep", steepness=3.0), candidate("flat", steepness=0.2, rounding=1.0)
     chosen = spend([steep, flat], BYTES, 0.2 * (steep.elements + flat.elements))
     assert isinstance(chosen[0], int) and isinstance(chosen[1], str)
+
+
+def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
+    """An embedding whose rare words no direction is made of, beside layers that low rank suits."""
+    layers = [candidate(str(place), 128, 512, steepness=1.5) for place in range(4)]
+    stages = [[*layers, candidate("words", 2048, 128)]]
+    planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
+    assert isinstance(planner.choices[0][-1], int)
+    late = {c.matrix.name: c.late(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+    planner.observe([{**late, "words": 25.0}], 0.0, 0.0)
+    planner.decide(10)
+    assert planner.choices[0][-1] == "int2"
+    assert all(isinstance(one, int) for one in planner.choices[0][:-1])
 
 
 def test_a_vector_has_no_rank() -> None:
