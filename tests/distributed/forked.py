@@ -1,6 +1,10 @@
 """Starts a script on several processes that share one import of torch and Megatron.
 
     python tests/distributed/forked.py PROCESSES SCRIPT ARGUMENTS...
+    python tests/distributed/forked.py each SCRIPT FOLDER
+
+The second starts the script on one process for each list of arguments in FOLDER/arguments.json, one after another, and
+leaves FOLDER/I.txt with the output of the I-th and FOLDER/statuses.json.
 
 torchrun starts an interpreter for each process, and their imports take most of the time of a short training. Here one
 process imports and forks. As under torchrun, the script finds its place in the environment, and when one process fails
@@ -8,6 +12,7 @@ the others are killed. The exit status is that of torchrun: 0, or 1 if any faile
 """
 
 import ctypes
+import json
 import math
 import os
 import runpy
@@ -15,21 +20,45 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> int:
-    processes, script, *arguments = int(sys.argv[1]), *sys.argv[2:]
+    processes, script, *arguments = sys.argv[1:]
     from megatron.edgc.recipes import cpu
 
     cpu.redirect()  # before Megatron is imported; when the script calls it again, nothing happens
     import megatron.edgc.recipes.pretrain
     import megatron.edgc.training  # noqa: F401
 
+    sys.path[0] = os.path.dirname(script)
+    if processes == "each":
+        return one_after_another(script, Path(*arguments))
+    return together(int(processes), script, arguments)
+
+
+def one_after_another(script: str, folder: Path) -> int:
+    statuses = []
+    for place, arguments in enumerate(json.loads((folder / "arguments.json").read_text())):
+        child = os.fork()
+        if child == 0:
+            output = os.open(folder / f"{place}.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+            return 0
+        _, status = os.waitpid(child, 0)
+        statuses.append(os.waitstatus_to_exitcode(status))
+    (folder / "statuses.json").write_text(json.dumps(statuses))
+    return 0
+
+
+def together(processes: int, script: str, arguments: list[str]) -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(script)
     running = set()
     for process in range(processes):
         child = os.fork()

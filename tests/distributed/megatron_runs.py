@@ -1,13 +1,16 @@
 """Launch real multi-process Megatron runs from tests."""
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
+FORKED = REPOSITORY / "tests" / "distributed" / "forked.py"
 
 TINY_GPT = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -23,6 +26,28 @@ def launch(
     """Run ``script`` on so many processes without a GPU; return its exit status and its output, both streams in
     ``stdout``. Without ``torchrun``, the processes share one import of torch and Megatron.
     """
+    launcher = [sys.executable]
+    if processes > 1 and not torchrun:
+        launcher += [str(FORKED), str(processes)]
+    elif processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return _run([*launcher, str(script), *arguments], timeout)
+
+
+def launch_each(script: Path, several: list[list[str]], timeout: float = 600) -> list[tuple[int, str]]:
+    """Run ``script`` on one process with each of these arguments, one after another: exit statuses and outputs. All
+    share one import of torch and Megatron.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "arguments.json").write_text(json.dumps(several))
+        finished = _run([sys.executable, str(FORKED), "each", str(script), name], timeout)
+        assert finished.returncode == 0, finished.stdout
+        statuses = json.loads((folder / "statuses.json").read_text())
+        return [(status, (folder / f"{place}.txt").read_text()) for place, status in enumerate(statuses)]
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -31,13 +56,8 @@ def launch(
         "PYTHONWARNINGS": "ignore",
         "TRITON_INTERPRET": "1",  # for the modes that ask for its kernels
     }
-    launcher = [sys.executable]
-    if processes > 1 and not torchrun:
-        launcher += [str(REPOSITORY / "tests" / "distributed" / "forked.py"), str(processes)]
-    elif processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
-        [*launcher, str(script), *arguments],
+        command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

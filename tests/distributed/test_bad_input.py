@@ -1,12 +1,11 @@
 """Bad input ends the real command with one clear line and a non-zero status before training starts."""
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch
+from tests.distributed.megatron_runs import PRETRAIN, TINY_GPT, launch, launch_each
 from tools import preprocess_data
 
 TWO_STEPS = ["--edgc-cpu", *TINY_GPT, "--train-iters", "10"]
@@ -49,14 +48,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[int, str]]:
-    """All commands, two at a time: each spends its time importing Megatron."""
-
-    def outcome(case: str) -> tuple[int, str]:
-        finished = launch(PRETRAIN, CASES[case][0])
-        return finished.returncode, finished.stdout
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(outcome, CASES), strict=True))
+    return dict(zip(CASES, launch_each(PRETRAIN, [arguments for arguments, _ in CASES.values()]), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -249,6 +249,16 @@ def test_trajectories_of_different_windows_agree() -> None:
     assert alike == pytest.approx(-1) and apart == pytest.approx(2 * 3.5)
 
 
+def test_a_model_may_have_a_corpus_of_its_own(tmp_path: Path) -> None:
+    text = LIST.replace("large: --num-layers 4", "large: {corpus: runs/data/go, flags: --num-layers 4}")
+    found = {trial.model: " ".join(trial.settings) for trial in load_list(written(tmp_path, text)).trials}
+    assert "runs/data/go.model" in found["large"] and "--num-layers 4" in found["large"]
+    assert "runs/data/stdlib.model" in found["small"] and "--num-layers 2" in found["small"]
+    wrong = LIST.replace("large: --num-layers 4", "large: {corpse: runs/data/go, flags: --num-layers 4}")
+    with pytest.raises(ListError, match="model large: needs flags"):
+        load_list(written(tmp_path, wrong))
+
+
 @pytest.mark.parametrize("study", sorted(studies.STUDIES))
 def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -79,12 +80,6 @@ def load_list(path: Path) -> RunList:
         raise ListError(f"{path}: {error}") from error
     if not isinstance(content, dict) or set(content) - LIST_KEYS or not {"models", "entries"} <= set(content):
         raise ListError(f"{path}: needs models and entries, may have {', '.join(sorted(LIST_KEYS))}, and nothing else")
-    corpus = content.get("corpus", "runs/data/stdlib")
-    data = (
-        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
-        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
-        f"--data-cache-path {Path(corpus).parent}/cache"
-    )
     trials = []
     for entry in content["entries"]:
         entry = {"gone": "", **content.get("defaults", {}), **entry}
@@ -97,7 +92,13 @@ def load_list(path: Path) -> RunList:
                 raise ListError(f"{where}: {key} = {entry[key]!r}: only letters, digits and ._%+- are allowed")
         if entry["model"] not in content["models"]:
             raise ListError(f"{where}: there is no model {entry['model']}")
-        shared = " ".join((content.get("flags", ""), content["models"][entry["model"]], data))
+        model: Any = content["models"][entry["model"]]
+        if isinstance(model, str):
+            model = {"flags": model}
+        if not isinstance(model, dict) or set(model) - {"flags", "corpus"} or "flags" not in model:
+            raise ListError(f"{path}, model {entry['model']}: needs flags, or a mapping with flags and perhaps corpus")
+        data = _data(model.get("corpus") or content.get("corpus") or "runs/data/stdlib")
+        shared = " ".join((content.get("flags", ""), model["flags"], data))
         for seed in entry["seeds"]:
             trials.append(
                 Trial(
@@ -123,3 +124,12 @@ def load_list(path: Path) -> RunList:
     if study is not None and study not in STUDIES:
         raise ListError(f"{path}: study = {study}: must be one of {', '.join(STUDIES)}")
     return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study)
+
+
+def _data(corpus: str) -> str:
+    """Megatron's flags of a data set with its tokenizer, by the prefix of their files."""
+    return (
+        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
+        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
+        f"--data-cache-path {Path(corpus).parent}/cache"
+    )
