@@ -17,15 +17,18 @@ from edgc.specs import MatrixSpec, Parameter
 CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, those that a budget chooses from
 
 
-def message_sizes(config: EDGCConfig) -> MessageSizes:
-    """For the controller of a run."""
+def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
+    """For the controller of a run. Where the host's own sum is a reduce-scatter, which sends half of what an all-reduce
+    does, so do rounded values. Factors do not: in that unit they take twice as much.
+    """
 
     def factors(matrix: MatrixSpec) -> float:
         cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
-        return cost
+        return 2 * cost if run.scatters else cost
 
     uncompressed = wire(config.formats.dense_wire).bytes_per_value()
-    return MessageSizes(factors, {name: wire(name).bytes_per_value() for name in CHOICES}, uncompressed)
+    bytes_per_value = {name: wire(name).bytes_per_value() for name in CHOICES}
+    return MessageSizes(factors, bytes_per_value, uncompressed, run.gradient_bytes)
 
 
 def reduction_cost(

@@ -141,7 +141,8 @@ class EDGCState:
         self.overlap = Overlap(self.device)
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
-        controller = self.plan.controller(self.iterations, message_sizes(self.config)) if self._process == 0 else None
+        self._sizes = message_sizes(self.config, run)
+        controller = self.plan.controller(self.iterations, self._sizes) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
         self.reporter = Reporter(self.config, run)
@@ -318,7 +319,7 @@ class EDGCState:
                 reducer.observer.measurements = measurements_of(measurements)
         self.stage.restore_bytes(*state["bytes"])
         # on every process, so that an error is one of all
-        controller = self.plan.controller(self.iterations, message_sizes(self.config))
+        controller = self.plan.controller(self.iterations, self._sizes)
         controller.load_state_dict(state["controller"])
         if self.windows.controller is not None:
             self.windows.controller = controller

@@ -159,7 +159,8 @@ class BudgetPlanner:
         iterations: of the run; ``first``: the one at which compression begins.
         stages: the parameters of each stage; of one that is never compressed their ``rounding`` does not matter.
         never: places of stages that are never compressed.
-        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
+        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``gradient_bytes``:
+            of the host's gradients.
     """
 
     def __init__(
@@ -171,16 +172,21 @@ class BudgetPlanner:
         never: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
+        gradient_bytes: int = 4,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
+        self.gradient_bytes = gradient_bytes
         elements = [sum(candidate.elements for candidate in stage) for stage in stages]
         self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
         self.never = uncompressed * sum(elements[place] for place in never)
         self.sent, self.sent_dense = 0.0, 0.0  # as counted so far
+        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
+        # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
+        self.overhead: float | None = None
         self.choices = self._best(self.budget(first))
 
     def budget(self, iteration: int) -> float:
@@ -191,11 +197,14 @@ class BudgetPlanner:
         done = iteration * self.dense
         spent = sent / dense * done if dense else 0.0
         unspent = self.dense * self.iterations / self.volume - spent
-        return unspent / max(self.iterations - iteration, 1) - self.never
+        return unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
 
     def observe(self, late: Sequence[Mapping[str, float]], sent: float, dense: float) -> None:
-        """Take in a window: what was late of each stage's parameters; the bytes of the run so far, and in fp32."""
-        self.sent, self.sent_dense = sent, dense
+        """Take in a window: what was late of each stage's parameters; the bytes of the run so far, and the host's."""
+        dense *= 4 / self.gradient_bytes
+        sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
+        if dense > dense_before:
+            self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
         for place in self.places:
             self.candidates[place] = [
                 candidate.fitted(choice, late[place].get(candidate.matrix.name, math.nan))
@@ -206,6 +215,9 @@ class BudgetPlanner:
         """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
         if iteration >= self.iterations:
             return
+        first_window = self.overhead is None  # a part of it may have been warm-up
+        if self.per_step is not None:
+            self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never)
         budget = self.budget(iteration)
         best = self._best(budget)
         size, late = self._size(self.choices), self._late(self.choices)
@@ -248,6 +260,7 @@ class BudgetPlanner:
         """Plain numbers and lists."""
         return {
             "sent": [self.sent, self.sent_dense],
+            "overhead": self.overhead,
             "choices": {str(place): choices for place, choices in self.choices.items()},
             "fitted": {
                 str(place): [[one.steepness, one.flatter, one.rounding, sorted(one.known)] for one in candidates]
@@ -261,6 +274,7 @@ class BudgetPlanner:
         if {place: len(choices) for place, choices in state["choices"].items()} != counts:
             raise ValueError("the budget's state is of other parameters")
         self.sent, self.sent_dense = state["sent"]
+        self.overhead = state["overhead"]
         self.choices = {int(place): list(choices) for place, choices in state["choices"].items()}
         for place, candidates in self.candidates.items():
             fitted = state["fitted"][str(place)]

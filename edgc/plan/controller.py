@@ -175,7 +175,7 @@ class Controller:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
 
         ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
-        bytes of gradients of the whole run so far, and in fp32, for a budget.
+        bytes of gradients of the whole run so far, and of the host's own way, for a budget.
         """
         used = self.plan.ranks if ranks is None else ranks
         if len(observations) != len(self.stages):

@@ -83,12 +83,13 @@ class StagePlan:
 @dataclass(frozen=True)
 class MessageSizes:
     """Bytes of messages: of a matrix's factors per rank, of a value in each format to choose from, and of a value while
-    nothing is compressed.
+    nothing is compressed; and of a value of the host's gradients.
     """
 
     factors: Callable[[MatrixSpec], float]
     bytes_per_value: Mapping[str, float]
     uncompressed: float
+    gradient_bytes: int = 4
 
     def candidates(self, allocation: Allocation) -> list[Candidate]:
         """A stage's parameters. The late energy of each weighs as much as it has elements, as in Adam's update."""
@@ -128,6 +129,7 @@ class RunPlan:
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
+                sizes.gradient_bytes,
             )
         return Controller(
             self.config,

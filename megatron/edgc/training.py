@@ -110,7 +110,7 @@ class Session:
         controller = message_controller = None
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.part is Part.LAYERS else None for k in plan.keys]
-            controller = plan.controller(self.run.iterations, message_sizes(self.config), of_layers)
+            controller = plan.controller(self.run.iterations, message_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(
                 self.config,

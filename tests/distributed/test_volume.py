@@ -34,3 +34,19 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     (ranks,), (formats,) = plans[-1]
     assert len(set(ranks.values())) > 1 and len(formats) > 1 and not ranks.keys() & formats.keys()
     assert len({str(plan) for plan in plans}) > 2, "plans follow what is measured"
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce",
+        "--pipeline-model-parallel-size 2 --num-layers 4",
+    ],
+)
+def test_a_budget_is_kept_in_other_modes(mode: str, tmp_path: Path) -> None:
+    train(["--train-iters", "60", *VOLUME, *shlex.split(mode), "--edgc-log-dir", str(tmp_path)], processes=4)
+    start, *windows = read_events(tmp_path)
+    last = windows[-1]
+    fewer = 4 / start["gradient_bytes"] * last["dp_bytes_dense"] / last["dp_bytes"]
+    assert fewer == pytest.approx(12, rel=0.05)
+    assert all(ranks is not None for ranks in last["plan"]["matrix_ranks"])

@@ -137,7 +137,7 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
     return iterations * planner.dense / sent
 
 
-@pytest.mark.parametrize("overhead", [1.0, 1.1])
+@pytest.mark.parametrize("overhead", [1.0, 1.1, 2.0])
 @pytest.mark.parametrize("volume", [8.0, 24.0])
 def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
