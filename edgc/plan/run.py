@@ -169,7 +169,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     known = [stage for own in processes for stage in own]
     compresses, warnings = True, []
     if config.dynamic:
-        lowest = usable if run.alone else _lowest_break_even(config, run, known)
+        # a resumed run keeps what was decided: nobody has timed its link
+        timed = any(stage.cost is not None for stage in known)
+        lowest = _lowest_break_even(config, run, known) if timed and not run.alone else usable
         compresses = config.ranks.largest is not None or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         if compresses:
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]

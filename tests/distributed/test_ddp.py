@@ -29,6 +29,9 @@ PAPER = EDGCConfig.from_preset(
     }
 )
 BALANCED = EDGCConfig.from_preset({"static_rank": 8, "window": 10})
+BUDGET = EDGCConfig.from_preset(
+    {"volume": 8.0, "window": 4, "iteration_sampling_rate": 0.5, "link_gbps": 0.01, "fidelity_share": 0.005}
+)
 
 
 class Net(nn.Module):
@@ -203,11 +206,9 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
 def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
     bad = LOW_RANK.but(static_rank=4, error_decay=0.0)
-    paper, balanced = PAPER.but(log_dir=folder), BALANCED
-    return {
-        name: Training(rank, config, 120).train(120)
-        for name, config in (("dense", None), ("paper", paper), ("balanced", balanced), ("bad", bad))
-    }
+    paper, budget = PAPER.but(log_dir=f"{folder}/paper"), BUDGET.but(log_dir=f"{folder}/budget")
+    settings = {"dense": None, "paper": paper, "balanced": BALANCED, "budget": budget, "bad": bad}
+    return {name: Training(rank, config, 120).train(120) for name, config in settings.items()}
 
 
 def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
@@ -395,14 +396,17 @@ def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_
     fall = both[0]["dense"][0] - end["dense"]
     assert end["paper"] - end["dense"] < 0.1 * fall
     assert end["balanced"] - end["dense"] < 0.1 * fall
+    assert end["budget"] - end["dense"] < 0.1 * fall
     assert end["bad"] - end["dense"] > 0.2 * fall
-    windows = read_events(tmp_path)[1:]
+    windows = read_events(tmp_path / "budget")[1:]
+    assert windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(8, rel=0.05)
+    windows = read_events(tmp_path / "paper")[1:]
     used = [window["ranks"][0] for window in windows]
     assert used[0] is None and len(set(used)) > 2, "ranks follow entropy"
     assert windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"] / 2
 
 
-@pytest.mark.parametrize("config", [PAPER, BALANCED], ids=["paper", "balanced"])
+@pytest.mark.parametrize("config", [PAPER, BALANCED, BUDGET], ids=["paper", "balanced", "budget"])
 def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> None:
     both = run_on_ranks(resumed, 2, config, str(tmp_path))
     for found in both:
