@@ -171,8 +171,9 @@ class Ranks:
     )
     volume: float | None = _knob(
         None,
-        "how many times fewer bytes of gradients than in fp32 the whole run may send. A planner spends them: it gives "
-        "every parameter a rank or a number of bits, by how much of its gradient was measured to arrive late",
+        "how many times fewer bytes of gradients than in fp32 the whole run may send, whatever the link. A planner "
+        "spends them: it gives every parameter a rank or a number of bits, by how much of its gradient was measured to "
+        "arrive late, in the place of --edgc-rest-wire, --edgc-compress-embeddings and --edgc-allocation",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
@@ -246,6 +247,7 @@ class Ranks:
         if self.volume is not None:
             _require(1 < self.volume < math.inf, "volume", self.volume, "must be above 1")
             _require(self.static_rank is None, "static_rank", self.static_rank, "does nothing beside volume")
+            _require(self.rank_model == "gaussian", "rank_model", self.rank_model, "does nothing beside volume")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
@@ -559,8 +561,8 @@ class EDGCConfig:
 
     @property
     def dynamic(self) -> bool:
-        """Whether ranks are not given, but set by entropy, by a budget or, once, by what link and model allow."""
-        return self.low_rank and self.ranks.fixed is None
+        """Whether ranks are not given, but set by entropy or, once, by what the link and the model allow."""
+        return self.low_rank and self.ranks.fixed is None and self.ranks.volume is None
 
     @property
     def low_rank(self) -> bool:

@@ -76,9 +76,10 @@ class GradientReducer:
         ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format of parameters that
         have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
         """
-        lowest = min([] if rank is None else [rank, *(matrix_ranks or {}).values()], default=1)
-        if self.config.low_rank and lowest < 1:
-            raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
+        if rank is not None and self.config.low_rank:
+            lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
+            if lowest < 1:
+                raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
         self.compressed = rank is not None and self.engine is not None
         self.formats = dict(formats or {})
         if rank is None or self.engine is None:
@@ -137,7 +138,7 @@ class GradientReducer:
             return
         if any(gradient.dtype != torch.float32 for gradient in gradients.values()):
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
-        state, measured = self.state, self.observer.measures(iteration) and bool(self.ranks)
+        state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
         step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
         routes = self._routes(gradients, step, measured)

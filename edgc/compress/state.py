@@ -44,7 +44,10 @@ class CompressionState:
             "norms": self.norms.state_dict(),
             "fidelity": {}
             if self.fidelity is None
-            else {f"{name}:squares": Packed(squares, FP32) for name, squares in self.fidelity.mean_squares.items()},
+            else {
+                f"{name}:squares of seed {self.fidelity.seed}": Packed(squares, FP32)
+                for name, squares in self.fidelity.mean_squares.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Packed]]) -> None:
@@ -54,7 +57,10 @@ class CompressionState:
         self.norms.load_state_dict(state["norms"])
         if self.fidelity is not None:
             kept = state["fidelity"]
-            self.fidelity.mean_squares = {key.rpartition(":")[0]: packed.values() for key, packed in kept.items()}
+            own = f":squares of seed {self.fidelity.seed}"
+            self.fidelity.mean_squares = {
+                key.removesuffix(own): packed.values() for key, packed in kept.items() if key.endswith(own)
+            }
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 

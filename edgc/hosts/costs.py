@@ -26,9 +26,12 @@ def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
         cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
         return 2 * cost if run.scatters else cost
 
-    uncompressed = wire(config.formats.dense_wire).bytes_per_value()
-    bytes_per_value = {name: wire(name).bytes_per_value() for name in CHOICES}
-    return MessageSizes(factors, bytes_per_value, uncompressed, run.gradient_bytes)
+    warmup = wire(config.formats.dense_wire)
+    uncompressed = float(run.gradient_bytes) if warmup.exact else warmup.bytes_per_value()
+    # sums in 16 bits are known to all processes, so that what they cut off can be fed back
+    whole = 2 if run.scatters and run.gradient_bytes == 2 else 1
+    bytes_per_value = {name: whole * wire(name).bytes_per_value() for name in CHOICES}
+    return MessageSizes(factors, bytes_per_value, uncompressed, run)
 
 
 def reduction_cost(

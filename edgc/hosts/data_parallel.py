@@ -120,7 +120,12 @@ class EDGCState:
         group = self.group or all_processes()
         uncounted = Communicator(group, Traffic())  # probing is no training traffic
         self.processes, self._process = uncounted.world_size, uncounted.process
-        run = Run(self.iterations, self.processes, max(p.itemsize for p in parameters), overlapped=True)
+        run = Run(
+            iterations=self.iterations,
+            replicas=self.processes,
+            gradient_bytes=max(parameter.itemsize for parameter in parameters),
+            overlapped=True,
+        )
         warn_of_kernels(config, self.device)
         names = self._cut()
         described = [[self.described[name] for name in unit] for unit in names]

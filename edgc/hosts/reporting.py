@@ -96,7 +96,8 @@ class Reporter:
                 size[why] += parameter.elements * value_bytes
             for why, number in count.items():
                 what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
-                lines.append(f"{key} in {config.formats.rest_wire}: {what}: {why}")
+                how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
+                lines.append(f"{key} in {how}: {what}: {why}")
         if embedding_bytes is not None:
             what = f"by the host, counted, not compressed: {_bytes(embedding_bytes)} a step"
             why = f": {flag('fuse_embedding_sync')} {embedding_apart}" if embedding_apart else ""

@@ -86,7 +86,7 @@ class FidelitySampler:
 
     def __init__(self, share: float, seed: int):
         self.share, self.seed = share, seed
-        # by name (2, entries): running mean squares of g and of s; replaced, never changed
+        # by name (entries, 2): running mean squares of g and of s; replaced, never changed
         self.mean_squares: dict[str, Tensor] = {}
         self._places: dict[str, Tensor] = {}
 
@@ -113,6 +113,11 @@ class FidelitySampler:
             masks.append((places >= start) & (places < stop))
         return torch.cat(masks)
 
+    def _before(self, name: str, count: int, like: Tensor) -> Tensor:
+        """The mean squares so far, zeros where they are unknown: also those of another sample, of before a resume."""
+        known = self.mean_squares.get(name)
+        return like.new_zeros(count, 2) if known is None or len(known) != count else known
+
     def compare(
         self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
     ) -> dict[str, Tensor]:
@@ -123,18 +128,23 @@ class FidelitySampler:
         """
         true, owed, got = samples
         counts = [len(self._places[name]) for name in names]
-        squares = torch.stack([true.square(), got.square()])
-        now = torch.split(squares, counts, dim=1)
-        before = [self.mean_squares.get(name, now_of) for name, now_of in zip(names, now, strict=True)]
-        after = torch.lerp(squares, torch.cat(before, dim=1), DECAY)
-        # an unknown mean square begins with what was seen, which may be NaN: then with zeros
-        kept = torch.where(finite, after, torch.nan_to_num(torch.cat(before, dim=1), posinf=0.0))
-        self.mean_squares.update(zip(names, torch.split(kept, counts, dim=1), strict=True))
-        floors = [part.mean(dim=1, keepdim=True).expand_as(part) for part in torch.split(after, counts, dim=1)]
-        of_true, of_got = (after + FLOOR * torch.cat(floors, dim=1)).clamp_min(_TINY).rsqrt()
+        squares = torch.stack([true.square(), got.square()], dim=1)
+        before = torch.cat([self._before(name, count, squares) for name, count in zip(names, counts, strict=True)])
+        # An entry begins with the mean over its parameter: one square of its own can be far too small.
+        start = torch.where(before > 0, before, _by_parameter(squares, counts))
+        after = torch.lerp(squares, start, DECAY)
+        finite = finite & torch.isfinite(after).all()  # squares of a finite value may overflow
+        kept = torch.where(finite, after, before)
+        self.mean_squares.update(zip(names, torch.split(kept, counts), strict=True))
+        of_true, of_got = (after + FLOOR * _by_parameter(after, counts)).clamp_min(_TINY).rsqrt().unbind(dim=1)
         unsent = owed - got
         values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
         units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]
         terms = torch.stack([*values, *(value * unit for value, unit in zip(values, units, strict=True))])
         sums = torch.stack([part.sum(dim=1) for part in torch.split(terms, counts, dim=1)])
         return dict(zip(names, torch.where(finite, sums, math.nan).unbind(), strict=True))
+
+
+def _by_parameter(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """(entries, 2) -> the same, each entry the mean over its parameter's."""
+    return torch.cat([part.mean(dim=0, keepdim=True).expand_as(part) for part in torch.split(values, list(counts))])

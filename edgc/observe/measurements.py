@@ -63,10 +63,10 @@ class Measurements:
 
     def total_fidelity(self) -> dict[str, Fidelity]:
         """By parameter, over the measured iterations whose sums were finite."""
+        steps = [(list(one), torch.stack(list(one.values())).tolist()) for one in self.fidelity if one]
         seen: dict[str, list[Fidelity]] = {}
-        for one in self.fidelity:
-            for name, values in one.items():
-                numbers = values.tolist()
+        for names, rows in steps:
+            for name, numbers in zip(names, rows, strict=True):
                 if all(map(math.isfinite, numbers)):
                     seen.setdefault(name, []).append(Fidelity.of(numbers))
         return {name: Fidelity.total(several) for name, several in seen.items()}

@@ -22,7 +22,7 @@ measured beside it multiplies this: outliers, and sums that are rounded twice.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -49,15 +49,16 @@ Choice = int | str  # a rank, or the format in which every value travels
 class Candidate:
     """A parameter, and what it costs to send it.
 
-    ``weight``: of its late energy. ``bytes_per_rank``: None where low rank is no choice. ``steepness``: the exponent of
-    its spectrum. ``flatter``: how many times more is late than of a flat spectrum, if more is: small entries that no
-    direction is made of. ``rounding``: how many times more is late than of normal values. These are guesses until
-    ``fitted``.
+    ``weight``: of its late energy. ``bytes_per_rank``: None where low rank is no choice. ``price``: of its bytes.
+    ``steepness``: the exponent of its spectrum. ``flatter``: how many times more is late than of a flat spectrum, if
+    more is: small entries that no direction is made of. ``rounding``: how many times more is late than of normal
+    values. The last three are guesses until ``fitted``.
     """
 
     matrix: MatrixSpec
     weight: float
     bytes_per_rank: float | None
+    price: float = 1.0
     steepness: float = 1.5
     flatter: float = 1.0
     rounding: float = 4.0
@@ -72,11 +73,11 @@ class Candidate:
         return min(self.matrix.rows, self.matrix.cols)
 
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
-        """Bytes of a message."""
+        """Bytes of a message, times the price."""
         if isinstance(choice, str):
-            return self.elements * bytes_per_value[choice]
+            return self.price * self.elements * bytes_per_value[choice]
         assert self.bytes_per_rank is not None
-        return choice * self.bytes_per_rank
+        return self.price * choice * self.bytes_per_rank
 
     def late(self, choice: Choice) -> float:
         """The energy that is late under this choice, predicted."""
@@ -112,7 +113,7 @@ def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[
     """The ways to send a parameter that lie on the lower convex hull of late energy over bytes, fewest bytes first."""
     choices: list[Choice] = list(bytes_per_value)
     if candidate.bytes_per_rank is not None:
-        choices += range(RANK_MULTIPLE, candidate.directions // 2 + 1, RANK_MULTIPLE)
+        choices += ranks_to_try(candidate.directions)
     found = [Option(choice, candidate.size(choice, bytes_per_value), candidate.late(choice)) for choice in choices]
     hull: list[Option] = []
     for option in sorted(found, key=lambda option: (option.size, option.late)):
@@ -179,7 +180,7 @@ class BudgetPlanner:
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         self.gradient_bytes = gradient_bytes
-        elements = [sum(candidate.elements for candidate in stage) for stage in stages]
+        elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
         self.never = uncompressed * sum(elements[place] for place in never)
@@ -187,6 +188,7 @@ class BudgetPlanner:
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
+        self.short = False  # whether not even the smallest options fit
         self.choices = self._best(self.budget(first))
 
     def budget(self, iteration: int) -> float:
@@ -228,7 +230,9 @@ class BudgetPlanner:
     def _best(self, budget: float) -> dict[int, list[Choice]]:
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         found = iter(spend(every, self.bytes_per_value, budget))
-        return {place: [next(found) for _ in self.candidates[place]] for place in self.places}
+        best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
+        self.short = self._size(best) > budget
+        return best
 
     def _size(self, choices: Mapping[int, Sequence[Choice]]) -> float:
         return sum(
@@ -256,32 +260,48 @@ class BudgetPlanner:
         names = (candidate.matrix.name for candidate in self.candidates[place])
         return zip(names, self.choices[place], strict=True)
 
+    @property
+    def reason(self) -> str:
+        """Why the choices are as they are."""
+        return "the budget is too small" if self.short else "budget"
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
-        return {
-            "sent": [self.sent, self.sent_dense],
-            "overhead": self.overhead,
-            "choices": {str(place): choices for place, choices in self.choices.items()},
-            "fitted": {
-                str(place): [[one.steepness, one.flatter, one.rounding, sorted(one.known)] for one in candidates]
-                for place, candidates in self.candidates.items()
-            },
+        stages = {
+            str(place): {
+                one.matrix.name: [*_shape(one), choice, one.steepness, one.flatter, one.rounding, sorted(one.known)]
+                for one, choice in zip(self.candidates[place], self.choices[place], strict=True)
+            }
+            for place in self.places
         }
+        return {"sent": [self.sent, self.sent_dense], "overhead": self.overhead, "stages": stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters."""
-        counts = {str(place): len(candidates) for place, candidates in self.candidates.items()}
-        if {place: len(choices) for place, choices in state["choices"].items()} != counts:
-            raise ValueError("the budget's state is of other parameters")
+        for place in self.places:
+            saved = state["stages"].get(str(place), {})
+            own = {one.matrix.name: _shape(one) for one in self.candidates[place]}
+            if {name: values[:3] for name, values in saved.items()} != own:
+                raise ValueError("the budget's state is of other parameters")
         self.sent, self.sent_dense = state["sent"]
         self.overhead = state["overhead"]
-        self.choices = {int(place): list(choices) for place, choices in state["choices"].items()}
-        for place, candidates in self.candidates.items():
-            fitted = state["fitted"][str(place)]
+        for place in self.places:
+            saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
+            self.choices[place] = [choice for choice, *_ in saved]
             self.candidates[place] = [
                 replace(one, steepness=steep, flatter=flatter, rounding=rounding, known=frozenset(known))
-                for one, (steep, flatter, rounding, known) in zip(candidates, fitted, strict=True)
+                for one, (_, steep, flatter, rounding, known) in zip(self.candidates[place], saved, strict=True)
             ]
+
+
+def _shape(candidate: Candidate) -> list[Any]:
+    """What must be as it was for a choice to make sense."""
+    return [candidate.matrix.rows, candidate.matrix.cols, candidate.bytes_per_rank is not None]
+
+
+def bits_of(name: str) -> int:
+    """Of a value in a wire format, without its share of a scale: 4 of int4."""
+    return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 def late_of_format(name: str) -> float:
@@ -290,21 +310,30 @@ def late_of_format(name: str) -> float:
     return lost / (1 - lost)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def late_of_rank(rank: int, directions: int, steepness: float) -> float:
     """Of a spectrum j^-steepness: see the top of this module."""
     if rank >= directions:
         return 0.0
     energies = np.arange(1.0, directions + 1) ** -steepness
+    whole = energies.sum()
+    head = energies[:rank]
     # With the k largest above the level: k + sum of the others / level = rank.
-    others = np.append(energies[::-1].cumsum()[::-1], 0.0)  # others[k]: energy of all but the k largest
-    above = np.arange(rank)
-    levels = others[:rank] / (rank - above)
+    levels = (whole - head.cumsum() + head) / (rank - np.arange(rank))
     # the largest k for which the k-th direction still reaches the level
-    reached = np.concatenate([[True], energies[: rank - 1] >= levels[1:]])
-    count = int(np.flatnonzero(reached)[-1])
-    waiting = energies[count:]
-    return float((levels[count] - waiting).sum() / 2 / energies.sum())
+    reached = np.flatnonzero(head[:-1] >= levels[1:])
+    count = int(reached[-1]) + 1 if len(reached) else 0
+    others = whole - head[:count].sum()
+    return float(((directions - count) * levels[count] - others) / 2 / whole)
+
+
+def ranks_to_try(directions: int) -> list[int]:
+    """Multiples of 4 up to half of full rank, beyond 64 about a twelfth apart."""
+    ranks, rank = [], RANK_MULTIPLE
+    while rank <= directions // 2:
+        ranks.append(rank)
+        rank += RANK_MULTIPLE * max(1, rank // (12 * RANK_MULTIPLE))
+    return ranks
 
 
 def steepness(late: float, rank: int, directions: int) -> float:
@@ -315,4 +344,4 @@ def steepness(late: float, rank: int, directions: int) -> float:
     for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if late_of_rank(rank, directions, middle) > late else (low, middle)
-    return (low + high) / 2
+    return round((low + high) / 2, 2)  # two digits are enough, and the laws of many parameters are then the same

@@ -112,7 +112,7 @@ class Controller:
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
-        if config.dynamic and budget is None and (config.ranks.rmin is None or config.ranks.largest is None):
+        if config.dynamic and (config.ranks.rmin is None or config.ranks.largest is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
@@ -139,7 +139,7 @@ class Controller:
         if self.config.engine == "dense":
             return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
         if self.budget is not None:
-            plan = RankPlan(0, self.budget.first, nothing, reasons=tuple("budget" for _ in places))
+            plan = RankPlan(0, self.budget.first, nothing)
             return replace(plan, **self._budgeted(self.budget))
         if self.config.dynamic:
             return RankPlan(0, 0, nothing, reasons=tuple(self._own_target(place, None)[1] for place in places))
@@ -151,9 +151,10 @@ class Controller:
         places = [None if place in self.dense else place for place in range(len(self.stages))]
         ranks = [None if place is None else budget.ranks(place) for place in places]
         return {
-            "ranks": tuple(None if own is None else max(own.values(), default=RANK_MULTIPLE) for own in ranks),
+            "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),
             "matrix_ranks": tuple(ranks),
             "formats": tuple(None if place is None else budget.formats(place) for place in places),
+            "reasons": tuple("never compressed" if place is None else budget.reason for place in places),
         }
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
@@ -380,8 +381,6 @@ class Controller:
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:
     """Make ranks of shares of the width; ``rmax`` is the break-even rank by default, and ``rmin`` a quarter of rmax.
 
-    A budget needs none of them.
-
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense; a share is at
     most that. ``width``: the smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has
     r_max/4 to r_max/6. Raises ``ConfigError`` for an rmin above that rmax.
@@ -392,8 +391,6 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
             return _multiple(break_even)
         return int(rank) if rank >= 1 else _multiple(min(break_even, rank * width))
 
-    if config.ranks.volume is not None:
-        return config
     if config.ranks.static_rank is not None:
         return config.but(static_rank=known(config.ranks.static_rank))
     rmax = known(config.ranks.rmax)

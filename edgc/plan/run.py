@@ -8,7 +8,7 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import BudgetPlanner, Candidate
+from edgc.plan.budget import BudgetPlanner, Candidate, bits_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.specs import MatrixSpec, Parameter
 
@@ -34,7 +34,7 @@ class StageKey:
         return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run as its host describes it; the same on every process.
 
@@ -83,18 +83,30 @@ class StagePlan:
 @dataclass(frozen=True)
 class MessageSizes:
     """Bytes of messages: of a matrix's factors per rank, of a value in each format to choose from, and of a value while
-    nothing is compressed; and of a value of the host's gradients.
+    nothing is compressed.
     """
 
     factors: Callable[[MatrixSpec], float]
     bytes_per_value: Mapping[str, float]
     uncompressed: float
-    gradient_bytes: int = 4
+    run: Run
 
-    def candidates(self, allocation: Allocation) -> list[Candidate]:
-        """A stage's parameters. The late energy of each weighs as much as it has elements, as in Adam's update."""
-        matrices = [Candidate(m, m.rows * m.cols, self.factors(m)) for m in allocation.matrices]
-        return matrices + [Candidate(p.spec, p.elements, None) for p, _ in allocation.others if p.elements]
+    def candidates(self, stage: StagePlan) -> list[Candidate]:
+        """The parameters of a stage that sends any. The late energy of each weighs as much as it has elements, as in
+        Adam's update.
+        """
+        alone = self.run.alone and stage.key.part is Part.LAYERS
+        price = self.price(stage.key.part)
+        matrices = [Candidate(m, m.rows * m.cols, self.factors(m), price) for m in stage.allocation.matrices]
+        others = [Candidate(p.spec, p.elements, None, price) for p, _ in stage.allocation.others if p.elements]
+        return [] if alone else matrices + others
+
+    def price(self, part: Part) -> float:
+        """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""
+        if part is not Part.EMBEDDING or self.run.alone:
+            return 1.0
+        own, both = self.run.replicas, 2 * self.run.replicas
+        return 2 * ((both - 1) / both) / ((own - 1) / own)
 
 
 @dataclass(frozen=True)
@@ -125,11 +137,11 @@ class RunPlan:
                 self.config.ranks.volume,
                 iterations,
                 math.ceil(self.config.ranks.warmup_fraction * iterations),
-                [sizes.candidates(stage.allocation) for stage in self.stages],
+                [sizes.candidates(stage) for stage in self.stages],
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                sizes.gradient_bytes,
+                sizes.run.gradient_bytes,
             )
         return Controller(
             self.config,
@@ -155,6 +167,15 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     no matrix of the model saves anything, and for settings that cannot work in a run of this length.
     """
     config.check_run(run.iterations)
+    if config.ranks.volume is not None:
+        warmup = config.ranks.warmup_fraction * bits_of(config.formats.dense_wire) / 32
+        if warmup >= 1 / config.ranks.volume:
+            share = 100 * config.ranks.warmup_fraction
+            raise ConfigError(
+                f"{flag('volume')} = {config.ranks.volume:g}: the warm-up of {share:g} % of the run in "
+                f"{config.formats.dense_wire} alone sends more than that allows; give a smaller "
+                f"{flag('warmup_fraction')}, or {flag('dense_wire')} int8"
+            )
     usable = max(
         largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)
         for own in processes
@@ -169,9 +190,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     known = [stage for own in processes for stage in own]
     compresses, warnings = True, []
     if config.dynamic:
-        # a resumed run keeps what was decided: nobody has timed its link
-        timed = any(stage.cost is not None for stage in known)
-        lowest = _lowest_break_even(config, run, known) if timed and not run.alone else usable
+        lowest = usable if run.alone else _lowest_break_even(config, run, known)
         compresses = config.ranks.largest is not None or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         if compresses:
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
@@ -192,7 +211,6 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             config = config.but(
                 engine="dense",
                 static_rank=None,
-                volume=None,
                 rest_wire="fp32",
                 dense_wire="fp32",
                 rank_tilt=0.0,

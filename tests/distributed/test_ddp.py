@@ -441,3 +441,21 @@ def test_what_cannot_work_is_refused() -> None:
         for name, reason in reasons.items():
             assert found[name].startswith(reason), found
         assert learned
+
+
+def in_16_bits(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(net().bfloat16())
+    attach(model, BUDGET.but(log_dir=folder), iterations=60)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for step in range(60):
+        optimizer.zero_grad()
+        tokens, targets = batch(rank, step)
+        nn.functional.cross_entropy(model(tokens).float(), targets).backward()
+        optimizer.step()
+
+
+def test_the_bytes_of_a_module_in_16_bits_are_half(tmp_path: Path) -> None:
+    run_on_ranks(in_16_bits, 2, str(tmp_path))
+    start, *windows = read_events(tmp_path)
+    assert start["gradient_bytes"] == 2
+    assert 2 * windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(8, rel=0.05)

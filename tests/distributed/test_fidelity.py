@@ -72,7 +72,8 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
             own.view(-1)[part] = got.view(-1)[part]
             got = summed(own)
         now = [true.square(), got.square()]
-        squares = [0.9 * old + 0.1 * new for old, new in zip(squares, now, strict=True)] if squares else now
+        before = squares or [one.mean() for one in now]
+        squares = [0.9 * old + 0.1 * new for old, new in zip(before, now, strict=True)]
         units = [(square + FLOOR * square.mean()).sqrt() for square in squares]
         g, s = true / units[0], got / units[1]
         unsent = (owed - got) / units[0]
@@ -142,11 +143,39 @@ def failed_step(rank: int) -> list[bool]:
     local["w"][3, 3] = math.inf
     run(under_test.reduce(local, 1))
     same = all(torch.equal(before[name], one) for name, one in sampler.mean_squares.items())
-    return [same, list(under_test.observer.measurements.total_fidelity()) == ["w"]]
+    seen = under_test.observer.measurements
+    nothing = bool(seen.fidelity[1]["w"].isnan().all()) and list(seen.total_fidelity()) == ["w"]
+
+    first = reducer(fidelity_share=math.inf)
+    local = gradients(rank, 0)
+    local["w"][3, 3] = math.nan
+    run(first.reduce(local, 0))
+    run(first.reduce(gradients(rank, 0), 1))
+    after_a_failed_one = first.observer.measurements.fidelity[1]["w"]
+    return [same, nothing, torch.equal(after_a_failed_one, seen.fidelity[0]["w"])]
 
 
 def test_a_step_that_is_not_finite_teaches_nothing() -> None:
-    assert run_on_ranks(failed_step, 2) == [[True, True]] * 2
+    assert run_on_ranks(failed_step, 2) == [[True, True, True]] * 2
+
+
+def without_ranks(rank: int) -> list[list[str]]:
+    """What is measured where no parameter has a rank, and where a resumed run samples otherwise than before."""
+    under_test = reducer(fidelity_share=math.inf)
+    under_test.set_rank(0, {}, {"w": "int4", "bias": "int8"})
+    run(under_test.reduce(gradients(rank, 0), 0))
+    found = [sorted(under_test.observer.measurements.total_fidelity())]
+    for settings in ({"fidelity_share": 0.3}, {"fidelity_share": math.inf, "seed": 5}):
+        other = reducer(**settings)
+        other.set_rank(0, {}, {"w": "int4", "bias": "int8"})
+        other.state.load_state_dict(under_test.state.state_dict())
+        run(other.reduce(gradients(rank, 1), 1))
+        found.append(sorted(other.observer.measurements.total_fidelity()))
+    return found
+
+
+def test_parameters_without_a_rank_are_measured_too_and_other_samples_begin_anew() -> None:
+    assert run_on_ranks(without_ranks, 2)[0] == [["bias", "w"]] * 3
 
 
 def resumed(rank: int) -> list[list[float]]:

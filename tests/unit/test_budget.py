@@ -55,13 +55,13 @@ def test_the_law_has_its_limits() -> None:
 
 def test_one_measurement_gives_the_exponent() -> None:
     for exponent in (0.8, 1.5, 2.5):
-        assert steepness(late_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=1e-3)
-    assert steepness(100.0, 16, 128) == 0 and steepness(1e-9, 16, 128) == pytest.approx(4, abs=1e-3)
+        assert steepness(late_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=0.01)
+    assert steepness(100.0, 16, 128) == 0 and steepness(1e-9, 16, 128) == 4
 
 
 def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     one = candidate("w").fitted(8, 0.5)
-    assert one.late(8) == pytest.approx(0.5, rel=1e-3) and one.rounding == candidate("w").rounding
+    assert one.late(8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
     other = one.fitted("int4", 0.2)
     assert other.late("int4") == pytest.approx(0.2) and other.steepness == one.steepness
     assert other.fitted("int4", 0.8).late("int4") == pytest.approx(0.4)
@@ -122,6 +122,8 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
     (chosen,) = spend([candidate("w")], BYTES, 1.0)
     assert chosen == 4
+    planner = BudgetPlanner(1000.0, 100, 10, [[candidate("w")]], (), BYTES, 4.0)
+    assert planner.short and planner.reason == "the budget is too small"
 
 
 def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, late: float) -> float:
@@ -173,7 +175,7 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
 def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
-    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 4.0)
+    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0)
     matrices = [[own[0].matrix] for own in stages]
     return Controller(config, 200, matrices, [None, None], dense, budget=planner)
 
@@ -209,7 +211,10 @@ def test_a_stage_that_is_never_compressed_has_no_choices() -> None:
 def test_a_state_of_other_parameters_or_without_a_budget_is_refused() -> None:
     state = controller().state_dict()
     with pytest.raises(ValueError, match="other parameters"):
-        controller(dense=(1,)).budget.load_state_dict(state["budget"])  # type: ignore[union-attr]
+        other = controller()
+        assert other.budget is not None
+        other.budget.candidates[1][0] = candidate("another", 128, 256)
+        other.load_state_dict(state)
     with pytest.raises(ValueError, match="--edgc-volume was not given before"):
         controller().load_state_dict({**state, "budget": None})
 

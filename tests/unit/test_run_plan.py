@@ -70,7 +70,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
     assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
-    controller = plan.controller(RUN.iterations, MessageSizes(lambda matrix: 1.0, {}, 4.0))
+    controller = plan.controller(RUN.iterations, MessageSizes(lambda matrix: 1.0, {}, 4.0, RUN))
     assert controller.dense == {1} and controller.matrices[1] == ()
 
 
@@ -98,19 +98,39 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax is None
-    sizes = MessageSizes(lambda matrix: 0.6 * (matrix.rows + matrix.cols), {"int4": 0.5, "int2": 0.25}, 1.0)
+    sizes = MessageSizes(lambda matrix: 0.6 * (matrix.rows + matrix.cols), {"int4": 0.5, "int2": 0.25}, 1.0, RUN)
     first = plan.controller(RUN.iterations, sizes).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
 
 
-def test_a_link_on_which_nothing_pays_is_dense_whatever_the_volume() -> None:
+def test_a_volume_that_is_asked_for_is_kept_on_any_link() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
     stage = ProcessStage(
         StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(9.0, 9.0), 4.0, 4.0)
     )
     plan = plan_run(config, RUN, [[stage]])
-    assert not plan.compresses and plan.config.engine == "dense" and plan.config.ranks.volume is None
+    assert plan.compresses and plan.config.ranks.volume == 20 and not plan.config.dynamic
+
+
+def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
+    stage = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),))
+    config = EDGCConfig.of(volume=24.0, warmup_fraction=0.1)
+    with pytest.raises(ConfigError, match="--edgc-volume = 24: the warm-up of 10 % of the run in fp32 alone"):
+        plan_run(config, RUN, [[stage]])
+    plan_run(config.but(dense_wire="int8"), RUN, [[stage]])
+
+
+def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_nothing() -> None:
+    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
+    layers = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),))
+    tied = ProcessStage(StageKey(Part.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
+    for run, price, count in ((RUN, 2 * (7 / 8) / (3 / 4), 1), (Run(iterations=1000, replicas=1), 1.0, 0)):
+        plan = plan_run(config, run, [[layers, tied]])
+        sizes = MessageSizes(lambda matrix: 1.0, {"int4": 0.5}, 1.0, run)
+        of_layers, (of_embedding,) = (sizes.candidates(stage) for stage in plan.stages)
+        assert len(of_layers) == count and of_embedding.price == pytest.approx(price)
+        assert of_embedding.size("int4", sizes.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +139,7 @@ def test_a_link_on_which_nothing_pays_is_dense_whatever_the_volume() -> None:
         ({"volume": 1.0}, "volume = 1.0: must be above 1"),
         ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside volume"),
         ({"volume": 20.0, "rmax": 8}, "rmax = 8: does nothing beside volume"),
+        ({"volume": 20.0, "rank_model": "measured"}, "does nothing beside volume"),
         ({"volume": 20.0, "engine": "int4"}, "the engine int4 has no rank"),
         ({"volume": 20.0, "fidelity_share": 0.0}, "needs a fidelity_share above 0"),
         ({"volume": 20.0, "pp": "backward:powersgd"}, "messages have no rank of their own"),
