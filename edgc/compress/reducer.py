@@ -1,4 +1,4 @@
-"""The reduction of one group of gradients: split them into routes, run these, agree, commit."""
+"""The reduction of one group of gradients: take their routes, run these, agree, commit."""
 
 from collections.abc import Mapping
 
@@ -7,21 +7,18 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps, interleave
 from edgc.comm.replicas import compare, digests_by_parameter
-from edgc.comm.wire import Packed
-from edgc.compress.batch import triton_kernels
-from edgc.compress.engines import engine_arguments, engine_class
-from edgc.compress.engines.base import Elementwise, Engine, LowRank
-from edgc.compress.engines.rounding import Rounding
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step, agree
+from edgc.compress.assignment import Assignment
+from edgc.compress.engines.base import LowRank
+from edgc.compress.routes import Step, agree
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
-from edgc.plan.allocation import Allocation, uniform_ranks
+from edgc.plan.allocation import Allocation
 from edgc.specs import ShardBounds
 
 
-class GradientReducer:
+class GradientReducer(Assignment):
     """Sums named gradients over a process group under a stage rank that a controller sets.
 
     Args:
@@ -40,56 +37,14 @@ class GradientReducer:
         device: torch.device,
         repeatable: bool = False,
     ):
-        self.allocation = allocation
-        self.config = config
+        super().__init__(allocation, config, device)
         self.communicator = communicator
-        self.device = device
-        self.specs = {matrix.name: matrix for matrix in allocation.matrices}
-        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.others)
-        # The dense engine has nothing to compress, but its entropy is still wanted.
-        self.engine: Engine | None = None
-        if config.engine != "dense":
-            arguments = engine_arguments(config.engine)
-            self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
-        self._roundings: dict[str, Rounding] = {}  # by wire format
         self.state = CompressionState(config, self.engine, device, communicator.process)
         self.observer = GradientObserver(allocation.matrices, config, repeatable)
-        self.ranks: dict[str, int] = {}
-        self.formats: dict[str, str] = {}  # of parameters without a rank, where a plan sets them
-        self.compressed = False  # whether its stage is, also where nothing here has a rank
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
         self._digests: dict[str, Tensor] = {}  # of sums, by name
-        self._iteration: int | None = None
-        self._before: dict[str, dict[str, Packed]] | None = None
-        self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
-
-    def set_rank(
-        self,
-        rank: int | None,
-        matrix_ranks: Mapping[str, int] | None = None,
-        formats: Mapping[str, str] | None = None,
-    ) -> None:
-        """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
-
-        ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format of parameters that
-        have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
-        """
-        if rank is not None and self.config.low_rank:
-            lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
-            if lowest < 1:
-                raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
-        self.compressed = rank is not None and self.engine is not None
-        self.formats = dict(formats or {})
-        if rank is None or self.engine is None:
-            self.ranks = {}
-        elif matrix_ranks is not None:
-            self.ranks = {name: matrix_ranks[name] for name in self.engine.matrices if name in matrix_ranks}
-        elif self.config.low_rank:
-            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.study.min_saving)
-        else:
-            self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
     def begin(self, iteration: int) -> None:
         """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
@@ -98,22 +53,13 @@ class GradientReducer:
             self.state.norms.keep(())  # norms that the next reduction finds would be old
         if self.repeatable:
             self.roll_back(iteration)
-            self._iteration, self._before = iteration, self.state.state_dict()
+            self.state.keep(iteration)
         self.observer.begin(iteration)
 
     @property
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
-        exact = all(self.rounding(name).exact for name in self.specs)
-        return not self.ranks and exact and not self.state.feedback.packed
-
-    def rounding(self, name: str) -> Rounding:
-        """What takes a gradient that has no rank."""
-        usual = self.config.formats.rest_wire
-        chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
-        if chosen not in self._roundings:
-            self._roundings[chosen] = Rounding(list(self.specs.values()), self.config, self.device, chosen)
-        return self._roundings[chosen]
+        return self.exact and not self.state.feedback.packed
 
     def reduce(
         self,
@@ -141,7 +87,7 @@ class GradientReducer:
         state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
         step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
-        routes = self._routes(gradients, step, measured)
+        routes = self.routes(gradients, step, measured)
 
         # Norms are taken before errors are added. A sum in fp32 leaves no error: there the host's clipping is enough.
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
@@ -179,38 +125,10 @@ class GradientReducer:
         if samples is not None:
             self.observer.add_fidelity((yield from samples.compare(gradients, finite)))
 
-    def _routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
-        """Every gradient in one route: those with a rank in the engine's, the others rounded."""
-        ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
-        others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
-        routes: list[Route] = []
-        roundings = dict.fromkeys(self.rounding(name) for name in others)
-        for rounding in roundings:
-            own = {name: gradient for name, gradient in others.items() if self.rounding(name) is rounding}
-            routes.append(ElementwiseRoute(own, self.specs, step, rounding))
-        if not ranked:
-            return routes
-        if isinstance(self.engine, LowRank):
-            kernels = None if measured else self._kernels  # they leave nothing to measure
-            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step):
-                routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
-            else:
-                routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks))
-        elif isinstance(self.engine, Elementwise):
-            routes.append(ElementwiseRoute(ranked, self.specs, step, self.engine))
-        return routes
-
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the state and to the measurements. Needs ``repeatable``."""
-        if iteration == self._iteration and self._before is not None:
-            self.state.load_state_dict(self._before)
+        self.state.roll_back(iteration)
         self.observer.roll_back(iteration)
-
-    def state_bytes(self) -> int:
-        """Memory that the state takes between two reductions."""
-        states = [self.state.state_dict(), self._before or {}]
-        messages = {id(p.message): p.message for state in states for part in state.values() for p in part.values()}
-        return sum(message.nbytes for message in messages.values())
 
     def compare_replicas(self, iteration: int) -> None:
         """Compare ranks, factors, scales and the last sums with the other processes of the group; the host waits.

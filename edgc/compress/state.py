@@ -34,6 +34,23 @@ class CompressionState:
         share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
         self.fidelity = FidelitySampler(share, config.seed) if share else None
         self.engine = engine
+        self._iteration: int | None = None
+        self._before: dict[str, dict[str, Packed]] = {}  # the state before that iteration
+
+    def keep(self, iteration: int) -> None:
+        """Keep the state of before this iteration for ``roll_back``."""
+        self._iteration, self._before = iteration, self.state_dict()
+
+    def roll_back(self, iteration: int) -> None:
+        """Undo what this iteration has done, if the state of before it was kept."""
+        if iteration == self._iteration:
+            self.load_state_dict(self._before)
+
+    def bytes(self) -> int:
+        """Memory between two reductions, that of a kept state included."""
+        states = [self.state_dict(), self._before]
+        messages = {id(p.message): p.message for state in states for part in state.values() for p in part.values()}
+        return sum(message.nbytes for message in messages.values())
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
         """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""

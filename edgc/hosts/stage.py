@@ -58,7 +58,7 @@ class Stage(ABC):
             micro_backward_seconds=micro_backward_seconds,
             dp_bytes=sent - self._window_start[0],
             dp_bytes_dense=dense - self._window_start[1],
-            state_bytes=sum(reducer.state_bytes() for reducer in self.reducers),
+            state_bytes=sum(reducer.state.bytes() for reducer in self.reducers),
             spikes=sum(float(m.spikes) for m in measurements),
             largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},

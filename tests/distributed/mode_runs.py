@@ -314,7 +314,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "finalize_bytes": watch.finalize_bytes,
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
-        "state_bytes": sum(reducer.state_bytes() for stage in stages for reducer in stage.reducers),
+        "state_bytes": sum(reducer.state.bytes() for stage in stages for reducer in stage.reducers),
         "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
             *(sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)),

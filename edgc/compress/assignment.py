@@ -1,0 +1,101 @@
+"""Who takes which gradient: the engine at a rank, or rounding in a wire format."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from edgc.compress.batch import triton_kernels
+from edgc.compress.engines import engine_arguments, engine_class
+from edgc.compress.engines.base import Elementwise, Engine, LowRank
+from edgc.compress.engines.rounding import Rounding
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step
+from edgc.config import EDGCConfig
+from edgc.plan.allocation import Allocation, uniform_ranks
+
+
+class Assignment:
+    """The routes of some gradients under a plan.
+
+    Args:
+        allocation: which parameters the engine takes.
+        config: the run's settings.
+        device: where the gradients live.
+    """
+
+    def __init__(self, allocation: Allocation, config: EDGCConfig, device: torch.device):
+        self.allocation = allocation
+        self.config = config
+        self.device = device
+        self.specs = {matrix.name: matrix for matrix in allocation.matrices}
+        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.others)
+        # The dense engine has nothing to compress, but its entropy is still wanted.
+        self.engine: Engine | None = None
+        if config.engine != "dense":
+            arguments = engine_arguments(config.engine)
+            self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
+        self.ranks: dict[str, int] = {}
+        self.formats: dict[str, str] = {}  # of parameters without a rank, where a plan sets them
+        self.compressed = False  # whether the stage is, also where nothing here has a rank
+        self._roundings: dict[str, Rounding] = {}  # by wire format
+        self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
+
+    def set_rank(
+        self,
+        rank: int | None,
+        matrix_ranks: Mapping[str, int] | None = None,
+        formats: Mapping[str, str] | None = None,
+    ) -> None:
+        """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
+
+        ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format of parameters that
+        have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
+        """
+        if rank is not None and self.config.low_rank:
+            lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
+            if lowest < 1:
+                raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
+        self.compressed = rank is not None and self.engine is not None
+        self.formats = dict(formats or {})
+        if rank is None or self.engine is None:
+            self.ranks = {}
+        elif matrix_ranks is not None:
+            self.ranks = {name: matrix_ranks[name] for name in self.engine.matrices if name in matrix_ranks}
+        elif self.config.low_rank:
+            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.study.min_saving)
+        else:
+            self.ranks = dict.fromkeys(self.engine.matrices, rank)
+
+    def rounding(self, name: str) -> Rounding:
+        """What takes a gradient that has no rank."""
+        usual = self.config.formats.rest_wire
+        chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
+        if chosen not in self._roundings:
+            self._roundings[chosen] = Rounding(list(self.specs.values()), self.config, self.device, chosen)
+        return self._roundings[chosen]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all sums are those of fp32."""
+        return not self.ranks and all(self.rounding(name).exact for name in self.specs)
+
+    def routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
+        """Every gradient in one route: those with a rank in the engine's, the others rounded."""
+        ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
+        others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
+        routes: list[Route] = []
+        roundings = dict.fromkeys(self.rounding(name) for name in others)
+        for rounding in roundings:
+            own = {name: gradient for name, gradient in others.items() if self.rounding(name) is rounding}
+            routes.append(ElementwiseRoute(own, self.specs, step, rounding))
+        if not ranked:
+            return routes
+        if isinstance(self.engine, LowRank):
+            kernels = None if measured else self._kernels  # they leave nothing to measure
+            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step):
+                routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
+            else:
+                routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks))
+        elif isinstance(self.engine, Elementwise):
+            routes.append(ElementwiseRoute(ranked, self.specs, step, self.engine))
+        return routes
