@@ -25,7 +25,10 @@ def stage_cost(fields: dict[str, Any]) -> StageCost:
     return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})
 
 
-@pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce"]], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param([], marks=pytest.mark.slow, id="in turn"), pytest.param(["--overlap-grad-reduce"], id="overlapped")],
+)
 def test_a_stage_of_four_chunks_takes_in_training_what_was_probed(overlap: list[str], tmp_path: Path) -> None:
     train([*FOUR_CHUNKS, *overlap, *EDGC, "--edgc-log-dir", str(tmp_path)], script=SLOW_LINK)
     start, *windows = read_events(tmp_path)

@@ -242,6 +242,7 @@ def test_engines_without_ranks_train_too(engine: str, fewer: float, tmp_path: Pa
     assert fewer < last["stages"][0]["dp_bytes_dense"] / last["stages"][0]["dp_bytes"] < 1.35 * fewer
 
 
+@pytest.mark.slow
 def test_the_default_preset_under_bf16(tmp_path: Path) -> None:
     settings = "--bf16 --edgc --edgc-window 4 --edgc-iteration-sampling-rate 0.5 --edgc-link-gbps 0.05"
     output = train([*FOUR_RANKS, *shlex.split(settings), "--edgc-log-dir", str(tmp_path)])
@@ -278,7 +279,13 @@ def test_a_rank_that_no_matrix_can_have_is_refused() -> None:
     assert "the largest rank that does is 24" in finished.stdout
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="plain"),
+        pytest.param(["--use-distributed-optimizer"], id="distributed optimizer"),
+    ],
+)
 def test_norm_and_zeros_in_the_log_are_of_the_gradient_that_the_optimizer_gets(optimizer: list[str]) -> None:
     sparse = "--edgc --edgc-preset paper --edgc-engine topk:0.01 --edgc-window 2 --edgc-warmup-fraction 0.5"
     logged = ["--train-iters", "4", "--log-num-zeros-in-grad", "--clip-grad", "0.1", *optimizer]

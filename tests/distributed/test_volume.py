@@ -36,6 +36,7 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     assert len({str(plan) for plan in plans}) > 2, "plans follow what is measured"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
