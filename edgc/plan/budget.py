@@ -319,7 +319,7 @@ def late_of_rank(rank: int, directions: int, steepness: float) -> float:
     whole = energies.sum()
     head = energies[:rank]
     # With the k largest above the level: k + sum of the others / level = rank.
-    levels = (whole - head.cumsum() + head) / (rank - np.arange(rank))
+    levels = (whole - np.cumsum(head) + head) / (rank - np.arange(rank))
     # the largest k for which the k-th direction still reaches the level
     reached = np.flatnonzero(head[:-1] >= levels[1:])
     count = int(reached[-1]) + 1 if len(reached) else 0
