@@ -2,7 +2,7 @@
 # Make the corpora of configs/frontier/general.yaml under runs/data:  bash scripts/prepare_corpora.sh
 # Python: the standard library of the environment's interpreter. English: the documentation of the Linux kernel. Go: a part
 # of its standard library. The last two are Debian packages, 56 MB, which apt-get fetches without being root. What exists
-# is kept. Takes about five minutes.
+# is kept. Takes about two minutes.
 set -euo pipefail
 
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."

@@ -84,10 +84,10 @@ class Assignment:
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
         routes: list[Route] = []
-        roundings = dict.fromkeys(self.rounding(name) for name in others)
-        for rounding in roundings:
-            own = {name: gradient for name, gradient in others.items() if self.rounding(name) is rounding}
-            routes.append(ElementwiseRoute(own, self.specs, step, rounding))
+        rounded: dict[Rounding, dict[str, Tensor]] = {}
+        for name, gradient in others.items():
+            rounded.setdefault(self.rounding(name), {})[name] = gradient
+        routes += [ElementwiseRoute(own, self.specs, step, rounding) for rounding, own in rounded.items()]
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):

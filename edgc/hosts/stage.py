@@ -1,7 +1,7 @@
 """What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -9,6 +9,7 @@ from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.observe.timing import Spans
 from edgc.observe.window import RankWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.plan.controller import RankPlan
 from edgc.plan.run import StageKey
 
 
@@ -30,14 +31,10 @@ class Stage(ABC):
     def reducers(self) -> Sequence[GradientReducer]:
         """In the same order on every process of the group."""
 
-    def set_rank(
-        self,
-        active: Sequence[int | None],
-        place: int,
-        matrix_ranks: Mapping[str, int] | None,
-        formats: Mapping[str, str] | None,
-    ) -> None:
-        """Take the rank at this place among those that are in use."""
+    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan) -> None:
+        """Take the rank at this place among those that are in use, and what the plan says there of parameters."""
+        matrix_ranks = plan.matrix_ranks[place] if plan.matrix_ranks else None
+        formats = plan.formats[place] if plan.formats else None
         for reducer in self.reducers:
             reducer.set_rank(active[place], matrix_ranks, formats)
 

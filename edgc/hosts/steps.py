@@ -75,13 +75,7 @@ class StepDriver:
 
     def _prepare(self, stage: Stage) -> None:
         place = self.keys.index(stage.key)
-        plan = self.plan
-        stage.set_rank(
-            self.active,
-            place,
-            plan.matrix_ranks[place] if plan.matrix_ranks else None,
-            plan.formats[place] if plan.formats else None,
-        )
+        stage.set_rank(self.active, place, self.plan)
         for reducer in stage.reducers:
             reducer.verify = self._verify
 

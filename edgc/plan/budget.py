@@ -158,7 +158,7 @@ class BudgetPlanner:
     Args:
         volume: bytes of gradients in fp32 over those of the run.
         iterations: of the run; ``first``: the one at which compression begins.
-        stages: the parameters of each stage; of one that is never compressed their ``rounding`` does not matter.
+        stages: the parameters of each stage.
         never: places of stages that are never compressed.
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``gradient_bytes``:
             of the host's gradients.
@@ -274,7 +274,8 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        return {"sent": [self.sent, self.sent_dense], "overhead": self.overhead, "stages": stages}
+        sent = [self.sent, self.sent_dense]
+        return {"sent": sent, "overhead": self.overhead, "short": self.short, "stages": stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters."""
@@ -284,7 +285,7 @@ class BudgetPlanner:
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.sent, self.sent_dense = state["sent"]
-        self.overhead = state["overhead"]
+        self.overhead, self.short = state["overhead"], state["short"]
         for place in self.places:
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
             self.choices[place] = [choice for choice, *_ in saved]

@@ -1,7 +1,7 @@
 """What one rank reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from edgc.config import EDGCConfig
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import smallest_rank
+from edgc.plan.controller import RankPlan, smallest_rank
 from edgc.plan.run import Part, StageKey
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, WeightGather, count_dense, process_group
@@ -121,16 +121,10 @@ class EmbeddingStage(MegatronStage):
         communicator = Communicator(self.process_group, self.traffic)
         self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
 
-    def set_rank(
-        self,
-        active: Sequence[int | None],
-        place: int,
-        matrix_ranks: Mapping[str, int] | None,
-        formats: Mapping[str, str] | None,
-    ) -> None:
+    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
         own = self.tied.reducer.allocation.matrices or active[place] is not None
-        super().set_rank(active, place if own else 0, matrix_ranks, formats)
+        super().set_rank(active, place if own else 0, plan)
 
 
 def stages_of(

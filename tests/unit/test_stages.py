@@ -12,7 +12,7 @@ from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
 from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import Controller, StageCost, StageObservation
+from edgc.plan.controller import Controller, RankPlan, StageCost, StageObservation
 from edgc.plan.run import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.stages import EmbeddingStage, MegatronStage
@@ -47,7 +47,7 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
     tied = SimpleNamespace(dense_bytes=lambda: 0.0, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
-    stage.set_rank(active, 2, None, None)
+    stage.set_rank(active, 2, RankPlan(0, 0, active))
     assert reducer.rank == expected
 
 
