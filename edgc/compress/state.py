@@ -62,8 +62,8 @@ class CompressionState:
             "fidelity": {}
             if self.fidelity is None
             else {
-                f"{name}:squares of seed {self.fidelity.seed}": Packed(squares, FP32)
-                for name, squares in self.fidelity.mean_squares.items()
+                f"{name}:averages of seed {self.fidelity.seed}": Packed(averages, FP32)
+                for name, averages in self.fidelity.averages.items()
             },
         }
 
@@ -74,8 +74,8 @@ class CompressionState:
         self.norms.load_state_dict(state["norms"])
         if self.fidelity is not None:
             kept = state["fidelity"]
-            own = f":squares of seed {self.fidelity.seed}"
-            self.fidelity.mean_squares = {
+            own = f":averages of seed {self.fidelity.seed}"
+            self.fidelity.averages = {
                 key.removesuffix(own): packed.values() for key, packed in kept.items() if key.endswith(own)
             }
         if self.engine is not None:

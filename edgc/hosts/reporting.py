@@ -306,6 +306,7 @@ def logged(fidelity: Fidelity) -> dict[str, float]:
         for products, suffix in ((fidelity.gradient, ""), (fidelity.update, "_of_update"))
         for name in ("cosine", "delay", "late")
     }
+    numbers["cosine_of_adam"] = fidelity.adam.cosine
     return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 

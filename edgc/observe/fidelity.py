@@ -7,7 +7,9 @@ gradients with their errors. So for every engine, without a model of gradients, 
 - the *delay* (1 - c) / c, where c is the share of the energy of the sum of gradients and errors, g + e, that leaves in
   a step: the mean number of steps by which gradient arrives late, if in each step the same share of what waits leaves;
 - both in units of the *update* as well: Adam divides every entry by the root of its mean square, so there a small entry
-  weighs as much as a large one. g and s are divided by root mean squares of their own, errors by that of g.
+  weighs as much as a large one. g and s are divided by root mean squares of their own, errors by that of g;
+- the cosine of *Adam's updates*: between the moving averages of g and of s, in units of the update. What arrives a few
+  steps late is in both averages. It is exact if every iteration is measured; if not, averages are over measured steps.
 
 There are no collectives here.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from edgc.seeding import stable_seed
 
-DECAY = 0.9  # of the mean squares, per measured step
+DECAY = 0.9  # of the moving averages, per measured step
 # Added to each mean square, times the parameter's average: a mean of few measurements can be much too small.
 FLOOR = 0.01
 _TINY = torch.finfo(torch.float32).tiny
@@ -29,20 +31,26 @@ VALUES = 3  # that are sent for an entry: g, g + e, and s where a process knows 
 
 
 @dataclass(frozen=True)
-class Products:
+class Agreement:
     """Sums over entries and steps, of squares and of one product; in any unit."""
 
     true: float = 0.0  # g^2
     got: float = 0.0  # s^2
     both: float = 0.0  # g s
-    owed: float = 0.0  # (g + e)^2
-    unsent: float = 0.0  # (g + e - s)^2
 
     @property
     def cosine(self) -> float:
         """Between g and s; NaN if one of them is zero."""
         norms = math.sqrt(self.true) * math.sqrt(self.got)
         return self.both / norms if norms > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Products(Agreement):
+    """The same, and of the errors."""
+
+    owed: float = 0.0  # (g + e)^2
+    unsent: float = 0.0  # (g + e - s)^2
 
     @property
     def delay(self) -> float:
@@ -60,21 +68,23 @@ class Products:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """``Products`` of one parameter in the unit of the gradient and in that of Adam's update."""
+    """Of one parameter, in the unit of the gradient, in that of the update, and of Adam's updates themselves."""
 
     gradient: Products = Products()
     update: Products = Products()
+    adam: Agreement = Agreement()
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Fidelity":
         """What ``FidelitySampler.compare`` gives for one parameter."""
-        half = len(fields(Products))
-        return cls(Products(*values[:half]), Products(*values[half:]))
+        first, second = len(fields(Products)), 2 * len(fields(Products))
+        return cls(Products(*values[:first]), Products(*values[first:second]), Agreement(*values[second:]))
 
     @classmethod
     def total(cls, several: Iterable["Fidelity"]) -> "Fidelity":
         """Of all entries of several, from other processes, steps or parameters."""
-        columns = zip(*((*vars(one.gradient).values(), *vars(one.update).values()) for one in several), strict=True)
+        parts = ((vars(one.gradient), vars(one.update), vars(one.adam)) for one in several)
+        columns = zip(*([value for part in one for value in part.values()] for one in parts), strict=True)
         return cls.of([math.fsum(column) for column in columns])
 
 
@@ -86,8 +96,8 @@ class FidelitySampler:
 
     def __init__(self, share: float, seed: int):
         self.share, self.seed = share, seed
-        # by name (entries, 2): running mean squares of g and of s; replaced, never changed
-        self.mean_squares: dict[str, Tensor] = {}
+        # by name (entries, 4): moving averages of g^2, s^2, g and s; replaced, never changed
+        self.averages: dict[str, Tensor] = {}
         self._places: dict[str, Tensor] = {}
 
     def places(self, name: str, size: int, device: torch.device) -> Tensor:
@@ -114,34 +124,37 @@ class FidelitySampler:
         return torch.cat(masks)
 
     def _before(self, name: str, count: int, like: Tensor) -> Tensor:
-        """The mean squares so far, zeros where they are unknown: also those of another sample, of before a resume."""
-        known = self.mean_squares.get(name)
-        return like.new_zeros(count, 2) if known is None or len(known) != count else known
+        """The averages so far, zeros where they are unknown: also those of another sample, of before a resume."""
+        known = self.averages.get(name)
+        return like.new_zeros(count, 4) if known is None or len(known) != count else known
 
     def compare(
         self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
     ) -> dict[str, Tensor]:
-        """By name the values of a ``Fidelity`` (10,).
+        """By name the values of a ``Fidelity`` (13,).
 
         ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
-        the step was not ``finite``, a boolean on the device: the values are then NaN, and the mean squares stay.
+        the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.
         """
         true, owed, got = samples
         counts = [len(self._places[name]) for name in names]
-        squares = torch.stack([true.square(), got.square()], dim=1)
-        before = torch.cat([self._before(name, count, squares) for name, count in zip(names, counts, strict=True)])
-        # An entry begins with the mean over its parameter: one square of its own can be far too small.
-        start = torch.where(before > 0, before, _by_parameter(squares, counts))
-        after = torch.lerp(squares, start, DECAY)
+        now = torch.stack([true.square(), got.square(), true, got], dim=1)
+        before = torch.cat([self._before(name, count, now) for name, count in zip(names, counts, strict=True)])
+        # A mean square begins with the mean over its parameter: one square of an entry can be far too small.
+        start = torch.where(before[:, :2] > 0, before[:, :2], _by_parameter(now[:, :2], counts))
+        after = torch.lerp(now, torch.cat([start, before[:, 2:]], dim=1), DECAY)
         finite = finite & torch.isfinite(after).all()  # squares of a finite value may overflow
         kept = torch.where(finite, after, before)
-        self.mean_squares.update(zip(names, torch.split(kept, counts), strict=True))
-        of_true, of_got = (after + FLOOR * _by_parameter(after, counts)).clamp_min(_TINY).rsqrt().unbind(dim=1)
+        self.averages.update(zip(names, torch.split(kept, counts), strict=True))
+        squares, (mean_true, mean_got) = after[:, :2], after[:, 2:].unbind(dim=1)
+        of_true, of_got = (squares + FLOOR * _by_parameter(squares, counts)).clamp_min(_TINY).rsqrt().unbind(dim=1)
         unsent = owed - got
         values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
         units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]
-        terms = torch.stack([*values, *(value * unit for value, unit in zip(values, units, strict=True))])
-        sums = torch.stack([part.sum(dim=1) for part in torch.split(terms, counts, dim=1)])
+        terms = values + [value * unit for value, unit in zip(values, units, strict=True)]
+        means = [mean_true.square(), mean_got.square(), mean_true * mean_got]
+        terms += [value * unit for value, unit in zip(means, units[:3], strict=True)]
+        sums = torch.stack([part.sum(dim=1) for part in torch.split(torch.stack(terms), counts, dim=1)])
         return dict(zip(names, torch.where(finite, sums, math.nan).unbind(), strict=True))
 
 

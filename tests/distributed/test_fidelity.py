@@ -54,11 +54,12 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[float]]:
-    """Of ``w`` in every step: cosine, delay, and cosine and energy of the error in the unit of the update, from whole
-    tensors in float64.
+    """Of ``w`` in every step: cosine, delay, cosine and energy of the error in the unit of the update, and the cosine
+    of Adam's updates, from whole tensors in float64.
     """
     under_test, found = reducer(**settings), []
     squares: list[Tensor] = []
+    means = [torch.zeros(64, 96, dtype=torch.float64) for _ in range(2)]
     for step in range(STEPS):
         local = gradients(rank, step)
         kept = under_test.state.feedback.packed.get("w")
@@ -77,12 +78,15 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
         units = [(square + FLOOR * square.mean()).sqrt() for square in squares]
         g, s = true / units[0], got / units[1]
         unsent = (owed - got) / units[0]
+        means = [0.9 * old + 0.1 * new for old, new in zip(means, (true, got), strict=True)]
+        adam = [mean / unit for mean, unit in zip(means, units, strict=True)]
         found.append(
             [
                 float((true * got).sum() / (true.norm() * got.norm())),
                 float((owed - got).square().sum() / (owed.square().sum() - (owed - got).square().sum())),
                 float((g * s).sum() / (g.norm() * s.norm())),
                 float(unsent.square().sum() / g.square().sum()),
+                float((adam[0] * adam[1]).sum() / (adam[0].norm() * adam[1].norm())),
             ]
         )
     return found
@@ -98,7 +102,9 @@ def measured(
         loss_scale = None if scale is None else torch.tensor(scale)
         run(under_test.reduce(local, step, loss_scale, SHARDS if sharded else None))
     seen = [Fidelity.of(one["w"].tolist()) for one in under_test.observer.measurements.fidelity]
-    values = [[one.gradient.cosine, one.gradient.delay, one.update.cosine, one.update.late] for one in seen]
+    values = [
+        [one.gradient.cosine, one.gradient.delay, one.update.cosine, one.update.late, one.adam.cosine] for one in seen
+    ]
     return values, under_test.communicator.traffic.bytes
 
 
@@ -138,11 +144,11 @@ def failed_step(rank: int) -> list[bool]:
     run(under_test.reduce(gradients(rank, 0), 0))
     sampler = under_test.state.fidelity
     assert sampler is not None
-    before = {name: one.clone() for name, one in sampler.mean_squares.items()}
+    before = {name: one.clone() for name, one in sampler.averages.items()}
     local = gradients(rank, 1)
     local["w"][3, 3] = math.inf
     run(under_test.reduce(local, 1))
-    same = all(torch.equal(before[name], one) for name, one in sampler.mean_squares.items())
+    same = all(torch.equal(before[name], one) for name, one in sampler.averages.items())
     seen = under_test.observer.measurements
     nothing = bool(seen.fidelity[1]["w"].isnan().all()) and list(seen.total_fidelity()) == ["w"]
 
@@ -198,12 +204,12 @@ def test_a_resumed_run_measures_the_same() -> None:
 
 
 def test_of_two_parts_the_sums_add_up() -> None:
-    one, other = Fidelity.of([4, 1, 2, 4, 3, *[1] * 5]), Fidelity.of([0, 3, 0, 0, 0, *[1] * 5])
+    one, other = Fidelity.of([4, 1, 2, 4, 3, *[1] * 8]), Fidelity.of([0, 3, 0, 0, 0, *[1] * 8])
     both = Fidelity.total([one, other])
     assert (one.gradient.cosine, both.gradient.cosine) == (1, 0.5)
     assert both.gradient.delay == one.gradient.delay == 3 and one.gradient.late == 0.75
     assert math.isnan(Fidelity().gradient.cosine) and math.isnan(Fidelity().gradient.delay)
-    assert Fidelity.of([1, 0, 0, 1, 1, *[1] * 5]).gradient.delay == math.inf
+    assert Fidelity.of([1, 0, 0, 1, 1, *[1] * 8]).gradient.delay == math.inf
     assert Fidelity.total([both]) == both
 
 

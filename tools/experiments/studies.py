@@ -201,7 +201,7 @@ def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 
 def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
-    figure, places = panels(2, 3, width=4, height=3.5)
+    figure, places = panels(2, 4, width=4, height=3.5)
     gaps = {entry.name: entry.gap for entry in entries(lines) if entry.name != "dense"}
     seen = {name: [line for line in lines if line["name"] == name and line.get("fidelity")] for name in gaps}
     table = header(["entry", "gap", *SIGNALS])
@@ -255,6 +255,7 @@ def _mean_residual(line: Line) -> float:
 SIGNALS: Mapping[str, Callable[[Line], float]] = {
     "1 - cosine": lambda line: 1 - _mean_of("cosine")(line),
     "1 - cosine of update": lambda line: 1 - _mean_of("cosine_of_update")(line),
+    "1 - cosine of Adam's update": lambda line: 1 - _mean_of("cosine_of_adam")(line),
     "delay": _mean_of("delay"),
     "late": _mean_of("late"),
     "late of update": _mean_of("late_of_update"),
