@@ -211,11 +211,11 @@ class Ranks:
     )
     allocation: str = _knob(
         "uniform",
-        "how the matrices of a stage share its rank: the same rank for each (uniform), or more rank where a byte "
-        "carries more energy, at equal bytes (waterfill)",
+        "how the matrices of a stage share its rank: the same rank for each (uniform); more rank where a byte carries "
+        "more energy, at equal bytes (waterfill); or the fewest bytes that leave out no more energy (lgreco)",
         "name",
         "docs/algorithm.md, 6",
-        ("uniform", "waterfill"),
+        ("uniform", "waterfill", "lgreco"),
     )
     align: bool = _knob(
         True, "choose later stages' ranks so that all stages end their step together (DAC)", "switch", f"{PAPER}, DAC"

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import RANK_MULTIPLE
-from edgc.plan.spectrum import extended
+from edgc.plan.spectrum import dropped, extended
 from edgc.specs import MatrixSpec, Parameter
 
 
@@ -124,3 +126,47 @@ def water_filled_ranks(
             ranks[name] += RANK_MULTIPLE
             budget -= cost
     return ranks
+
+
+ERROR_STEPS = 4096  # into which ``fewest_bytes_ranks`` divides the tolerated error
+
+
+def fewest_bytes_ranks(
+    matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
+) -> dict[str, int]:
+    """The fewest values that leave out no more energy, over all matrices, than one common rank does.
+
+    ``energies`` as for ``water_filled_ranks``. Ranks are multiples of 4. Source: L-GreCo (Alimohammadi et al., MLSys
+    2024): dynamic programming over layers and a tolerated error in small steps. An error is absolute, so a matrix with
+    a large gradient gets much rank.
+    """
+    uniform = uniform_ranks(matrices, rank, min_saving)
+    planned = [matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)]
+    spectra = [extended(energies[matrix.name], min(matrix.rows, matrix.cols)) for matrix in planned]
+    tolerated = dropped(spectra, rank)
+    if tolerated <= 0:
+        return uniform
+    fewest = np.zeros(ERROR_STEPS + 1)  # values of the matrices so far, by the error that they may make
+    chosen = []  # of each matrix, by that error: its choice
+    choices: list[list[tuple[int, int]]] = []  # of each matrix: ranks, and the steps of error that they make
+    for matrix, spectrum in zip(planned, spectra, strict=True):
+        ranks = [r for r in range(RANK_MULTIPLE, len(spectrum), RANK_MULTIPLE) if pays(r, *_shape(matrix), min_saving)]
+        steps = [round(ERROR_STEPS * sum(spectrum[r:]) / tolerated) for r in ranks]
+        rows = np.full((len(ranks), ERROR_STEPS + 1), np.inf)
+        for row, r, step in zip(rows, ranks, steps, strict=True):
+            if step <= ERROR_STEPS:
+                row[step:] = fewest[: ERROR_STEPS + 1 - step] + r * (matrix.rows + matrix.cols)
+        chosen.append(rows.argmin(axis=0))
+        fewest = rows.min(axis=0)
+        choices.append(list(zip(ranks, steps, strict=True)))
+    if not np.isfinite(fewest[-1]):  # rounding left no way
+        return uniform
+    found, left = {}, ERROR_STEPS
+    for matrix, best, ways in zip(reversed(planned), reversed(chosen), reversed(choices), strict=True):
+        found[matrix.name], step = ways[best[left]]
+        left -= step
+    return uniform | found
+
+
+def _shape(matrix: MatrixSpec) -> tuple[int, int]:
+    return matrix.rows, matrix.cols

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgc.config import EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, CommCost, aligned_rank
-from edgc.plan.allocation import water_filled_ranks
+from edgc.plan.allocation import fewest_bytes_ranks, water_filled_ranks
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
@@ -245,7 +245,8 @@ class Controller:
             return None
         if not self.energies[stage]:  # nothing has been measured since
             return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
-        return water_filled_ranks(self.matrices[stage], self.energies[stage], rank, self.config.study.min_saving)
+        share = water_filled_ranks if self.config.ranks.allocation == "waterfill" else fewest_bytes_ranks
+        return share(self.matrices[stage], self.energies[stage], rank, self.config.study.min_saving)
 
     def _stable(self, stage: int) -> bool:
         """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.

@@ -4,7 +4,15 @@ from edgc.compress.engines import ENGINES, has_rank
 from edgc.compress.probe import cost_of_link
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import CommCost
-from edgc.plan.allocation import allocate, largest_rank, pays, uniform_ranks, water_filled_ranks, width
+from edgc.plan.allocation import (
+    allocate,
+    fewest_bytes_ranks,
+    largest_rank,
+    pays,
+    uniform_ranks,
+    water_filled_ranks,
+    width,
+)
 from edgc.plan.controller import StageCost
 from edgc.plan.run import break_even
 from edgc.specs import MatrixSpec, Parameter
@@ -120,6 +128,34 @@ def test_unknown_spectra_and_zero_gradients_keep_the_common_rank_or_the_floor() 
     zero = water_filled_ranks(TWINS, {"a": [0.0] * 16, "b": [1.0] * 16}, 16, 2.0)
     assert zero["a"] == 8 and zero["b"] == 24
     assert water_filled_ranks(TWINS, {"a": [1.0] * 4, "b": [1.0] * 4}, 4, 2.0) == {"a": 4, "b": 4}
+
+
+def test_the_fewest_bytes_of_all_plans_that_leave_out_no_more() -> None:
+    """Against every plan of three matrices, in steps of 4."""
+    matrices = (MatrixSpec("a", 64, 64), MatrixSpec("b", 256, 64), MatrixSpec("c", 64, 64))
+    energies = {
+        "a": [1 / (1 + i) for i in range(64)],
+        "b": [3 / (1 + i) ** 2 for i in range(64)],
+        "c": [0.2 / (1 + i) ** 0.3 for i in range(64)],
+    }
+
+    def left_out(ranks: dict[str, int]) -> float:
+        return sum(sum(energies[name][rank:]) for name, rank in ranks.items())
+
+    def values(ranks: dict[str, int]) -> int:
+        return sum(ranks[matrix.name] * (matrix.rows + matrix.cols) for matrix in matrices)
+
+    tolerated = left_out({"a": 12, "b": 12, "c": 12})
+    usable = {m.name: [r for r in range(4, 33, 4) if pays(r, m.rows, m.cols, 1.5)] for m in matrices}
+    every = [{"a": a, "b": b, "c": c} for a in usable["a"] for b in usable["b"] for c in usable["c"]]
+    best = min(values(ranks) for ranks in every if left_out(ranks) <= tolerated)
+    chosen = fewest_bytes_ranks(matrices, energies, 12, 1.5)
+    assert left_out(chosen) <= 1.001 * tolerated and values(chosen) <= best < values({"a": 12, "b": 12, "c": 12})
+    # the error is absolute: beside a gradient a hundred times as large the others do not count
+    large = {**energies, "a": [1e4 * e for e in energies["a"]]}
+    assert fewest_bytes_ranks(matrices, large, 12, 1.5) == {"a": 12, "b": 4, "c": 4}
+    assert fewest_bytes_ranks(matrices, {}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
+    assert fewest_bytes_ranks(matrices, {name: [0.0] * 8 for name in energies}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
 
 
 def test_the_width_is_the_smaller_side_of_most_entries() -> None:

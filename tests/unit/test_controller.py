@@ -394,6 +394,13 @@ def test_water_filling_also_shares_a_static_rank() -> None:
     assert ranks is not None and ranks["a"] > 32 > ranks["b"]
 
 
+def test_the_fewest_bytes_for_the_energy_of_a_static_rank() -> None:
+    c = controller(allocation="lgreco", rmin=None, rmax=None, static_rank=32)
+    c.observe([StageObservation(energies={"a": falling(1.0), "b": falling(1e-3)})])
+    (ranks,) = c.decide(100).matrix_ranks
+    assert ranks is not None and ranks["a"] >= 32 > ranks["b"]
+
+
 def spectra(first: float, slope: float) -> dict[str, list[float]]:
     """Measured energies of the 64 strongest directions of every matrix."""
     return {matrix.name: [first * (1 + place) ** -slope for place in range(64)] for matrix in MATRICES}
