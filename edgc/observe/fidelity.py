@@ -44,6 +44,12 @@ class Agreement:
         norms = math.sqrt(self.true) * math.sqrt(self.got)
         return self.both / norms if norms > 0 else math.nan
 
+    @property
+    def noise(self) -> float:
+        """Energy of s that does not lie along g, over that which does; infinite if none does."""
+        cosine = self.cosine
+        return math.inf if cosine <= 0 else 1 / cosine**2 - 1
+
 
 @dataclass(frozen=True)
 class Products(Agreement):

@@ -1,22 +1,24 @@
-"""How to send each parameter so that, under one budget of bytes, the least gradient energy is late.
+"""How to send each parameter so that, under one budget of bytes, the optimizer gets the least noise.
 
-Low rank and rounding lose in different ways. What error feedback holds back, its energy over that of the gradient
-("late", ``edgc.observe.fidelity``), means the same for both. Two laws say how it grows as bytes shrink. Each is scaled
-by what was measured of the parameter.
+The *noise* of a parameter is 1/c^2 - 1, where c is the cosine between what the optimizer got and the sum of the
+gradients, in the unit of the update (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the
+energy that does. Of all that was measured of engines of every kind it foretells the loss best
+(docs/frontier/fidelity.md). Two laws say how it grows as bytes shrink. Each is scaled by what was measured of the
+parameter.
 
 *Low rank.* Let a gradient bring the energy G_j into direction j in every step, anew, and let each step send the r
-directions that hold most. A direction with G_j above a level t is then sent in every step, another one whenever it has
-filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the level. A direction below it holds
-(t - G_j) / 2 in the mean:
+directions that hold most, errors included. A direction with G_j above a level t is then sent in every step, another one
+whenever it has filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the level. That is reverse
+water-filling (Cover and Thomas, section 10.3.3), over time. Of the gradient of a step the share min(1, G_j / t) of
+direction j leaves at once; what a step sends has as much energy as a gradient, of which the rest is older:
 
-    late(r) = sum over G_j < t of (t - G_j) / 2, over sum_j G_j
+    c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j
 
-That is reverse water-filling (Cover and Thomas, section 10.3.3), over time. Spectra are taken as power laws, G_j =
-j^-a: one measured value of late gives a, and a gives all others. Where more is late than of a flat spectrum, as of the
-rows of rare words in an embedding, a factor says by how much.
+Spectra are taken as power laws, G_j = j^-a: one measured value of the noise gives a, and a gives all others. Where the
+noise is larger than of a flat spectrum, as of rare words in an embedding, a factor says by how much.
 
-*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback late = d / (1 - d). What is
-measured beside it multiplies this: outliers, and sums that are rounded twice.
+*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback the noise is d / (1 - d).
+What is measured beside it multiplies this: outliers, and sums that are rounded twice.
 """
 
 import math
@@ -39,8 +41,9 @@ LOST: Mapping[str, float] = {
     **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
 }
 STEEPEST = 4.0  # exponent of a spectrum
-LARGEST_FACTOR = 100.0  # by which more than of normal values may be late: few samples can say anything
-# A plan stays while it is within the budget, uses this much of it, and a new one would not make this much less late.
+LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
+LARGEST_NOISE = 1000.0  # where next to nothing of a gradient arrives
+# A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
 Choice = int | str  # a rank, or the format in which every value travels
 
@@ -49,9 +52,9 @@ Choice = int | str  # a rank, or the format in which every value travels
 class Candidate:
     """A parameter, and what it costs to send it.
 
-    ``weight``: of its late energy. ``bytes_per_rank``: None where low rank is no choice. ``price``: of its bytes.
-    ``steepness``: the exponent of its spectrum. ``flatter``: how many times more is late than of a flat spectrum, if
-    more is: small entries that no direction is made of. ``rounding``: how many times more is late than of normal
+    ``weight``: of its noise. ``bytes_per_rank``: None where low rank is no choice. ``price``: of its bytes.
+    ``steepness``: the exponent of its spectrum. ``flatter``: how many times the noise is that of a flat spectrum, if it
+    is larger: small entries that no direction is made of. ``rounding``: how many times the noise is that of normal
     values. The last three are guesses until ``fitted``.
     """
 
@@ -79,45 +82,46 @@ class Candidate:
         assert self.bytes_per_rank is not None
         return self.price * choice * self.bytes_per_rank
 
-    def late(self, choice: Choice) -> float:
-        """The energy that is late under this choice, predicted."""
+    def noise(self, choice: Choice) -> float:
+        """The noise under this choice, predicted."""
         if isinstance(choice, str):
-            return self.rounding * late_of_format(choice)
-        return self.flatter * late_of_rank(choice, self.directions, self.steepness)
+            return self.rounding * noise_of_format(choice)
+        return self.flatter * noise_of_rank(choice, self.directions, self.steepness)
 
-    def fitted(self, choice: Choice, late: float) -> "Candidate":
+    def fitted(self, choice: Choice, noise: float) -> "Candidate":
         """The same as measured under ``choice``: the geometric mean of that and what was known before, if it was."""
-        if not 0 < late < math.inf:
+        if not noise > 0:
             return self
+        noise = min(noise, LARGEST_NOISE)
         law = "rounding" if isinstance(choice, str) else "rank"
         if law in self.known:
-            late = math.sqrt(late * self.late(choice))
+            noise = math.sqrt(noise * self.noise(choice))
         if isinstance(choice, str):
-            factor = min(max(late / late_of_format(choice), 0.5), LARGEST_FACTOR)
+            factor = min(max(noise / noise_of_format(choice), 0.5), LARGEST_FACTOR)
             return replace(self, rounding=factor, known=self.known | {law})
-        flat = late_of_rank(choice, self.directions, 0.0)
-        steep, flatter = steepness(late, choice, self.directions), min(max(late / flat, 1.0), LARGEST_FACTOR)
+        flat = noise_of_rank(choice, self.directions, 0.0)
+        steep, flatter = steepness(noise, choice, self.directions), min(max(noise / flat, 1.0), LARGEST_FACTOR)
         return replace(self, steepness=steep, flatter=flatter, known=self.known | {law})
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to send a parameter: bytes of a message, and what is late."""
+    """One way to send a parameter: bytes of a message, and the noise."""
 
     choice: Choice
     size: float
-    late: float
+    noise: float
 
 
 def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[Option]:
-    """The ways to send a parameter that lie on the lower convex hull of late energy over bytes, fewest bytes first."""
+    """The ways to send a parameter that lie on the lower convex hull of noise over bytes, fewest bytes first."""
     choices: list[Choice] = list(bytes_per_value)
     if candidate.bytes_per_rank is not None:
         choices += ranks_to_try(candidate.directions)
-    found = [Option(choice, candidate.size(choice, bytes_per_value), candidate.late(choice)) for choice in choices]
+    found = [Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice)) for choice in choices]
     hull: list[Option] = []
-    for option in sorted(found, key=lambda option: (option.size, option.late)):
-        if hull and option.late >= hull[-1].late:
+    for option in sorted(found, key=lambda option: (option.size, option.noise)):
+        if hull and option.noise >= hull[-1].noise:
             continue
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
             hull.pop()
@@ -126,14 +130,14 @@ def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[
 
 
 def _slope(first: Option, second: Option) -> float:
-    return (second.late - first.late) / (second.size - first.size)
+    return (second.noise - first.noise) / (second.size - first.size)
 
 
 def spend(candidates: Sequence[Candidate], bytes_per_value: Mapping[str, float], budget: float) -> list[Choice]:
-    """For each parameter the choice with which all together have the least weighted late energy in ``budget`` bytes.
+    """For each parameter the choice with which all together have the least weighted noise in ``budget`` bytes.
 
-    All start at their smallest option. Steps up the hulls are taken in falling order of late energy saved per byte, as
-    long as they fit. If not even the smallest options fit, they are the choice.
+    All start at their smallest option. Steps up the hulls are taken in falling order of noise saved per byte, as long
+    as they fit. If not even the smallest options fit, they are the choice.
     """
     ways = [options(candidate, bytes_per_value) for candidate in candidates]
     places = [0] * len(ways)
@@ -201,15 +205,15 @@ class BudgetPlanner:
         unspent = self.dense * self.iterations / self.volume - spent
         return unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
 
-    def observe(self, late: Sequence[Mapping[str, float]], sent: float, dense: float) -> None:
-        """Take in a window: what was late of each stage's parameters; the bytes of the run so far, and the host's."""
+    def observe(self, noise: Sequence[Mapping[str, float]], sent: float, dense: float) -> None:
+        """Take in a window: the noise of each stage's parameters; the bytes of the run so far, and the host's."""
         dense *= 4 / self.gradient_bytes
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
         if dense > dense_before:
             self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
         for place in self.places:
             self.candidates[place] = [
-                candidate.fitted(choice, late[place].get(candidate.matrix.name, math.nan))
+                candidate.fitted(choice, noise[place].get(candidate.matrix.name, math.nan))
                 for candidate, choice in zip(self.candidates[place], self.choices[place], strict=True)
             ]
 
@@ -222,9 +226,9 @@ class BudgetPlanner:
             self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never)
         budget = self.budget(iteration)
         best = self._best(budget)
-        size, late = self._size(self.choices), self._late(self.choices)
+        size, noise = self._size(self.choices), self._noise(self.choices)
         fits = LEAST_USED * budget <= size <= budget
-        if not fits or self._late(best) < (1 - LEAST_GAIN) * late:
+        if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
             self.choices = best
 
     def _best(self, budget: float) -> dict[int, list[Choice]]:
@@ -241,9 +245,9 @@ class BudgetPlanner:
             for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
         )
 
-    def _late(self, choices: Mapping[int, Sequence[Choice]]) -> float:
+    def _noise(self, choices: Mapping[int, Sequence[Choice]]) -> float:
         return sum(
-            candidate.weight * candidate.late(choice)
+            candidate.weight * candidate.noise(choice)
             for place in self.places
             for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
         )
@@ -305,14 +309,14 @@ def bits_of(name: str) -> int:
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
-def late_of_format(name: str) -> float:
+def noise_of_format(name: str) -> float:
     """Of normal values, with error feedback; 0 for formats whose rounding does not matter."""
     lost = LOST.get(name, 0.0)
     return lost / (1 - lost)
 
 
 @lru_cache(maxsize=4096)
-def late_of_rank(rank: int, directions: int, steepness: float) -> float:
+def noise_of_rank(rank: int, directions: int, steepness: float) -> float:
     """Of a spectrum j^-steepness: see the top of this module."""
     if rank >= directions:
         return 0.0
@@ -324,8 +328,8 @@ def late_of_rank(rank: int, directions: int, steepness: float) -> float:
     # the largest k for which the k-th direction still reaches the level
     reached = np.flatnonzero(head[:-1] >= levels[1:])
     count = int(reached[-1]) + 1 if len(reached) else 0
-    others = whole - head[:count].sum()
-    return float(((directions - count) * levels[count] - others) / 2 / whole)
+    cosine = np.sum(energies * np.minimum(1.0, energies / levels[count])) / whole
+    return float(1 / cosine**2 - 1)
 
 
 def ranks_to_try(directions: int) -> list[int]:
@@ -337,12 +341,12 @@ def ranks_to_try(directions: int) -> list[int]:
     return ranks
 
 
-def steepness(late: float, rank: int, directions: int) -> float:
-    """The exponent at which this much is late at this rank, between 0 and ``STEEPEST``."""
+def steepness(noise: float, rank: int, directions: int) -> float:
+    """The exponent at which the noise is this much at this rank, between 0 and ``STEEPEST``."""
     low, high = 0.0, STEEPEST
-    if late >= late_of_rank(rank, directions, low):
+    if noise >= noise_of_rank(rank, directions, low):
         return low
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if late_of_rank(rank, directions, middle) > late else (low, middle)
+        low, high = (middle, high) if noise_of_rank(rank, directions, middle) > noise else (low, middle)
     return round((low + high) / 2, 2)  # two digits are enough, and the laws of many parameters are then the same

@@ -42,8 +42,8 @@ class StageObservation:
     """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
-    activation gradients that the stage has sent to the one before; None: they were not compressed. ``late``: energy of
-    the error over that of the gradient, in the unit of the update, by parameter.
+    activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: of what
+    the optimizer got, in the unit of the update, by parameter.
     """
 
     entropy: float = math.nan
@@ -51,7 +51,7 @@ class StageObservation:
     micro_backward_seconds: float = math.nan
     message_rank: int | None = None
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    late: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Controller:
         self.energies = [observation.energies for observation in observations]
         self.message_ranks = [observation.message_rank for observation in observations]
         if self.budget is not None:
-            self.budget.observe([observation.late for observation in observations], *sent)
+            self.budget.observe([observation.noise for observation in observations], *sent)
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:

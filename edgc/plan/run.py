@@ -92,7 +92,7 @@ class MessageSizes:
     run: Run
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
-        """The parameters of a stage that sends any. The late energy of each weighs as much as it has elements, as in
+        """The parameters of a stage that sends any. The noise of each weighs as much as it has elements, as in
         Adam's update.
         """
         alone = self.run.alone and stage.key.part is Part.LAYERS

@@ -9,10 +9,11 @@ import pytest
 
 from edgc.config import EDGCConfig
 from edgc.plan.budget import (
+    LARGEST_NOISE,
     BudgetPlanner,
     Candidate,
-    late_of_format,
-    late_of_rank,
+    noise_of_format,
+    noise_of_rank,
     options,
     spend,
     steepness,
@@ -28,53 +29,58 @@ def candidate(name: str, rows: int = 64, cols: int = 128, low_rank: bool = True,
 
 
 def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 2000) -> float:
-    """Directions that fill up, of which the fullest are sent in every step."""
+    """Directions that fill up, of which the fullest are sent in every step: the noise of what is sent."""
     energies = np.arange(1.0, directions + 1) ** -exponent
-    waiting, total = np.zeros(directions), 0.0
+    waiting, sent, fresh = np.zeros(directions), 0.0, 0.0
     for step in range(steps):
         waiting += energies
-        waiting[np.argsort(-waiting)[:rank]] = 0
-        total += waiting.sum() * (step >= steps // 2)
-    return float(total / (steps - steps // 2) / energies.sum())
+        fullest = np.argsort(-waiting)[:rank]
+        if step >= steps // 2:
+            sent += waiting[fullest].sum()
+            fresh += energies[fullest].sum()
+        waiting[fullest] = 0
+    true = energies.sum() * (steps - steps // 2)
+    return float(sent * true / fresh**2 - 1)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.5, 2.5])
 @pytest.mark.parametrize("rank", [4, 8, 16, 32])
 def test_the_law_of_low_rank_is_that_of_directions_that_fill_up(rank: int, exponent: float) -> None:
     # intervals are whole numbers of steps in the simulation, and not in the law
-    assert late_of_rank(rank, 64, exponent) == pytest.approx(simulated(rank, exponent), rel=0.25)
+    assert noise_of_rank(rank, 64, exponent) == pytest.approx(simulated(rank, exponent), rel=0.25)
 
 
 def test_the_law_has_its_limits() -> None:
-    assert late_of_rank(8, 64, 0.0) == pytest.approx((64 / 8 - 1) / 2)
-    assert late_of_rank(64, 64, 1.0) == late_of_rank(70, 64, 1.0) == 0
+    assert noise_of_rank(8, 64, 0.0) == pytest.approx((64 / 8) ** 2 - 1)
+    assert noise_of_rank(64, 64, 1.0) == noise_of_rank(70, 64, 1.0) == 0
     for exponent in (0.0, 1.0, 3.0):
-        lates = [late_of_rank(rank, 64, exponent) for rank in range(1, 65)]
-        assert all(a > b for a, b in itertools.pairwise(lates)) and min(lates) >= 0
+        noises = [noise_of_rank(rank, 64, exponent) for rank in range(1, 65)]
+        assert all(a > b for a, b in itertools.pairwise(noises)) and min(noises) >= 0
 
 
 def test_one_measurement_gives_the_exponent() -> None:
     for exponent in (0.8, 1.5, 2.5):
-        assert steepness(late_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=0.01)
+        assert steepness(noise_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=0.01)
     assert steepness(100.0, 16, 128) == 0 and steepness(1e-9, 16, 128) == 4
 
 
 def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     one = candidate("w").fitted(8, 0.5)
-    assert one.late(8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
+    assert one.noise(8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
     other = one.fitted("int4", 0.2)
-    assert other.late("int4") == pytest.approx(0.2) and other.steepness == one.steepness
-    assert other.fitted("int4", 0.8).late("int4") == pytest.approx(0.4)
-    flat = candidate("w").fitted(8, 30.0)  # far more than of a flat spectrum
-    assert flat.late(8) == pytest.approx(30) and flat.late(16) == pytest.approx(30 * 1.5 / 3.5)
-    for nothing in (math.nan, math.inf, 0.0):
+    assert other.noise("int4") == pytest.approx(0.2) and other.steepness == one.steepness
+    assert other.fitted("int4", 0.8).noise("int4") == pytest.approx(0.4)
+    flat = candidate("w").fitted(8, 126.0)  # twice that of a flat spectrum
+    assert flat.noise(8) == pytest.approx(2 * 63) and flat.noise(16) == pytest.approx(2 * 15)
+    for nothing in (math.nan, 0.0):
         assert other.fitted(8, nothing) == other
+    assert candidate("w").fitted(8, math.inf).noise(8) == pytest.approx(LARGEST_NOISE)
 
 
 def test_options_lie_on_a_convex_hull() -> None:
     for steep in (0.3, 1.0, 2.5):
         found = options(candidate("w", steepness=steep), BYTES)
-        slopes = [(b.late - a.late) / (b.size - a.size) for a, b in itertools.pairwise(found)]
+        slopes = [(b.noise - a.noise) / (b.size - a.size) for a, b in itertools.pairwise(found)]
         assert len(found) > 2 and max(slopes) < 0 and slopes == sorted(slopes)
         assert [option.size for option in found] == sorted(option.size for option in found)
 
@@ -91,8 +97,8 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     stages = [[*layers, candidate("words", 2048, 128)]]
     planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
     assert isinstance(planner.choices[0][-1], int)
-    late = {c.matrix.name: c.late(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([{**late, "words": 25.0}], 0.0, 0.0)
+    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+    planner.observe([{**noise, "words": 25.0}], 0.0, 0.0)
     planner.decide(10)
     assert planner.choices[0][-1] == "int2"
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
@@ -110,13 +116,13 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
         budget = share * sum(c.elements for c in three)
         chosen = spend(three, BYTES, budget)
         used = sum(c.size(one, BYTES) for c, one in zip(three, chosen, strict=True))
-        late = sum(c.weight * c.late(one) for c, one in zip(three, chosen, strict=True))
+        noise = sum(c.weight * c.noise(one) for c, one in zip(three, chosen, strict=True))
         best = min(
-            sum(c.weight * o.late for c, o in zip(three, pick, strict=True))
+            sum(c.weight * o.noise for c, o in zip(three, pick, strict=True))
             for pick in itertools.product(*sizes.values())
             if sum(o.size for o in pick) <= budget
         )
-        assert used <= budget and late <= 1.15 * best
+        assert used <= budget and noise <= 1.15 * best
 
 
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
@@ -126,14 +132,14 @@ def test_a_budget_below_the_smallest_options_gets_these() -> None:
     assert planner.short and planner.reason == "the budget is too small"
 
 
-def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, late: float) -> float:
+def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, noise: float) -> float:
     """The volume of a run in which messages take more than they should."""
     sent = 0.0
     for iteration in range(iterations):
         size = planner._size(planner.choices) * overhead if iteration >= planner.first else planner.uncompressed
         sent += size
         if (iteration + 1) % window == 0:
-            seen = [{c.matrix.name: late for c in planner.candidates[0]}] if iteration >= planner.first else [{}]
+            seen = [{c.matrix.name: noise for c in planner.candidates[0]}] if iteration >= planner.first else [{}]
             planner.observe(seen, sent, (iteration + 1) * planner.dense)
             planner.decide(iteration + 1)
     return iterations * planner.dense / sent
@@ -144,7 +150,7 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
 def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
     planner = BudgetPlanner(volume, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
-    assert run_of(planner, 1000, 20, overhead, late=0.5) == pytest.approx(volume, rel=0.02)
+    assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
 
 
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
@@ -159,9 +165,9 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     stages = [[candidate(str(place), 128, 256, steepness=1.5, rounding=4.0) for place in range(4)]]
     planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
     before = {place: list(choices) for place, choices in planner.choices.items()}
-    predicted = {c.matrix.name: c.late(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
+    predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
     size = planner._size(planner.choices)
-    planner.observe([{name: 1.03 * late for name, late in predicted.items()}], 10 * size, 10 * planner.dense)
+    planner.observe([{name: 1.03 * noise for name, noise in predicted.items()}], 10 * size, 10 * planner.dense)
     planner.decide(10)
     assert planner.choices == before
     predicted["0"] *= 10
@@ -180,8 +186,8 @@ def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
     return Controller(config, 200, matrices, [None, None], dense, budget=planner)
 
 
-def observed(late: float) -> list[StageObservation]:
-    return [StageObservation(-5.0, late={str(stage): late}) for stage in range(2)]
+def observed(noise: float) -> list[StageObservation]:
+    return [StageObservation(-5.0, noise={str(stage): noise}) for stage in range(2)]
 
 
 def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
@@ -220,5 +226,5 @@ def test_a_state_of_other_parameters_or_without_a_budget_is_refused() -> None:
 
 
 def test_formats_that_lose_nothing_that_counts() -> None:
-    assert late_of_format("fp32") == late_of_format("bf16") == 0
-    assert late_of_format("int2") > late_of_format("int3") > late_of_format("int4") > late_of_format("int8") > 0
+    assert noise_of_format("fp32") == noise_of_format("bf16") == 0
+    assert noise_of_format("int2") > noise_of_format("int3") > noise_of_format("int4") > noise_of_format("int8") > 0
