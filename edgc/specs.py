@@ -16,11 +16,15 @@ def shard_bounds(start: int, end: int, shard: int, processes: int) -> ShardBound
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """A gradient seen as a matrix: the parameter's name and rows x cols (1 x elements for a vector)."""
+    """A gradient seen as a matrix: the parameter's name and rows x cols (1 x elements for a vector).
+
+    ``embedding``: as of ``Parameter``.
+    """
 
     name: str
     rows: int
     cols: int
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,4 +43,4 @@ class Parameter:
     def spec(self) -> MatrixSpec:
         """As a matrix: the first dimension by all others; a vector is one row."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
-        return MatrixSpec(self.name, rows, self.elements // rows if rows else 0)
+        return MatrixSpec(self.name, rows, self.elements // rows if rows else 0, self.embedding)

@@ -10,7 +10,7 @@ from edgc.compress.engines import engine_arguments, engine_class
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step
-from edgc.config import EDGCConfig
+from edgc.config import FORMATS, EDGCConfig
 from edgc.plan.allocation import Allocation, uniform_ranks
 
 
@@ -35,9 +35,9 @@ class Assignment:
             arguments = engine_arguments(config.engine)
             self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
         self.ranks: dict[str, int] = {}
-        self.formats: dict[str, str] = {}  # of parameters without a rank, where a plan sets them
+        self.formats: dict[str, str] = {}  # or engines, of parameters without a rank, where a plan sets them
         self.compressed = False  # whether the stage is, also where nothing here has a rank
-        self._roundings: dict[str, Rounding] = {}  # by wire format
+        self._elementwise: dict[str, Elementwise] = {}  # by wire format, or by name of an engine
         self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
     def set_rank(
@@ -48,8 +48,8 @@ class Assignment:
     ) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
 
-        ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format of parameters that
-        have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
+        ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format, or the engine, of
+        parameters that have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
         """
         if rank is not None and self.config.low_rank:
             lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
@@ -66,28 +66,31 @@ class Assignment:
         else:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
-    def rounding(self, name: str) -> Rounding:
+    def elementwise(self, name: str) -> Elementwise:
         """What takes a gradient that has no rank."""
         usual = self.config.formats.rest_wire
         chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
-        if chosen not in self._roundings:
-            self._roundings[chosen] = Rounding(list(self.specs.values()), self.config, self.device, chosen)
-        return self._roundings[chosen]
+        if chosen not in self._elementwise:
+            engine, arguments = (
+                (Rounding, (chosen,)) if chosen in FORMATS else (engine_class(chosen), engine_arguments(chosen))
+            )
+            self._elementwise[chosen] = engine(list(self.specs.values()), self.config, self.device, *arguments)
+        return self._elementwise[chosen]
 
     @property
     def exact(self) -> bool:
         """Whether all sums are those of fp32."""
-        return not self.ranks and all(self.rounding(name).exact for name in self.specs)
+        return not self.ranks and all(self.elementwise(name).exact for name in self.specs)
 
     def routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
-        """Every gradient in one route: those with a rank in the engine's, the others rounded."""
+        """Every gradient in one route: those with a rank in the engine's, the others in those of what takes them."""
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
         routes: list[Route] = []
-        rounded: dict[Rounding, dict[str, Tensor]] = {}
+        taken: dict[Elementwise, dict[str, Tensor]] = {}
         for name, gradient in others.items():
-            rounded.setdefault(self.rounding(name), {})[name] = gradient
-        routes += [ElementwiseRoute(own, self.specs, step, rounding) for rounding, own in rounded.items()]
+            taken.setdefault(self.elementwise(name), {})[name] = gradient
+        routes += [ElementwiseRoute(own, self.specs, step, engine) for engine, own in taken.items()]
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):

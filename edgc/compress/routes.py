@@ -161,7 +161,8 @@ class ElementwiseRoute(Route):
 
     def exchange(self) -> Steps[None]:
         matrices, step = self.matrices, self.step
-        scales = step.equaliser.scales(matrices) if step.equaliser is not None and self.fed_back else {}
+        equalised = step.equaliser is not None and self.fed_back and self.engine.equalised
+        scales = step.equaliser.scales(matrices) if step.equaliser is not None and equalised else {}
         for name, (rows, cols) in scales.items():
             matrices[name].div_(rows).div_(cols)
         if self.fed_back:
@@ -183,22 +184,24 @@ class ElementwiseRoute(Route):
         self.step.feedback.store(name, error, finite, self.step.iteration, self.engine.error_rule)
 
     def _sum_in_place(self) -> Steps[None]:
-        """Portion by portion, sums take the place of the matrices and errors that of ``errors``."""
+        """Sums take the place of the matrices, and errors that of ``errors``."""
         communicator, engine = self.step.communicator, self.engine
+        if not isinstance(engine, Piecewise):
+            result = yield from engine.sum(list(self.matrices.values()), communicator)
+            for (name, matrix), total, share in zip(self.matrices.items(), result.sums, result.shares, strict=True):
+                torch.sub(matrix, share, out=self.errors[name])
+                matrix.copy_(total)
+            self.finite = result.finite
+            return
+        by_process = self._pieces_of_processes()
+        sizes = [_size(pieces) for pieces in by_process]
+        self.sharded = bool(sizes) and engine.shards_pay(sizes)
         whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
         finite = []
-        if isinstance(engine, Piecewise):
-            by_process = self._pieces_of_processes()
-            sizes = [_size(pieces) for pieces in by_process]
-            self.sharded = bool(sizes) and engine.shards_pay(sizes)
-            portions: Iterator[list[list[Piece]]] = _portions(by_process if self.sharded else whole)
-        else:
-            portions = iter([whole])
-        for portion in portions:
+        for portion in _portions(by_process if self.sharded else whole):
             values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
             own = values[communicator.process if self.sharded else 0]
             if self.sharded:
-                assert isinstance(engine, Piecewise)
                 result = yield from engine.sum_shards(values, communicator)
             else:
                 result = yield from engine.sum(own, communicator)

@@ -8,6 +8,7 @@ from edgc.comm.collectives import Communicator
 from edgc.comm.wire import wire
 from edgc.compress import probe
 from edgc.compress.engines import engine_class
+from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import StageCost, smallest_rank
@@ -19,19 +20,23 @@ CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, thos
 
 def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
     """For the controller of a run. Where the host's own sum is a reduce-scatter, which sends half of what an all-reduce
-    does, so do rounded values. Factors do not: in that unit they take twice as much.
+    does, so do rounded values. Factors and rows do not: in that unit they take twice as much.
     """
 
     def factors(matrix: MatrixSpec) -> float:
         cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
         return 2 * cost if run.scatters else cost
 
+    def rows(matrix: MatrixSpec) -> tuple[float, float]:
+        each, norms = Rows.message_bytes(matrix)
+        return (2 * each, 2 * norms) if run.scatters else (each, norms)
+
     warmup = wire(config.formats.dense_wire)
     uncompressed = float(run.gradient_bytes) if warmup.exact else warmup.bytes_per_value()
     # sums in 16 bits are known to all processes, so that what they cut off can be fed back
     whole = 2 if run.scatters and run.gradient_bytes == 2 else 1
     bytes_per_value = {name: whole * wire(name).bytes_per_value() for name in CHOICES}
-    return MessageSizes(factors, bytes_per_value, uncompressed, run)
+    return MessageSizes(factors, rows, ROW_FORMAT, bytes_per_value, uncompressed, run)
 
 
 def reduction_cost(

@@ -124,7 +124,7 @@ class WindowExchange:
                     s.micro_backward_seconds,
                     ranks.get(s.stage),
                     s.energies,
-                    {name: seen.update.noise for name, seen in s.fidelity.items()},
+                    {name: seen.gradient.noise for name, seen in s.fidelity.items()},
                 )
                 for s in stages
             ],

@@ -1,107 +1,94 @@
-"""How to send each parameter so that, under one budget of bytes, the optimizer gets the least noise.
-
-The *noise* of a parameter is 1/c^2 - 1, where c is the cosine between what the optimizer got and the sum of the
-gradients, in the unit of the update (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the
-energy that does. Of all that was measured of engines of every kind it foretells the loss best
-(docs/frontier/fidelity.md). Two laws say how it grows as bytes shrink. Each is scaled by what was measured of the
-parameter.
-
-*Low rank.* Let a gradient bring the energy G_j into direction j in every step, anew, and let each step send the r
-directions that hold most, errors included. A direction with G_j above a level t is then sent in every step, another one
-whenever it has filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the level. That is reverse
-water-filling (Cover and Thomas, section 10.3.3), over time. Of the gradient of a step the share min(1, G_j / t) of
-direction j leaves at once; what a step sends has as much energy as a gradient, of which the rest is older:
-
-    c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j
-
-Spectra are taken as power laws, G_j = j^-a: one measured value of the noise gives a, and a gives all others. Where the
-noise is larger than of a flat spectrum, as of rare words in an embedding, a factor says by how much.
-
-*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback the noise is d / (1 - d).
-What is measured beside it multiplies this: outliers, and sums that are rounded twice.
-"""
+"""How to send each parameter so that, under one budget of bytes, the optimizer gets the least noise."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread
 from edgc.specs import MatrixSpec
 
-# Share of the energy of normal values that a format loses. 2 and 3 bits: Max 1960, table II. More bits: step^2 / 12,
-# with the largest of 128 values, about 2.6 root mean squares, at the last code.
-LOST: Mapping[str, float] = {
-    "int2": 0.1188,
-    "int3": 0.03454,
-    **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
-}
-STEEPEST = 4.0  # exponent of a spectrum
-LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
-LARGEST_NOISE = 1000.0  # where next to nothing of a gradient arrives
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
-Choice = int | str  # a rank, or the format in which every value travels
+ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
+Choice = int | str  # a rank, "rows:SHARE", or the format in which every value travels
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A way to send some parts of a parameter in each step: directions by low rank, or rows.
+
+    ``bytes_each``: of a part. ``bytes_besides``: whatever the number of parts. ``format_name``: in which parts travel,
+    where that counts.
+    """
+
+    spread: Spread
+    bytes_each: float
+    bytes_besides: float = 0.0
+    format_name: str = "fp32"
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A parameter, and what it costs to send it.
 
-    ``weight``: of its noise. ``bytes_per_rank``: None where low rank is no choice. ``price``: of its bytes.
-    ``steepness``: the exponent of its spectrum. ``flatter``: how many times the noise is that of a flat spectrum, if it
-    is larger: small entries that no direction is made of. ``rounding``: how many times the noise is that of normal
-    values. The last three are guesses until ``fitted``.
+    ``weight``: of its noise. ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes.
     """
 
     matrix: MatrixSpec
     weight: float
-    bytes_per_rank: float | None
+    directions: Parts | None = None
+    rows: Parts | None = None
     price: float = 1.0
-    steepness: float = 1.5
-    flatter: float = 1.0
-    rounding: float = 4.0
-    known: frozenset[str] = frozenset()  # of the two laws, those that are fitted
+    rounding: RoundingNoise = RoundingNoise()
 
     @property
     def elements(self) -> int:
         return self.matrix.rows * self.matrix.cols
 
-    @property
-    def directions(self) -> int:
-        return min(self.matrix.rows, self.matrix.cols)
+    def choices(self, formats: Collection[str]) -> list[Choice]:
+        """All ways to send it, with these formats."""
+        found: list[Choice] = list(formats)
+        if self.directions is not None:
+            found += ranks_to_try(self.directions.spread.parts)
+        if self.rows is not None:
+            found += [f"rows:{share:g}" for share in ROW_SHARES]
+        return found
 
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
         """Bytes of a message, times the price."""
-        if isinstance(choice, str):
-            return self.price * self.elements * bytes_per_value[choice]
-        assert self.bytes_per_rank is not None
-        return self.price * choice * self.bytes_per_rank
+        if choice in bytes_per_value:
+            return self.price * self.elements * bytes_per_value[str(choice)]
+        parts, sent = self._parts(choice)
+        return self.price * (parts.bytes_besides + sent * parts.bytes_each)
 
     def noise(self, choice: Choice) -> float:
         """The noise under this choice, predicted."""
-        if isinstance(choice, str):
-            return self.rounding * noise_of_format(choice)
-        return self.flatter * noise_of_rank(choice, self.directions, self.steepness)
+        if isinstance(choice, str) and not is_rows(choice):
+            return self.rounding.noise(choice)
+        parts, sent = self._parts(choice)
+        return parts.spread.noise(sent) + self.rounding.noise(parts.format_name)
 
     def fitted(self, choice: Choice, noise: float) -> "Candidate":
-        """The same as measured under ``choice``: the geometric mean of that and what was known before, if it was."""
+        """The same with what was measured under ``choice``."""
         if not noise > 0:
             return self
         noise = min(noise, LARGEST_NOISE)
-        law = "rounding" if isinstance(choice, str) else "rank"
-        if law in self.known:
-            noise = math.sqrt(noise * self.noise(choice))
-        if isinstance(choice, str):
-            factor = min(max(noise / noise_of_format(choice), 0.5), LARGEST_FACTOR)
-            return replace(self, rounding=factor, known=self.known | {law})
-        flat = noise_of_rank(choice, self.directions, 0.0)
-        steep, flatter = steepness(noise, choice, self.directions), min(max(noise / flat, 1.0), LARGEST_FACTOR)
-        return replace(self, steepness=steep, flatter=flatter, known=self.known | {law})
+        if isinstance(choice, str) and not is_rows(choice):
+            return replace(self, rounding=self.rounding.fitted(choice, noise))
+        parts, sent = self._parts(choice)
+        noise = max(noise - self.rounding.noise(parts.format_name), 0.01 * noise)
+        fitted = replace(parts, spread=parts.spread.fitted(sent, noise))
+        return replace(self, directions=fitted) if isinstance(choice, int) else replace(self, rows=fitted)
+
+    def _parts(self, choice: Choice) -> tuple[Parts, int]:
+        if isinstance(choice, int):
+            assert self.directions is not None
+            return self.directions, choice
+        assert self.rows is not None
+        return self.rows, math.ceil(float(choice.partition(":")[2]) * self.matrix.rows)
 
 
 @dataclass(frozen=True)
@@ -115,10 +102,10 @@ class Option:
 
 def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[Option]:
     """The ways to send a parameter that lie on the lower convex hull of noise over bytes, fewest bytes first."""
-    choices: list[Choice] = list(bytes_per_value)
-    if candidate.bytes_per_rank is not None:
-        choices += ranks_to_try(candidate.directions)
-    found = [Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice)) for choice in choices]
+    found = [
+        Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice))
+        for choice in candidate.choices(bytes_per_value)
+    ]
     hull: list[Option] = []
     for option in sorted(found, key=lambda option: (option.size, option.noise)):
         if hull and option.noise >= hull[-1].noise:
@@ -273,7 +260,7 @@ class BudgetPlanner:
         """Plain numbers and lists."""
         stages = {
             str(place): {
-                one.matrix.name: [*_shape(one), choice, one.steepness, one.flatter, one.rounding, sorted(one.known)]
+                one.matrix.name: [*_shape(one), choice, *_learned(one)]
                 for one, choice in zip(self.candidates[place], self.choices[place], strict=True)
             }
             for place in self.places
@@ -294,14 +281,35 @@ class BudgetPlanner:
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
             self.choices[place] = [choice for choice, *_ in saved]
             self.candidates[place] = [
-                replace(one, steepness=steep, flatter=flatter, rounding=rounding, known=frozenset(known))
-                for one, (_, steep, flatter, rounding, known) in zip(self.candidates[place], saved, strict=True)
+                _as_learned(one, *learned) for one, (_, *learned) in zip(self.candidates[place], saved, strict=True)
             ]
 
 
 def _shape(candidate: Candidate) -> list[Any]:
     """What must be as it was for a choice to make sense."""
-    return [candidate.matrix.rows, candidate.matrix.cols, candidate.bytes_per_rank is not None]
+    return [candidate.matrix.rows, candidate.matrix.cols, candidate.directions is not None]
+
+
+def _learned(candidate: Candidate) -> list[Any]:
+    """What a candidate has been fitted to."""
+    spreads = [None if way is None else way.spread for way in (candidate.directions, candidate.rows)]
+    return [None if one is None else [one.steepness, one.factor, one.known] for one in spreads] + [
+        [candidate.rounding.factor, candidate.rounding.known]
+    ]
+
+
+def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any) -> Candidate:
+    """``candidate`` with what ``_learned`` gave."""
+
+    def way(parts: Parts | None, learned: Any) -> Parts | None:
+        return parts and replace(parts, spread=Spread(parts.spread.parts, *learned))
+
+    return replace(
+        candidate,
+        directions=way(candidate.directions, directions),
+        rows=way(candidate.rows, rows),
+        rounding=RoundingNoise(*rounding),
+    )
 
 
 def bits_of(name: str) -> int:
@@ -309,27 +317,8 @@ def bits_of(name: str) -> int:
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
-def noise_of_format(name: str) -> float:
-    """Of normal values, with error feedback; 0 for formats whose rounding does not matter."""
-    lost = LOST.get(name, 0.0)
-    return lost / (1 - lost)
-
-
-@lru_cache(maxsize=4096)
-def noise_of_rank(rank: int, directions: int, steepness: float) -> float:
-    """Of a spectrum j^-steepness: see the top of this module."""
-    if rank >= directions:
-        return 0.0
-    energies = np.arange(1.0, directions + 1) ** -steepness
-    whole = energies.sum()
-    head = energies[:rank]
-    # With the k largest above the level: k + sum of the others / level = rank.
-    levels = (whole - np.cumsum(head) + head) / (rank - np.arange(rank))
-    # the largest k for which the k-th direction still reaches the level
-    reached = np.flatnonzero(head[:-1] >= levels[1:])
-    count = int(reached[-1]) + 1 if len(reached) else 0
-    cosine = np.sum(energies * np.minimum(1.0, energies / levels[count])) / whole
-    return float(1 / cosine**2 - 1)
+def is_rows(choice: str) -> bool:
+    return choice.startswith("rows:")
 
 
 def ranks_to_try(directions: int) -> list[int]:
@@ -339,14 +328,3 @@ def ranks_to_try(directions: int) -> list[int]:
         ranks.append(rank)
         rank += RANK_MULTIPLE * max(1, rank // (12 * RANK_MULTIPLE))
     return ranks
-
-
-def steepness(noise: float, rank: int, directions: int) -> float:
-    """The exponent at which the noise is this much at this rank, between 0 and ``STEEPEST``."""
-    low, high = 0.0, STEEPEST
-    if noise >= noise_of_rank(rank, directions, low):
-        return low
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if noise_of_rank(rank, directions, middle) > noise else (low, middle)
-    return round((low + high) / 2, 2)  # two digits are enough, and the laws of many parameters are then the same

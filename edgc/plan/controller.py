@@ -42,8 +42,8 @@ class StageObservation:
     """What one pipeline stage saw in one window, averaged over its ranks; NaN where nothing was measured.
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
-    activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: of what
-    the optimizer got, in the unit of the update, by parameter.
+    activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: in what
+    the optimizer got, by parameter (``edgc.plan.noise``).
     """
 
     entropy: float = math.nan
@@ -59,7 +59,7 @@ class RankPlan:
     """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
-    stage's rank. ``formats`` holds for each stage the wire format of parameters without a rank; None, or a
+    stage's rank. ``formats`` holds for each stage the wire format, or engine, of parameters without a rank; None, or a
     parameter that is not in it: ``rest_wire``. ``proposed`` is what entropy alone asks for, ``targets`` what is left of
     it after bounds, rounding and alignment, and ``ranks`` after the step limit.
     """

@@ -8,9 +8,14 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import BudgetPlanner, Candidate, bits_of
+from edgc.plan.budget import BudgetPlanner, Candidate, Parts, bits_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
+from edgc.plan.noise import Spread
 from edgc.specs import MatrixSpec, Parameter
+
+# Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
+# are measured, from docs/frontier/fidelity.md. Few rows of an embedding have a token that occurs in a step.
+LAYER, EMBEDDING = (1.7, 0.3), (1.2, 1.3)
 
 
 class Part(IntEnum):
@@ -82,24 +87,31 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """Bytes of messages: of a matrix's factors per rank, of a value in each format to choose from, and of a value while
-    nothing is compressed.
+    """Bytes of messages: of a matrix's factors per rank; of one of its rows, and of choosing rows; of a value in each
+    format to choose from, and of a value while nothing is compressed. ``row_format``: in which rows travel.
     """
 
     factors: Callable[[MatrixSpec], float]
+    rows: Callable[[MatrixSpec], tuple[float, float]]
+    row_format: str
     bytes_per_value: Mapping[str, float]
     uncompressed: float
     run: Run
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
-        """The parameters of a stage that sends any. The noise of each weighs as much as it has elements, as in
-        Adam's update.
+        """The parameters of a stage that sends any. The noise of each weighs as much as it has elements, as in Adam's
+        update.
         """
-        alone = self.run.alone and stage.key.part is Part.LAYERS
-        price = self.price(stage.key.part)
-        matrices = [Candidate(m, m.rows * m.cols, self.factors(m), price) for m in stage.allocation.matrices]
-        others = [Candidate(p.spec, p.elements, None, price) for p, _ in stage.allocation.others if p.elements]
-        return [] if alone else matrices + others
+        if self.run.alone and stage.key.part is Part.LAYERS:
+            return []
+        price, found = self.price(stage.key.part), []
+        for one in stage.allocation.matrices:
+            by_direction, by_row = EMBEDDING if one.embedding else LAYER
+            directions = Parts(Spread(min(one.rows, one.cols), by_direction), self.factors(one))
+            rows = Parts(Spread(one.rows, by_row), *self.rows(one), self.row_format)
+            found.append(Candidate(one, one.rows * one.cols, directions, rows, price))
+        others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
+        return found + [Candidate(one.spec, one.elements, price=price) for one in others]
 
     def price(self, part: Part) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""

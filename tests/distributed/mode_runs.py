@@ -198,7 +198,7 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
     fed_back = {
         name: gradient.view(reducer.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
-        if gradient.numel() and (name in reducer.ranks or not reducer.rounding(name).exact)
+        if gradient.numel() and (name in reducer.ranks or not reducer.elementwise(name).exact)
     }
     if not fed_back:
         return {}

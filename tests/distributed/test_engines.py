@@ -254,6 +254,9 @@ def test_bytes_are_those_of_the_messages() -> None:
         "onebit": 2 * rounded("int1", elements),
     }.items():
         assert sent[case] == {"all-to-all": pytest.approx(per_phase), "all-gather": pytest.approx(per_phase)}, case
+    by_rows = rounded("int8", [m.rows for m in MATRICES])
+    by_rows += rounded("int4", [math.ceil(0.1 * m.rows) * m.cols for m in MATRICES])
+    assert sent["rows"] == {"all-to-all": pytest.approx(2 * by_rows), "all-gather": pytest.approx(2 * by_rows)}
     kept = sum(max(1, round(0.01 * m.rows * m.cols)) for m in MATRICES)
     assert sent["topk"] == {"all-gather": pytest.approx(2 * 8 * kept * (ranks - 1))}
     assert 0.9 * 2 * 2 * 4 * kept * share <= sent["randomk"]["all-reduce"] <= 2 * 2 * 4 * (kept + 1) * share

@@ -36,7 +36,7 @@ def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
     }
     assert allocation.other_elements == 256 + 64 + 64000
     with_embeddings = allocate(PARAMETERS, EDGCConfig.of(compress_embeddings=True), min_rank=4)
-    assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64))
+    assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64, embedding=True))
 
 
 @pytest.mark.parametrize("engine", sorted(name for name in ENGINES if not has_rank(name)))

@@ -8,24 +8,27 @@ import numpy as np
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import (
-    LARGEST_NOISE,
-    BudgetPlanner,
-    Candidate,
-    noise_of_format,
-    noise_of_rank,
-    options,
-    spend,
-    steepness,
-)
+from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, spend
 from edgc.plan.controller import Controller, StageObservation
+from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.specs import MatrixSpec
 
 BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}
 
 
-def candidate(name: str, rows: int = 64, cols: int = 128, low_rank: bool = True, **fitted: float) -> Candidate:
-    return Candidate(MatrixSpec(name, rows, cols), rows * cols, 0.6 * (rows + cols) if low_rank else None, **fitted)
+def candidate(
+    name: str,
+    rows: int = 64,
+    cols: int = 128,
+    low_rank: bool = True,
+    steepness: float = 1.5,
+    rounding: float = 4.0,
+    by_rows: float | None = None,
+) -> Candidate:
+    """``by_rows``: exponent of the energies of rows; None: rows are no choice."""
+    directions = Parts(Spread(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
+    parts = None if by_rows is None else Parts(Spread(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
+    return Candidate(MatrixSpec(name, rows, cols), rows * cols, directions, parts, rounding=RoundingNoise(rounding))
 
 
 def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 2000) -> float:
@@ -47,20 +50,20 @@ def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 200
 @pytest.mark.parametrize("rank", [4, 8, 16, 32])
 def test_the_law_of_low_rank_is_that_of_directions_that_fill_up(rank: int, exponent: float) -> None:
     # intervals are whole numbers of steps in the simulation, and not in the law
-    assert noise_of_rank(rank, 64, exponent) == pytest.approx(simulated(rank, exponent), rel=0.25)
+    assert noise_of_parts(rank, 64, exponent) == pytest.approx(simulated(rank, exponent), rel=0.25)
 
 
 def test_the_law_has_its_limits() -> None:
-    assert noise_of_rank(8, 64, 0.0) == pytest.approx((64 / 8) ** 2 - 1)
-    assert noise_of_rank(64, 64, 1.0) == noise_of_rank(70, 64, 1.0) == 0
+    assert noise_of_parts(8, 64, 0.0) == pytest.approx((64 / 8) ** 2 - 1)
+    assert noise_of_parts(64, 64, 1.0) == noise_of_parts(70, 64, 1.0) == 0
     for exponent in (0.0, 1.0, 3.0):
-        noises = [noise_of_rank(rank, 64, exponent) for rank in range(1, 65)]
+        noises = [noise_of_parts(rank, 64, exponent) for rank in range(1, 65)]
         assert all(a > b for a, b in itertools.pairwise(noises)) and min(noises) >= 0
 
 
 def test_one_measurement_gives_the_exponent() -> None:
     for exponent in (0.8, 1.5, 2.5):
-        assert steepness(noise_of_rank(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=0.01)
+        assert steepness(noise_of_parts(16, 128, exponent), 16, 128) == pytest.approx(exponent, abs=0.01)
     assert steepness(100.0, 16, 128) == 0 and steepness(1e-9, 16, 128) == 4
 
 
@@ -68,13 +71,17 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     one = candidate("w").fitted(8, 0.5)
     assert one.noise(8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
     other = one.fitted("int4", 0.2)
-    assert other.noise("int4") == pytest.approx(0.2) and other.steepness == one.steepness
+    assert other.noise("int4") == pytest.approx(0.2) and other.directions == one.directions
     assert other.fitted("int4", 0.8).noise("int4") == pytest.approx(0.4)
     flat = candidate("w").fitted(8, 126.0)  # twice that of a flat spectrum
     assert flat.noise(8) == pytest.approx(2 * 63) and flat.noise(16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
         assert other.fitted(8, nothing) == other
     assert candidate("w").fitted(8, math.inf).noise(8) == pytest.approx(LARGEST_NOISE)
+    by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted("rows:0.1", 0.6)
+    assert by_rows.noise("rows:0.1") == pytest.approx(0.6, rel=0.02), "with the noise of their format"
+    assert by_rows.noise("rows:0.4") > by_rows.rounding.noise("int4")
+    assert by_rows.size("rows:0.1", BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000)
 
 
 def test_options_lie_on_a_convex_hull() -> None:
@@ -102,6 +109,18 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     planner.decide(10)
     assert planner.choices[0][-1] == "int2"
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
+
+
+def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
+    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+    words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
+    planner = BudgetPlanner(28.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    assert str(planner.choices[0][-1]).startswith("rows:")
+    assert all(isinstance(one, int) for one in planner.choices[0][:-1])
+    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+    planner.observe([{**noise, "words": 8.0}], 0.0, 0.0)  # as of many tokens, each of them about as often
+    planner.decide(10)
+    assert isinstance(planner.choices[0][-1], int)
 
 
 def test_a_vector_has_no_rank() -> None:

@@ -140,6 +140,25 @@ def test_a_small_entry_beside_a_large_one_arrives_in_the_end(engine: str) -> Non
     assert float(total) == pytest.approx(200 * 0.02, rel=0.5)
 
 
+def test_rows_with_most_energy_leave_at_once_and_the_others_in_turn() -> None:
+    """A gradient as of an embedding: few rows have one in a step, each of them as often as any other."""
+    for equalise in (False, True):
+        steps, fresh, whole = Steps(engine="rows:0.1", equalise=equalise), 0.0, 0.0
+        sent, given = torch.zeros(MATRIX.rows, MATRIX.cols), torch.zeros(MATRIX.rows, MATRIX.cols)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(60):
+            gradient = torch.zeros(MATRIX.rows, MATRIX.cols)
+            rows = torch.randperm(MATRIX.rows, generator=generator)[:16]
+            gradient[rows] = torch.randn(16, MATRIX.cols, generator=generator)
+            gradient[rows] *= torch.where(torch.arange(16) < 10, 1.0, 0.3).unsqueeze(1)
+            total = steps.sum(gradient)
+            sent, given = sent + total, given + gradient
+            fresh, whole = fresh + float((total * gradient).sum()), whole + float(gradient.square().sum())
+            assert int((total.abs().sum(dim=1) > 0).sum()) <= 13
+        assert fresh > 0.9 * whole
+        assert float((sent - given).norm() / given.norm()) < 0.2
+
+
 def test_entropy_is_that_of_gradients_without_their_loss_scale() -> None:
     found = []
     for scale in (None, torch.tensor(1024.0)):

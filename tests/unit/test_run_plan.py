@@ -1,5 +1,7 @@
 """The plan of a run from what its processes know: a pure function, without processes and without torch."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
@@ -66,11 +68,22 @@ def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -
     assert own_rank.config.pipeline.pp == "backward:powersgd:8" and len(own_rank.warnings) == 1
 
 
+def sizes(bytes_per_value: Mapping[str, float], uncompressed: float = 1.0, run: Run = RUN) -> MessageSizes:
+    return MessageSizes(
+        factors=lambda matrix: 0.6 * (matrix.rows + matrix.cols),
+        rows=lambda matrix: (0.5 * matrix.cols, 1.0 * matrix.rows),
+        row_format="int4",
+        bytes_per_value=bytes_per_value,
+        uncompressed=uncompressed,
+        run=run,
+    )
+
+
 def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> None:
     plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
     assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
-    controller = plan.controller(RUN.iterations, MessageSizes(lambda matrix: 1.0, {}, 4.0, RUN))
+    controller = plan.controller(RUN.iterations, sizes({}, 4.0))
     assert controller.dense == {1} and controller.matrices[1] == ()
 
 
@@ -98,8 +111,7 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax is None
-    sizes = MessageSizes(lambda matrix: 0.6 * (matrix.rows + matrix.cols), {"int4": 0.5, "int2": 0.25}, 1.0, RUN)
-    first = plan.controller(RUN.iterations, sizes).plan
+    first = plan.controller(RUN.iterations, sizes({"int4": 0.5, "int2": 0.25})).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
 
@@ -127,10 +139,10 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
     tied = ProcessStage(StageKey(Part.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
     for run, price, count in ((RUN, 2 * (7 / 8) / (3 / 4), 1), (Run(iterations=1000, replicas=1), 1.0, 0)):
         plan = plan_run(config, run, [[layers, tied]])
-        sizes = MessageSizes(lambda matrix: 1.0, {"int4": 0.5}, 1.0, run)
-        of_layers, (of_embedding,) = (sizes.candidates(stage) for stage in plan.stages)
+        messages = sizes({"int4": 0.5}, run=run)
+        of_layers, (of_embedding,) = (messages.candidates(stage) for stage in plan.stages)
         assert len(of_layers) == count and of_embedding.price == pytest.approx(price)
-        assert of_embedding.size("int4", sizes.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
+        assert of_embedding.size("int4", messages.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ ENGINES: dict[str, Registered] = {
     "alternating": Registered("edgc.compress.engines.alternating:Alternating", low_rank=True),
     "topk": Registered("edgc.compress.engines.sparse:TopK", argument="0.01", check=_share),
     "randomk": Registered("edgc.compress.engines.sparse:RandomK", argument="0.01", check=_share),
+    "rows": Registered("edgc.compress.engines.rows:Rows", argument="0.1", check=_share),
     "loco": Registered("edgc.compress.engines.loco:LoCo", keeps_errors=True),
     "onebit": _rounds_to("int1"),
     **{name: _rounds_to(name) for name in ("bf16", "int8", "int4", "int3", "int2")},

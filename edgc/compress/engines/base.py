@@ -56,13 +56,14 @@ class Elementwise(Engine, ABC):
     """An engine that rounds or leaves out single values."""
 
     exact = False  # whether sums are those of fp32, so that no errors are left
+    equalised = True  # whether the equaliser's scales divide what is put in
 
     def begin(self, names: Sequence[str], iteration: int, process: int) -> None:
         """Seed what is drawn at random for the sums of these gradients, on this process of the group."""
 
     @abstractmethod
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
-        """The sums of fp32 tensors of any shape."""
+        """The sums of fp32 matrices; of tensors of any shape, if the engine is ``Piecewise``."""
 
 
 class Piecewise(Elementwise, ABC):

@@ -1,0 +1,59 @@
+"""Row sparsity: the rows of a matrix that hold most energy travel, in few bits."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.wire import wire
+from edgc.compress.engines.base import Elementwise, Sums, all_finite
+from edgc.config import EDGCConfig
+from edgc.specs import MatrixSpec
+
+ROW_FORMAT = "int4"
+NORMS = wire("int8")  # of rows: they only choose
+
+
+class Rows(Elementwise):
+    """Per matrix and step, over the processes i, with gradients and errors M_i (rows x columns):
+
+    1. The norms of the rows of M_i are summed: a first message of a byte a row.
+    2. The ``share`` of the rows with the largest sums, at least one, is the same on all processes.
+    3. These rows are summed in 4 bits: the second message. All others stay in the errors.
+
+    Of an embedding few rows have a gradient in a step, those of the tokens that occur. Choosing by rows needs 1/columns
+    of the indices that single values need, and all processes send the same rows, so that the message does not grow with
+    their number.
+    """
+
+    equalised = False  # scales of rows would hide which hold most
+
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, share: str):
+        super().__init__(matrices, config, device)
+        self.share = float(share)
+        self.wire = wire(ROW_FORMAT)
+
+    @classmethod
+    def message_bytes(cls, matrix: MatrixSpec) -> tuple[float, float]:
+        """Bytes of a row, and of the norms of all."""
+        return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORMS.bytes_per_value()
+
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+        norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORMS)
+        finite = all_finite(norms)
+        chosen = [
+            norm.nan_to_num().topk(math.ceil(self.share * len(norm)), sorted=False).indices.sort().values
+            for norm in norms
+        ]
+        largest = [matrix[rows] for matrix, rows in zip(tensors, chosen, strict=True)]
+        sums, shares = yield from communicator.sum(largest, self.wire)
+
+        def spread(parts: Sequence[Tensor]) -> list[Tensor]:
+            return [
+                torch.zeros_like(matrix).index_copy_(0, rows, part)
+                for matrix, rows, part in zip(tensors, chosen, parts, strict=True)
+            ]
+
+        return Sums(spread(sums), spread(shares), finite & all_finite(sums))

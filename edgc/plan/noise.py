@@ -1,0 +1,120 @@
+"""How much noise a way to send a parameter makes, predicted from few measurements.
+
+The *noise* of a parameter is 1/c^2 - 1, where c is the cosine between what the optimizer got and the sum of the
+gradients (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the energy that does. Of all
+that was measured of engines of every kind it foretells the loss best (docs/frontier/fidelity.md). Two laws say how it
+grows as bytes shrink. Each is scaled by what was measured of the parameter.
+
+*Sending parts*: directions by low rank, or rows. Let a gradient bring the energy G_j into part j in every step, anew,
+and let each step send the r parts that hold most, errors included. A part with G_j above a level t is then sent in
+every step, another one whenever it has filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the
+level. That is reverse water-filling (Cover and Thomas, section 10.3.3), over time. Of the gradient of a step the share
+min(1, G_j / t) of part j leaves at once; what a step sends has as much energy as a gradient, the rest of it is older:
+
+    c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j
+
+Energies are taken as power laws, G_j = j^-a: one measured value of the noise gives a, and a gives all others. Where the
+noise is larger than of equal parts, a factor says by how much.
+
+*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback the noise is d / (1 - d).
+What is measured beside it multiplies this: outliers, and sums that are rounded twice.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+# Share of the energy of normal values that a format loses. 2 and 3 bits: Max 1960, table II. More bits: step^2 / 12,
+# with the largest of 128 values, about 2.6 root mean squares, at the last code.
+LOST: Mapping[str, float] = {
+    "int2": 0.1188,
+    "int3": 0.03454,
+    **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
+}
+STEEPEST = 4.0  # exponent of a power law
+LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
+LARGEST_NOISE = 1000.0  # where next to nothing of a gradient arrives
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the energy of a gradient is spread over its parts. The last three are guesses until ``known``.
+
+    ``steepness``: exponent of the power law. ``factor``: how many times the noise is that of the law.
+    """
+
+    parts: int
+    steepness: float
+    factor: float = 1.0
+    known: bool = False
+
+    def noise(self, sent: int) -> float:
+        """Where each step sends so many parts."""
+        return self.factor * noise_of_parts(sent, self.parts, self.steepness)
+
+    def fitted(self, sent: int, noise: float) -> "Spread":
+        """The same as measured: the geometric mean of that and what was known before, if it was."""
+        if self.known:
+            noise = math.sqrt(noise * self.noise(sent))
+        flat = noise_of_parts(sent, self.parts, 0.0)
+        if flat == 0:  # all parts
+            return self
+        factor = min(max(noise / flat, 1.0), LARGEST_FACTOR)
+        return replace(self, steepness=steepness(noise, sent, self.parts), factor=factor, known=True)
+
+
+@dataclass(frozen=True)
+class RoundingNoise:
+    """What rounding makes of a parameter. ``factor``: how many times the noise is that of normal values; a guess until
+    ``known``.
+    """
+
+    factor: float = 4.0
+    known: bool = False
+
+    def noise(self, format_name: str) -> float:
+        """Where every value travels in this format."""
+        return self.factor * noise_of_format(format_name)
+
+    def fitted(self, format_name: str, noise: float) -> "RoundingNoise":
+        """The same as measured: the geometric mean of that and what was known before, if it was."""
+        if self.known:
+            noise = math.sqrt(noise * self.noise(format_name))
+        return RoundingNoise(min(max(noise / noise_of_format(format_name), 0.5), LARGEST_FACTOR), known=True)
+
+
+def noise_of_format(name: str) -> float:
+    """Of normal values, with error feedback; 0 for formats whose rounding does not matter."""
+    lost = LOST.get(name, 0.0)
+    return lost / (1 - lost)
+
+
+@lru_cache(maxsize=4096)
+def noise_of_parts(sent: int, parts: int, steepness: float) -> float:
+    """Of energies j^-steepness: see the top of this module."""
+    if sent >= parts:
+        return 0.0
+    energies = np.arange(1.0, parts + 1) ** -steepness
+    whole = energies.sum()
+    head = energies[:sent]
+    # With the k largest above the level: k + sum of the others / level = sent.
+    levels = (whole - np.cumsum(head) + head) / (sent - np.arange(sent))
+    # the largest k for which the k-th part still reaches the level
+    reached = np.flatnonzero(head[:-1] >= levels[1:])
+    count = int(reached[-1]) + 1 if len(reached) else 0
+    cosine = np.sum(energies * np.minimum(1.0, energies / levels[count])) / whole
+    return float(1 / cosine**2 - 1)
+
+
+def steepness(noise: float, sent: int, parts: int) -> float:
+    """The exponent at which the noise is this much if so many parts are sent, between 0 and ``STEEPEST``."""
+    low, high = 0.0, STEEPEST
+    if noise >= noise_of_parts(sent, parts, low):
+        return low
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if noise_of_parts(sent, parts, middle) > noise else (low, middle)
+    return round((low + high) / 2, 2)  # two digits are enough, and the laws of many parameters are then the same
