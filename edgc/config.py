@@ -172,8 +172,9 @@ class Ranks:
     volume: float | None = _knob(
         None,
         "how many times fewer bytes of gradients than in fp32 the whole run may send, whatever the link. A planner "
-        "spends them: it gives every parameter a rank or a number of bits, by the noise that was measured in what the "
-        "optimizer got, in the place of --edgc-rest-wire, --edgc-compress-embeddings and --edgc-allocation",
+        "spends them: it gives every parameter a rank, a share of its rows, or a number of bits, by the noise that was "
+        "measured in what the optimizer got, in the place of --edgc-rest-wire, --edgc-compress-embeddings and "
+        "--edgc-allocation",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
