@@ -124,7 +124,7 @@ class WindowExchange:
                     s.micro_backward_seconds,
                     ranks.get(s.stage),
                     s.energies,
-                    {name: seen.gradient.noise for name, seen in s.fidelity.items()},
+                    {name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
                 )
                 for s in stages
             ],

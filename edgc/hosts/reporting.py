@@ -303,7 +303,11 @@ def logged(fidelity: Fidelity) -> dict[str, float]:
     """As the event log and studies have it, of four digits."""
     numbers = {
         f"{name}{suffix}": getattr(products, name)
-        for products, suffix in ((fidelity.gradient, ""), (fidelity.update, "_of_update"))
+        for products, suffix in (
+            (fidelity.gradient, ""),
+            (fidelity.update, "_of_update"),
+            (fidelity.descent, "_of_descent"),
+        )
         for name in ("cosine", "delay", "late")
     }
     numbers["cosine_of_adam"] = fidelity.adam.cosine

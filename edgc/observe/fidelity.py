@@ -8,6 +8,8 @@ gradients with their errors. So for every engine, without a model of gradients, 
   a step: the mean number of steps by which gradient arrives late, if in each step the same share of what waits leaves;
 - both in units of the *update* as well: Adam divides every entry by the root of its mean square, so there a small entry
   weighs as much as a large one. g and s are divided by root mean squares of their own, errors by that of g;
+- both in units of the *descent* as well: Adam's step along s lowers the loss by about the sum of g s / r, where r is
+  the root of the mean square of g. An energy g^2 / r is about the size of g: a small entry counts, but less;
 - the cosine of *Adam's updates*: between the moving averages of g and of s, in units of the update. What arrives a few
   steps late is in both averages. It is exact if every iteration is measured; if not, averages are over measured steps.
 
@@ -74,24 +76,35 @@ class Products(Agreement):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of one parameter, in the unit of the gradient, in that of the update, and of Adam's updates themselves."""
+    """Of one parameter, in the units of the gradient, of the update and of the descent, and of Adam's updates."""
 
     gradient: Products = Products()
     update: Products = Products()
+    descent: Products = Products()
     adam: Agreement = Agreement()
+    entries: float = 0.0  # times steps and processes
+
+    @property
+    def energy(self) -> float:
+        """Of an entry of g, in the unit of the descent."""
+        return self.descent.true / self.entries if self.entries else math.nan
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Fidelity":
         """What ``FidelitySampler.compare`` gives for one parameter."""
-        first, second = len(fields(Products)), 2 * len(fields(Products))
-        return cls(Products(*values[:first]), Products(*values[first:second]), Agreement(*values[second:]))
+        count = len(fields(Products))
+        gradient, update, descent = (Products(*values[unit * count : (unit + 1) * count]) for unit in range(3))
+        return cls(gradient, update, descent, Agreement(*values[3 * count : -1]), values[-1])
 
     @classmethod
     def total(cls, several: Iterable["Fidelity"]) -> "Fidelity":
         """Of all entries of several, from other processes, steps or parameters."""
-        parts = ((vars(one.gradient), vars(one.update), vars(one.adam)) for one in several)
-        columns = zip(*([value for part in one for value in part.values()] for one in parts), strict=True)
+        columns = zip(*(one._values() for one in several), strict=True)
         return cls.of([math.fsum(column) for column in columns])
+
+    def _values(self) -> list[float]:
+        parts = (self.gradient, self.update, self.descent, self.adam)
+        return [value for part in parts for value in vars(part).values()] + [self.entries]
 
 
 class FidelitySampler:
@@ -137,7 +150,7 @@ class FidelitySampler:
     def compare(
         self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
     ) -> dict[str, Tensor]:
-        """By name the values of a ``Fidelity`` (13,).
+        """By name the values of a ``Fidelity`` (19,).
 
         ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
         the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.
@@ -158,8 +171,9 @@ class FidelitySampler:
         values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
         units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]
         terms = values + [value * unit for value, unit in zip(values, units, strict=True)]
+        terms += [value * of_true for value in values]
         means = [mean_true.square(), mean_got.square(), mean_true * mean_got]
-        terms += [value * unit for value, unit in zip(means, units[:3], strict=True)]
+        terms += [*(value * unit for value, unit in zip(means, units[:3], strict=True)), torch.ones_like(true)]
         sums = torch.stack([part.sum(dim=1) for part in torch.split(torch.stack(terms), counts, dim=1)])
         return dict(zip(names, torch.where(finite, sums, math.nan).unbind(), strict=True))
 

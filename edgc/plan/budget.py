@@ -34,15 +34,21 @@ class Parts:
 class Candidate:
     """A parameter, and what it costs to send it.
 
-    ``weight``: of its noise. ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes.
+    ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
+    gradient, over that of the mean entry of all.
     """
 
     matrix: MatrixSpec
-    weight: float
     directions: Parts | None = None
     rows: Parts | None = None
     price: float = 1.0
     rounding: RoundingNoise = RoundingNoise()
+    energy: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """Of its noise."""
+        return self.energy * self.elements
 
     @property
     def elements(self) -> int:
@@ -71,8 +77,10 @@ class Candidate:
         parts, sent = self._parts(choice)
         return parts.spread.noise(sent) + self.rounding.noise(parts.format_name)
 
-    def fitted(self, choice: Choice, noise: float) -> "Candidate":
-        """The same with what was measured under ``choice``."""
+    def fitted(self, choice: Choice, noise: float, energy: float = math.nan, mean: float = 1.0) -> "Candidate":
+        """The same with what was measured under ``choice``. ``mean``: of the energies of all entries."""
+        if 0 < energy < math.inf:
+            return replace(self, energy=energy / mean).fitted(choice, noise)
         if not noise > 0:
             return self
         noise = min(noise, LARGEST_NOISE)
@@ -192,15 +200,20 @@ class BudgetPlanner:
         unspent = self.dense * self.iterations / self.volume - spent
         return unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
 
-    def observe(self, noise: Sequence[Mapping[str, float]], sent: float, dense: float) -> None:
-        """Take in a window: the noise of each stage's parameters; the bytes of the run so far, and the host's."""
+    def observe(self, noise: Sequence[Mapping[str, tuple[float, float]]], sent: float, dense: float) -> None:
+        """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
+        far, and the host's.
+        """
         dense *= 4 / self.gradient_bytes
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
         if dense > dense_before:
             self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
+        seen = [(one, noise[place].get(one.matrix.name)) for place in self.places for one in self.candidates[place]]
+        known = [(one.elements, pair[1]) for one, pair in seen if pair is not None and 0 < pair[1] < math.inf]
+        mean = sum(size * energy for size, energy in known) / max(sum(size for size, _ in known), 1)
         for place in self.places:
             self.candidates[place] = [
-                candidate.fitted(choice, noise[place].get(candidate.matrix.name, math.nan))
+                candidate.fitted(choice, *noise[place].get(candidate.matrix.name, (math.nan, math.nan)), mean)
                 for candidate, choice in zip(self.candidates[place], self.choices[place], strict=True)
             ]
 
@@ -294,11 +307,12 @@ def _learned(candidate: Candidate) -> list[Any]:
     """What a candidate has been fitted to."""
     spreads = [None if way is None else way.spread for way in (candidate.directions, candidate.rows)]
     return [None if one is None else [one.steepness, one.factor, one.known] for one in spreads] + [
-        [candidate.rounding.factor, candidate.rounding.known]
+        [candidate.rounding.factor, candidate.rounding.known],
+        candidate.energy,
     ]
 
 
-def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any) -> Candidate:
+def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any, energy: float) -> Candidate:
     """``candidate`` with what ``_learned`` gave."""
 
     def way(parts: Parts | None, learned: Any) -> Parts | None:
@@ -309,6 +323,7 @@ def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any)
         directions=way(candidate.directions, directions),
         rows=way(candidate.rows, rows),
         rounding=RoundingNoise(*rounding),
+        energy=energy,
     )
 
 

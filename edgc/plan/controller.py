@@ -43,7 +43,7 @@ class StageObservation:
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
     activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: in what
-    the optimizer got, by parameter (``edgc.plan.noise``).
+    the optimizer got, by parameter, and the energy of an entry of its gradient (``edgc.plan.noise``).
     """
 
     entropy: float = math.nan
@@ -51,7 +51,7 @@ class StageObservation:
     micro_backward_seconds: float = math.nan
     message_rank: int | None = None
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    noise: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """How much noise a way to send a parameter makes, predicted from few measurements.
 
 The *noise* of a parameter is 1/c^2 - 1, where c is the cosine between what the optimizer got and the sum of the
-gradients (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the energy that does. Of all
-that was measured of engines of every kind it foretells the loss best (docs/frontier/fidelity.md). Two laws say how it
-grows as bytes shrink. Each is scaled by what was measured of the parameter.
+gradients, in the unit of the descent (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the
+energy that does. Its weight is the energy of the sum: over all parameters that adds up to how much a step of Adam
+lowers the loss. Two laws say how noise grows as bytes shrink. Each is scaled by what was measured of the parameter.
 
 *Sending parts*: directions by low rank, or rows. Let a gradient bring the energy G_j into part j in every step, anew,
 and let each step send the r parts that hold most, errors included. A part with G_j above a level t is then sent in

@@ -16,6 +16,7 @@ from edgc.specs import MatrixSpec, Parameter
 # Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
 # are measured, from docs/frontier/fidelity.md. Few rows of an embedding have a token that occurs in a step.
 LAYER, EMBEDDING = (1.7, 0.3), (1.2, 1.3)
+VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
 class Part(IntEnum):
@@ -99,9 +100,7 @@ class MessageSizes:
     run: Run
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
-        """The parameters of a stage that sends any. The noise of each weighs as much as it has elements, as in Adam's
-        update.
-        """
+        """The parameters of a stage that sends any."""
         if self.run.alone and stage.key.part is Part.LAYERS:
             return []
         price, found = self.price(stage.key.part), []
@@ -109,9 +108,9 @@ class MessageSizes:
             by_direction, by_row = EMBEDDING if one.embedding else LAYER
             directions = Parts(Spread(min(one.rows, one.cols), by_direction), self.factors(one))
             rows = Parts(Spread(one.rows, by_row), *self.rows(one), self.row_format)
-            found.append(Candidate(one, one.rows * one.cols, directions, rows, price))
+            found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
-        return found + [Candidate(one.spec, one.elements, price=price) for one in others]
+        return found + [Candidate(one.spec, price=price, energy=VECTOR) for one in others]
 
     def price(self, part: Part) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""

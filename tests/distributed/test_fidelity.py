@@ -54,8 +54,8 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[float]]:
-    """Of ``w`` in every step: cosine, delay, cosine and energy of the error in the unit of the update, and the cosine
-    of Adam's updates, from whole tensors in float64.
+    """Of ``w`` in every step: cosine, delay, cosine and energy of the error in the unit of the update, the cosine
+    in the unit of the descent and that of Adam's updates, from whole tensors in float64.
     """
     under_test, found = reducer(**settings), []
     squares: list[Tensor] = []
@@ -79,6 +79,7 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
         g, s = true / units[0], got / units[1]
         unsent = (owed - got) / units[0]
         means = [0.9 * old + 0.1 * new for old, new in zip(means, (true, got), strict=True)]
+        downhill = [one / units[0].sqrt() for one in (true, got)]
         adam = [mean / unit for mean, unit in zip(means, units, strict=True)]
         found.append(
             [
@@ -86,6 +87,7 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
                 float((owed - got).square().sum() / (owed.square().sum() - (owed - got).square().sum())),
                 float((g * s).sum() / (g.norm() * s.norm())),
                 float(unsent.square().sum() / g.square().sum()),
+                float((downhill[0] * downhill[1]).sum() / (downhill[0].norm() * downhill[1].norm())),
                 float((adam[0] * adam[1]).sum() / (adam[0].norm() * adam[1].norm())),
             ]
         )
@@ -103,7 +105,15 @@ def measured(
         run(under_test.reduce(local, step, loss_scale, SHARDS if sharded else None))
     seen = [Fidelity.of(one["w"].tolist()) for one in under_test.observer.measurements.fidelity]
     values = [
-        [one.gradient.cosine, one.gradient.delay, one.update.cosine, one.update.late, one.adam.cosine] for one in seen
+        [
+            one.gradient.cosine,
+            one.gradient.delay,
+            one.update.cosine,
+            one.update.late,
+            one.descent.cosine,
+            one.adam.cosine,
+        ]
+        for one in seen
     ]
     return values, under_test.communicator.traffic.bytes
 
@@ -204,12 +214,12 @@ def test_a_resumed_run_measures_the_same() -> None:
 
 
 def test_of_two_parts_the_sums_add_up() -> None:
-    one, other = Fidelity.of([4, 1, 2, 4, 3, *[1] * 8]), Fidelity.of([0, 3, 0, 0, 0, *[1] * 8])
+    one, other = Fidelity.of([4, 1, 2, 4, 3, *[1] * 14]), Fidelity.of([0, 3, 0, 0, 0, *[1] * 14])
     both = Fidelity.total([one, other])
     assert (one.gradient.cosine, both.gradient.cosine) == (1, 0.5)
     assert both.gradient.delay == one.gradient.delay == 3 and one.gradient.late == 0.75
     assert math.isnan(Fidelity().gradient.cosine) and math.isnan(Fidelity().gradient.delay)
-    assert Fidelity.of([1, 0, 0, 1, 1, *[1] * 8]).gradient.delay == math.inf
+    assert Fidelity.of([1, 0, 0, 1, 1, *[1] * 14]).gradient.delay == math.inf
     assert Fidelity.total([both]) == both
 
 

@@ -28,7 +28,12 @@ def candidate(
     """``by_rows``: exponent of the energies of rows; None: rows are no choice."""
     directions = Parts(Spread(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
     parts = None if by_rows is None else Parts(Spread(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
-    return Candidate(MatrixSpec(name, rows, cols), rows * cols, directions, parts, rounding=RoundingNoise(rounding))
+    return Candidate(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
+
+
+def seen(noise: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """With entries of the same energy everywhere."""
+    return {name: (one, 1.0) for name, one in noise.items()}
 
 
 def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 2000) -> float:
@@ -105,7 +110,7 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
     assert isinstance(planner.choices[0][-1], int)
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([{**noise, "words": 25.0}], 0.0, 0.0)
+    planner.observe([seen({**noise, "words": 25.0})], 0.0, 0.0)
     planner.decide(10)
     assert planner.choices[0][-1] == "int2"
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
@@ -118,9 +123,19 @@ def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() ->
     assert str(planner.choices[0][-1]).startswith("rows:")
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([{**noise, "words": 8.0}], 0.0, 0.0)  # as of many tokens, each of them about as often
+    planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0)  # as of many tokens, each of them about as often
     planner.decide(10)
     assert isinstance(planner.choices[0][-1], int)
+
+
+def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
+    twins = [candidate("loud", steepness=1.0), candidate("quiet", steepness=1.0)]
+    planner = BudgetPlanner(16.0, 1000, 0, [twins], (), BYTES, 4.0)
+    loud, quiet = (c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
+    planner.observe([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}], 0.0, 0.0)
+    planner.decide(10)
+    loud, quiet = (c.size(one, BYTES) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
+    assert loud > 2 * quiet
 
 
 def test_a_vector_has_no_rank() -> None:
@@ -158,8 +173,10 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
         size = planner._size(planner.choices) * overhead if iteration >= planner.first else planner.uncompressed
         sent += size
         if (iteration + 1) % window == 0:
-            seen = [{c.matrix.name: noise for c in planner.candidates[0]}] if iteration >= planner.first else [{}]
-            planner.observe(seen, sent, (iteration + 1) * planner.dense)
+            measured = (
+                [seen({c.matrix.name: noise for c in planner.candidates[0]})] if iteration >= planner.first else [{}]
+            )
+            planner.observe(measured, sent, (iteration + 1) * planner.dense)
             planner.decide(iteration + 1)
     return iterations * planner.dense / sent
 
@@ -186,12 +203,12 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     before = {place: list(choices) for place, choices in planner.choices.items()}
     predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
     size = planner._size(planner.choices)
-    planner.observe([{name: 1.03 * noise for name, noise in predicted.items()}], 10 * size, 10 * planner.dense)
+    planner.observe([seen({name: 1.03 * noise for name, noise in predicted.items()})], 10 * size, 10 * planner.dense)
     planner.decide(10)
     assert planner.choices == before
     predicted["0"] *= 10
     for end in (20, 30, 40, 50):
-        planner.observe([predicted], end * size, end * planner.dense)
+        planner.observe([seen(predicted)], end * size, end * planner.dense)
     planner.decide(50)
     assert planner.choices != before and planner.choices[0][0] != before[0][0]
     planner.decide(1000)  # after the last step there is nothing to plan
@@ -206,7 +223,7 @@ def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
 
 
 def observed(noise: float) -> list[StageObservation]:
-    return [StageObservation(-5.0, noise={str(stage): noise}) for stage in range(2)]
+    return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
 
 
 def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
