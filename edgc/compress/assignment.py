@@ -49,7 +49,8 @@ class Assignment:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
 
         ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format, or the engine, of
-        parameters that have none (default: ``rest_wire``). Raises ValueError for a low rank below 1.
+        parameters that have none (default: ``rest_wire``). Of a matrix that is in both the engine takes its part first,
+        and low rank what that leaves. Raises ValueError for a low rank below 1.
         """
         if rank is not None and self.config.low_rank:
             lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
@@ -95,10 +96,11 @@ class Assignment:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
-            if kernels is not None and FusedRoute.fits(kernels, ranked, self.ranks, step):
+            first = {name: self.elementwise(name) for name in ranked if name in self.formats}
+            if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, step):
                 routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
             else:
-                routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks))
+                routes.append(FactorRoute(ranked, self.specs, step, self.engine, self.ranks, first))
         elif isinstance(self.engine, Elementwise):
             routes.append(ElementwiseRoute(ranked, self.specs, step, self.engine))
         return routes

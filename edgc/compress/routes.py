@@ -227,7 +227,10 @@ class ElementwiseRoute(Route):
 
 
 class FactorRoute(Route):
-    """Matrices that an engine sums as products of two factors."""
+    """Matrices that an engine sums as products of two factors.
+
+    ``first``: by name, of a matrix, what takes a part of it before; the factors are of what that leaves.
+    """
 
     def __init__(
         self,
@@ -236,28 +239,38 @@ class FactorRoute(Route):
         step: Step,
         engine: LowRank,
         ranks: Mapping[str, int],
+        first: Mapping[str, Elementwise] | None = None,
     ):
         super().__init__(gradients, specs, step)
         self.specs = specs
         self.engine = engine
         self.ranks = ranks
+        self.first = first or {}
+        self.first_sums: dict[str, Tensor] = {}
         self.factored: FactoredSums | None = None
 
     def exchange(self) -> Steps[None]:
         step = self.step
+        for name, engine in self.first.items():
+            taken = yield from engine.sum([self.matrices[name]], step.communicator)
+            self.matrices[name].sub_(taken.shares[0])
+            self.first_sums[name] = torch.where(taken.finite, taken.sums[0], math.nan)
         scales = {} if step.equaliser is None else step.equaliser.scales(self.matrices)
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
             if self.engine.transposes(self.specs[name], step.iteration):
                 operands[name] = operands[name].T
         factored = yield from self.engine.sum(self._batch(operands), self.ranks, step.iteration, step.communicator)
-        self.factored, self.finite = factored, factored.finite
+        finite = [factored.finite, *(torch.isfinite(total).all() for total in self.first_sums.values())]
+        self.factored, self.finite = factored, torch.stack(finite).all()
         if step.equaliser is not None:
             self.mean_squares = mean_squares_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
                 self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
+                if name in self.first_sums:
+                    matrix.add_(self.first_sums[name])
             self._round_narrow()
 
     def commit(self, finite: Tensor) -> None:
@@ -272,7 +285,8 @@ class FactorRoute(Route):
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
-        return {name: digest(product.left) + 3 * digest(product.right) for name, product in sums.items()}
+        found = {name: digest(product.left) + 3 * digest(product.right) for name, product in sums.items()}
+        return {**found, **{name: found[name] + 5 * digest(total) for name, total in self.first_sums.items()}}
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
@@ -284,6 +298,8 @@ class FactorRoute(Route):
         self._keep(name, error, finite)
         with record_function("edgc/reconstruct"):
             total.times(gain).write(matrix, self._own_rows(name))
+            if name in self.first_sums:
+                matrix.addcmul_(self.first_sums[name], gain)
 
     def _own_rows(self, name: str) -> slice:
         if name not in self.step.shards:

@@ -13,7 +13,7 @@ from edgc.specs import MatrixSpec
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
-Choice = int | str  # a rank, "rows:SHARE", or the format in which every value travels
+Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class Candidate:
     energy: float = 1.0
 
     @property
+    def rank_beside_rows(self) -> int:
+        """Of what the rows leave: a sixteenth of the shorter side, as a multiple of 4."""
+        shorter = min(self.matrix.rows, self.matrix.cols)
+        return max(RANK_MULTIPLE, RANK_MULTIPLE * round(shorter / 16 / RANK_MULTIPLE))
+
+    @property
     def weight(self) -> float:
         """Of its noise."""
         return self.energy * self.elements
@@ -68,7 +74,10 @@ class Candidate:
         if choice in bytes_per_value:
             return self.price * self.elements * bytes_per_value[str(choice)]
         parts, sent = self._parts(choice)
-        return self.price * (parts.bytes_besides + sent * parts.bytes_each)
+        size = parts.bytes_besides + sent * parts.bytes_each
+        if not isinstance(choice, int) and self.directions is not None:
+            size += self.rank_beside_rows * self.directions.bytes_each
+        return self.price * size
 
     def noise(self, choice: Choice) -> float:
         """The noise under this choice, predicted."""
@@ -254,15 +263,17 @@ class BudgetPlanner:
 
     def ranks(self, place: int) -> dict[str, int]:
         """Of a stage's parameters that travel in low rank, by name."""
-        return {name: choice for name, choice in self._named(place) if isinstance(choice, int)}
+        low_rank = ((one, choice) for one, choice in self._chosen(place) if isinstance(choice, int) or is_rows(choice))
+        return {
+            one.matrix.name: choice if isinstance(choice, int) else one.rank_beside_rows for one, choice in low_rank
+        }
 
     def formats(self, place: int) -> dict[str, str]:
-        """Of a stage's parameters that are rounded, by name."""
-        return {name: choice for name, choice in self._named(place) if isinstance(choice, str)}
+        """Of a stage's parameters that are rounded, or of which rows travel, by name."""
+        return {one.matrix.name: choice for one, choice in self._chosen(place) if isinstance(choice, str)}
 
-    def _named(self, place: int) -> Iterator[tuple[str, Choice]]:
-        names = (candidate.matrix.name for candidate in self.candidates[place])
-        return zip(names, self.choices[place], strict=True)
+    def _chosen(self, place: int) -> Iterator[tuple[Candidate, Choice]]:
+        return zip(self.candidates[place], self.choices[place], strict=True)
 
     @property
     def reason(self) -> str:

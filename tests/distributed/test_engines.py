@@ -45,22 +45,29 @@ CASES: dict[str, dict[str, Any]] = {
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
     "int4, stochastic": {"engine": "int4:stochastic"},
     "topk, denser": {"engine": "topk:0.1"},
+    "rows, then powersgd": {
+        "formats": {"tall": "rows:0.1", "wide": "rows:0.3"},
+        "wire": "int6",
+        "basis_wire": "int6",
+        "equalise": True,
+    },
 }
 
 
 class Bench:
     """An engine with all matrices and its error feedback, over a counted group."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, formats: dict[str, str] | None = None, **settings: Any):
         assert dist.group.WORLD is not None
         # The one line that a new engine needs; here and not in the module, so that other tests do not see the engine.
         ENGINES["sixteenths"] = Registered("tests.distributed.test_engines:Sixteenths")
         self.communicator = Communicator(dist.group.WORLD, Traffic())
         self.reducer = GradientReducer(Allocation(MATRICES, ()), EDGCConfig.of(**settings), self.communicator, CPU)
+        self.formats = formats
         self.iteration = 0
 
     def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:
-        self.reducer.set_rank(rank, {matrix.name: rank for matrix in MATRICES})
+        self.reducer.set_rank(rank, {matrix.name: rank for matrix in MATRICES}, self.formats)
         run(self.reducer.reduce(gradients, self.iteration))
         self.iteration += 1
 

@@ -86,7 +86,9 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted("rows:0.1", 0.6)
     assert by_rows.noise("rows:0.1") == pytest.approx(0.6, rel=0.02), "with the noise of their format"
     assert by_rows.noise("rows:0.4") > by_rows.rounding.noise("int4")
-    assert by_rows.size("rows:0.1", BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000)
+    of_rest = by_rows.size(by_rows.rank_beside_rows, BYTES)  # what rows leave travels in low rank
+    assert by_rows.rank_beside_rows == 4
+    assert by_rows.size("rows:0.1", BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000 + of_rest)
 
 
 def test_options_lie_on_a_convex_hull() -> None:
@@ -121,6 +123,7 @@ def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() ->
     words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
     planner = BudgetPlanner(28.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
     assert str(planner.choices[0][-1]).startswith("rows:")
+    assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
     planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0)  # as of many tokens, each of them about as often
