@@ -13,6 +13,7 @@ from edgc.specs import MatrixSpec
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
+FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
 Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
 
 
@@ -61,8 +62,8 @@ class Candidate:
         return self.matrix.rows * self.matrix.cols
 
     def choices(self, formats: Collection[str]) -> list[Choice]:
-        """All ways to send it, with these formats."""
-        found: list[Choice] = list(formats)
+        """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing."""
+        found: list[Choice] = [name for name in formats if self.directions is not None or bits_of(name) >= FINE]
         if self.directions is not None:
             found += ranks_to_try(self.directions.spread.parts)
         if self.rows is not None:

@@ -111,7 +111,7 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax is None
-    first = plan.controller(RUN.iterations, sizes({"int4": 0.5, "int2": 0.25})).plan
+    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
 
