@@ -14,7 +14,7 @@ from edgc.plan.noise import Spread
 from edgc.specs import MatrixSpec, Parameter
 
 # Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
-# are measured, from docs/frontier/fidelity.md. Few rows of an embedding have a token that occurs in a step.
+# are measured. Few rows of an embedding have a token that occurs in a step.
 LAYER, EMBEDDING = (1.7, 0.3), (1.2, 1.3)
 VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
