@@ -13,7 +13,7 @@ from tools.shared.pictures import BLUE, GREEN, GREY, VERMILION, panels, tidy, to
 FAMILIES = {
     "low rank": (VERMILION, "o", ("powersgd", "alternating")),
     "rounding": (BLUE, "s", ("bf16", "int8", "int4", "int3", "int2", "onebit", "loco")),
-    "sparse": (GREEN, "^", ("topk", "randomk")),
+    "sparse": (GREEN, "^", ("topk", "randomk", "rows")),
     "dense": (GREY, "D", ("dense",)),
 }
 
