@@ -68,7 +68,7 @@ class Assignment:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
     def elementwise(self, name: str) -> Elementwise:
-        """What takes a gradient that has no rank."""
+        """What takes a gradient that has no rank, or takes its part of one before low rank does."""
         usual = self.config.formats.rest_wire
         chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
         if chosen not in self._elementwise:
@@ -84,7 +84,7 @@ class Assignment:
         return not self.ranks and all(self.elementwise(name).exact for name in self.specs)
 
     def routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
-        """Every gradient in one route: those with a rank in the engine's, the others in those of what takes them."""
+        """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
         routes: list[Route] = []

@@ -252,6 +252,7 @@ class FactorRoute(Route):
     def exchange(self) -> Steps[None]:
         step = self.step
         for name, engine in self.first.items():
+            engine.begin([name], step.iteration, step.communicator.process)
             taken = yield from engine.sum([self.matrices[name]], step.communicator)
             self.matrices[name].sub_(taken.shares[0])
             self.first_sums[name] = torch.where(taken.finite, taken.sums[0], math.nan)

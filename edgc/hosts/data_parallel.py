@@ -28,7 +28,7 @@ from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
-VERSION = 3
+VERSION = 4
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 

@@ -87,10 +87,8 @@ class Candidate:
         parts, sent = self._parts(choice)
         return parts.spread.noise(sent) + self.rounding.noise(parts.format_name)
 
-    def fitted(self, choice: Choice, noise: float, energy: float = math.nan, mean: float = 1.0) -> "Candidate":
-        """The same with what was measured under ``choice``. ``mean``: of the energies of all entries."""
-        if 0 < energy < math.inf:
-            return replace(self, energy=energy / mean).fitted(choice, noise)
+    def fitted(self, choice: Choice, noise: float) -> "Candidate":
+        """The same with the noise that was measured under ``choice``."""
         if not noise > 0:
             return self
         noise = min(noise, LARGEST_NOISE)
@@ -100,6 +98,10 @@ class Candidate:
         noise = max(noise - self.rounding.noise(parts.format_name), 0.01 * noise)
         fitted = replace(parts, spread=parts.spread.fitted(sent, noise))
         return replace(self, directions=fitted) if isinstance(choice, int) else replace(self, rows=fitted)
+
+    def weighed(self, energy: float) -> "Candidate":
+        """The same with this energy of an entry, if it is known."""
+        return replace(self, energy=energy) if 0 < energy < math.inf else self
 
     def _parts(self, choice: Choice) -> tuple[Parts, int]:
         if isinstance(choice, int):
@@ -218,13 +220,23 @@ class BudgetPlanner:
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
         if dense > dense_before:
             self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
-        seen = [(one, noise[place].get(one.matrix.name)) for place in self.places for one in self.candidates[place]]
-        known = [(one.elements, pair[1]) for one, pair in seen if pair is not None and 0 < pair[1] < math.inf]
-        mean = sum(size * energy for size, energy in known) / max(sum(size for size, _ in known), 1)
+        nothing = (math.nan, math.nan)
+        seen = {
+            place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
+            for place in self.places
+        }
+        energies = [
+            (one.elements, energy)
+            for place in self.places
+            for one, (_, energy) in zip(self.candidates[place], seen[place], strict=True)
+            if 0 < energy < math.inf
+        ]
+        elements = sum(size for size, _ in energies)
+        mean = sum(size * energy for size, energy in energies) / elements if elements else math.nan
         for place in self.places:
             self.candidates[place] = [
-                candidate.fitted(choice, *noise[place].get(candidate.matrix.name, (math.nan, math.nan)), mean)
-                for candidate, choice in zip(self.candidates[place], self.choices[place], strict=True)
+                one.fitted(choice, own).weighed(energy / mean)
+                for (one, choice), (own, energy) in zip(self._chosen(place), seen[place], strict=True)
             ]
 
     def decide(self, iteration: int) -> None:

@@ -1,23 +1,24 @@
 """How much noise a way to send a parameter makes, predicted from few measurements.
 
-The *noise* of a parameter is 1/c^2 - 1, where c is the cosine between what the optimizer got and the sum of the
-gradients, in the unit of the descent (``edgc.observe.fidelity``): the energy that does not lie along that sum, over the
-energy that does. Its weight is the energy of the sum: over all parameters that adds up to how much a step of Adam
-lowers the loss. Two laws say how noise grows as bytes shrink. Each is scaled by what was measured of the parameter.
+The *noise* of a parameter is 1/c^2 - 1. Here c is the cosine between what the optimizer got and the sum of the
+gradients, in the unit of the descent (``edgc.observe.fidelity``). So the noise is the energy across that sum over the
+energy along it. A planner weights it by the energy of the sum: over all parameters, that adds up to how much a step of
+Adam lowers the loss.
 
-*Sending parts*: directions by low rank, or rows. Let a gradient bring the energy G_j into part j in every step, anew,
-and let each step send the r parts that hold most, errors included. A part with G_j above a level t is then sent in
-every step, another one whenever it has filled up to t, every t / G_j steps. So r = sum_j min(1, G_j / t) sets the
-level. That is reverse water-filling (Cover and Thomas, section 10.3.3), over time. Of the gradient of a step the share
-min(1, G_j / t) of part j leaves at once; what a step sends has as much energy as a gradient, the rest of it is older:
+*Sending parts*. A part is a direction of a low rank, or a row.
 
-    c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j
+- In every step, a gradient brings new energy G_j into part j. The G_j fall as a power law, j^-a.
+- A step sends the r parts that hold most. What a part holds includes its error.
+- So there is a level t. A part with G_j above t is sent in every step. Any other part is sent once it has filled up to
+  t, which takes t / G_j steps. The condition r = sum_j min(1, G_j / t) gives t. That is reverse water-filling (Cover
+  and Thomas, section 10.3.3), over time.
+- Of this step's gradient in part j, the share min(1, G_j / t) is sent at once. The rest is sent later. In the mean a
+  step sends as much energy as a gradient brings. So c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j.
+- One measured noise gives a. Then a gives the noise at all other r. If the noise is larger than that of equal G_j, a
+  factor multiplies the law.
 
-Energies are taken as power laws, G_j = j^-a: one measured value of the noise gives a, and a gives all others. Where the
-noise is larger than of equal parts, a factor says by how much.
-
-*Rounding.* Of normal values b bits lose a share d(b) of the energy, and with error feedback the noise is d / (1 - d).
-What is measured beside it multiplies this: outliers, and sums that are rounded twice.
+*Rounding*. Of normal values b bits lose a share d(b) of the energy. With error feedback the noise is d / (1 - d). A
+measured factor multiplies it, for outliers and for sums that are rounded twice.
 """
 
 import math

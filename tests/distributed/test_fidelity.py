@@ -55,7 +55,8 @@ def summed(tensor: Tensor) -> Tensor:
 
 def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[float]]:
     """Of ``w`` in every step: cosine, delay, cosine and energy of the error in the unit of the update, the cosine
-    in the unit of the descent and that of Adam's updates, from whole tensors in float64.
+    and the energy of an entry in the unit of the descent, and the cosine of Adam's updates. From whole tensors in
+    float64.
     """
     under_test, found = reducer(**settings), []
     squares: list[Tensor] = []
@@ -79,6 +80,7 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
         g, s = true / units[0], got / units[1]
         unsent = (owed - got) / units[0]
         means = [0.9 * old + 0.1 * new for old, new in zip(means, (true, got), strict=True)]
+        energy = (true.square() / units[0]).mean()
         downhill = [one / units[0].sqrt() for one in (true, got)]
         adam = [mean / unit for mean, unit in zip(means, units, strict=True)]
         found.append(
@@ -88,6 +90,7 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
                 float((g * s).sum() / (g.norm() * s.norm())),
                 float(unsent.square().sum() / g.square().sum()),
                 float((downhill[0] * downhill[1]).sum() / (downhill[0].norm() * downhill[1].norm())),
+                float(energy),
                 float((adam[0] * adam[1]).sum() / (adam[0].norm() * adam[1].norm())),
             ]
         )
@@ -111,6 +114,7 @@ def measured(
             one.update.cosine,
             one.update.late,
             one.descent.cosine,
+            one.energy,
             one.adam.cosine,
         ]
         for one in seen

@@ -216,7 +216,7 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
     kinds = {"skewness": 0.1, "excess_kurtosis": 3.0, "gaussian_entropy": -4.0, "histogram_entropy": -4.5}
     names = ("cosine", "delay", "late")
     signals = {"elements": 8, "cosine_of_adam": 0.5}
-    signals.update({f"{one}{unit}": 0.5 for one in names for unit in ("", "_of_update")})
+    signals.update({f"{one}{unit}": 0.5 for one in names for unit in ("", "_of_update", "_of_descent")})
     return line(
         name,
         1,

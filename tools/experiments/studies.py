@@ -255,6 +255,7 @@ def _mean_residual(line: Line) -> float:
 SIGNALS: Mapping[str, Callable[[Line], float]] = {
     "1 - cosine": lambda line: 1 - _mean_of("cosine")(line),
     "1 - cosine of update": lambda line: 1 - _mean_of("cosine_of_update")(line),
+    "1 - cosine of descent": lambda line: 1 - _mean_of("cosine_of_descent")(line),
     "1 - cosine of Adam's update": lambda line: 1 - _mean_of("cosine_of_adam")(line),
     "delay": _mean_of("delay"),
     "late": _mean_of("late"),
