@@ -20,12 +20,28 @@ MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 # stage to stage. Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "dense_wire": "int8"}
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "pp": "auto:int8"}
-_FEW_BITS = {"basis_wire": "int6+int4", "wire": "int4", "compress_embeddings": True, "pp": "auto:int4"}
+_FEW_BITS = {"compress_embeddings": True, "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"fuse_embedding_sync": False},  # as published
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "static_rank": 1 / 4},
-    "balanced": {**_FRONT, **_FEW_BITS, "rest_wire": "int6", "warmup_fraction": 0.025, "static_rank": 5 / 32},
-    "fast": {**_FRONT, **_FEW_BITS, "rest_wire": "int4", "warmup_fraction": 0.01, "static_rank": 3 / 32},
+    "balanced": {
+        **_FRONT,
+        **_FEW_BITS,
+        "basis_wire": "int5",
+        "wire": "int5",
+        "rest_wire": "int6",
+        "warmup_fraction": 0.025,
+        "static_rank": 5 / 32,
+    },
+    "fast": {
+        **_FRONT,
+        **_FEW_BITS,
+        "basis_wire": "int6+int4",
+        "wire": "int4",
+        "rest_wire": "int4",
+        "warmup_fraction": 0.01,
+        "static_rank": 3 / 32,
+    },
     # the rival of the paper (Song et al., ASPLOS 2023), for pipelines with tied embeddings; the share is our choice
     "optimus": {
         "pp": "epilogue:powersgd:16",

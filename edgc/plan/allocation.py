@@ -1,5 +1,6 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,11 +100,11 @@ def water_filled_ranks(
     """The values of one common rank, spent where they carry most energy: reverse water-filling over directions.
 
     ``energies`` holds the energy of each direction of each matrix's gradient, the largest first, as far as they are
-    known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy
-    over the rows + cols values that it takes. Steps of 4 ranks are taken in falling order of worth until the values of
-    ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded down to a multiple of 4: what is
-    never sent is never measured. Source: rate-distortion theory (Cover and Thomas, section 10.3.3), with values in the
-    place of bits.
+    known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy,
+    times the matrix's ``descent``, over the rows + cols values that it takes. Steps of 4 ranks are taken in falling
+    order of worth until the values of ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded
+    down to a multiple of 4: what is never sent is never measured. Source: rate-distortion theory (Cover and Thomas,
+    section 10.3.3), with values in the place of bits.
     """
     uniform = uniform_ranks(matrices, rank, min_saving)
     planned = {matrix.name: matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)}
@@ -116,7 +117,8 @@ def water_filled_ranks(
         whole = sum(spectrum)
         top = floor
         while whole > 0 and pays(top + RANK_MULTIPLE, matrix.rows, matrix.cols, min_saving):
-            worth = sum(spectrum[top : top + RANK_MULTIPLE]) / (whole * (matrix.rows + matrix.cols))
+            share = sum(spectrum[top : top + RANK_MULTIPLE]) / whole
+            worth = descent(matrix, whole) * share / (matrix.rows + matrix.cols)
             steps.append((-worth, name, top))
             top += RANK_MULTIPLE
     for _, name, top in sorted(steps):
@@ -126,6 +128,16 @@ def water_filled_ranks(
             ranks[name] += RANK_MULTIPLE
             budget -= cost
     return ranks
+
+
+def descent(matrix: MatrixSpec, energy: float) -> float:
+    """How much a step of Adam along this gradient lowers the loss, in a unit that all matrices share.
+
+    Adam divides each entry by about its root mean square. The loss then falls by the sum of g^2 / rms(g), which is the
+    number of entries times rms(g), a multiple of exp(entropy) in each family of distributions. ``energy``: the sum of
+    squares.
+    """
+    return math.sqrt(matrix.rows * matrix.cols * energy)
 
 
 ERROR_STEPS = 4096  # into which ``fewest_bytes_ranks`` divides the tolerated error

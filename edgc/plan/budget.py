@@ -330,8 +330,8 @@ def _shape(candidate: Candidate) -> list[Any]:
 def _learned(candidate: Candidate) -> list[Any]:
     """What a candidate has been fitted to."""
     spreads = [None if way is None else way.spread for way in (candidate.directions, candidate.rows)]
-    return [None if one is None else [one.steepness, one.factor, one.known] for one in spreads] + [
-        [candidate.rounding.factor, candidate.rounding.known],
+    return [None if one is None else [one.steepness, one.factor, one.times] for one in spreads] + [
+        [candidate.rounding.factor, candidate.rounding.times],
         candidate.energy,
     ]
 

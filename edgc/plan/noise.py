@@ -38,53 +38,59 @@ LOST: Mapping[str, float] = {
 STEEPEST = 4.0  # exponent of a power law
 LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
 LARGEST_NOISE = 1000.0  # where next to nothing of a gradient arrives
+NEWEST = 0.25  # least weight of a new measurement: a window has few samples of a small parameter
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the energy of a gradient is spread over its parts. The last three are guesses until ``known``.
+    """How the energy of a gradient is spread over its parts.
 
-    ``steepness``: exponent of the power law. ``factor``: how many times the noise is that of the law.
+    ``steepness``: exponent of the power law. ``factor``: how many times the noise is that of the law. Both are guesses
+    until they have been measured, ``times`` times.
     """
 
     parts: int
     steepness: float
     factor: float = 1.0
-    known: bool = False
+    times: int = 0
 
     def noise(self, sent: int) -> float:
         """Where each step sends so many parts."""
         return self.factor * noise_of_parts(sent, self.parts, self.steepness)
 
     def fitted(self, sent: int, noise: float) -> "Spread":
-        """The same as measured: the geometric mean of that and what was known before, if it was."""
-        if self.known:
-            noise = math.sqrt(noise * self.noise(sent))
+        """The same as measured now and before."""
+        noise = _averaged(noise, self.noise(sent), self.times)
         flat = noise_of_parts(sent, self.parts, 0.0)
         if flat == 0:  # all parts
             return self
         factor = min(max(noise / flat, 1.0), LARGEST_FACTOR)
-        return replace(self, steepness=steepness(noise, sent, self.parts), factor=factor, known=True)
+        return replace(self, steepness=steepness(noise, sent, self.parts), factor=factor, times=self.times + 1)
 
 
 @dataclass(frozen=True)
 class RoundingNoise:
     """What rounding makes of a parameter. ``factor``: how many times the noise is that of normal values; a guess until
-    ``known``.
+    it has been measured, ``times`` times.
     """
 
     factor: float = 4.0
-    known: bool = False
+    times: int = 0
 
     def noise(self, format_name: str) -> float:
         """Where every value travels in this format."""
         return self.factor * noise_of_format(format_name)
 
     def fitted(self, format_name: str, noise: float) -> "RoundingNoise":
-        """The same as measured: the geometric mean of that and what was known before, if it was."""
-        if self.known:
-            noise = math.sqrt(noise * self.noise(format_name))
-        return RoundingNoise(min(max(noise / noise_of_format(format_name), 0.5), LARGEST_FACTOR), known=True)
+        """The same as measured now and before."""
+        noise = _averaged(noise, self.noise(format_name), self.times)
+        return RoundingNoise(min(max(noise / noise_of_format(format_name), 0.5), LARGEST_FACTOR), self.times + 1)
+
+
+def _averaged(noise: float, before: float, times: int) -> float:
+    """The geometric mean of a measured noise and of what ``times`` measurements before it had given."""
+    weight = max(1 / (times + 1), NEWEST)
+    return math.exp(weight * math.log(noise) + (1 - weight) * math.log(before)) if times else noise
 
 
 def noise_of_format(name: str) -> float:

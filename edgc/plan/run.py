@@ -14,8 +14,9 @@ from edgc.plan.noise import Spread
 from edgc.specs import MatrixSpec, Parameter
 
 # Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
-# are measured. Few rows of an embedding have a token that occurs in a step.
-LAYER, EMBEDDING = (1.7, 0.3), (1.2, 1.3)
+# are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
+# rows of an embedding may have a token that occurs in a step.
+DIRECTIONS, ROWS, ROWS_OF_EMBEDDING = 1.7, 0.3, 1.3
 VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
@@ -105,8 +106,8 @@ class MessageSizes:
             return []
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
-            by_direction, by_row = EMBEDDING if one.embedding else LAYER
-            directions = Parts(Spread(min(one.rows, one.cols), by_direction), self.factors(one))
+            directions = Parts(Spread(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
+            by_row = ROWS_OF_EMBEDDING if one.embedding else ROWS
             rows = Parts(Spread(one.rows, by_row), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]

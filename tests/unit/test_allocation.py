@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from edgc.compress.engines import ENGINES, has_rank
@@ -6,6 +8,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import (
     allocate,
+    descent,
     fewest_bytes_ranks,
     largest_rank,
     pays,
@@ -89,8 +92,23 @@ def spent(ranks: dict[str, int]) -> int:
 def test_equal_spectra_share_alike() -> None:
     energies = {"a": [2.0**-i for i in range(16)], "b": [2.0**-i for i in range(16)]}
     assert water_filled_ranks(TWINS, energies, 16, 2.0) == {"a": 16, "b": 16}
-    # only the shape of a spectrum counts, not its scale
-    assert water_filled_ranks(TWINS, {**energies, "b": [1000 * e for e in energies["b"]]}, 16, 2.0)["a"] == 16
+
+
+def test_rank_goes_where_a_step_lowers_the_loss_more() -> None:
+    """The root of the energy counts: b's direction i is worth what a's i - log2(100) is."""
+    energies = {"a": [2.0**-i for i in range(32)], "b": [1e4 * 2.0**-i for i in range(32)]}
+    assert descent(TWINS[1], 1e4) == 100 * descent(TWINS[0], 1.0) == 25600
+    assert water_filled_ranks(TWINS, energies, 16, 2.0) == {"a": 12, "b": 20}
+    # in another unit of the gradient it is the same plan
+    scaled = {name: [1e6 * one for one in own] for name, own in energies.items()}
+    assert water_filled_ranks(TWINS, scaled, 16, 2.0) == {"a": 12, "b": 20}
+
+
+def test_an_embedding_with_the_spectrum_of_a_layer_but_more_energy_an_entry_gets_more_rank() -> None:
+    matrices = (MatrixSpec("layer", 256, 64), MatrixSpec("word", 256, 64))
+    energies = {"layer": [1 / (1 + i) for i in range(16)], "word": [9 / (1 + i) for i in range(16)]}
+    ranks = water_filled_ranks(matrices, energies, 16, 2.0)
+    assert ranks["word"] == 24 and ranks["layer"] == 8
 
 
 def test_rank_goes_where_the_spectrum_is_flat_but_not_all_of_it() -> None:
@@ -112,7 +130,8 @@ def test_best_of_all_plans_of_equal_bytes() -> None:
     energies = {"a": [1 / (1 + i) for i in range(64)], "b": [1 / (1 + i) ** 0.3 for i in range(64)]}
 
     def captured(ranks: dict[str, int]) -> float:
-        return sum(sum(energies[n][: ranks[n]]) / sum(energies[n] + _tail(energies[n])) for n in ranks)
+        wholes = {n: sum(energies[n] + _tail(energies[n])) for n in ranks}
+        return sum(math.sqrt(wholes[n]) * sum(energies[n][: ranks[n]]) / wholes[n] for n in ranks)
 
     def _tail(known: list[float]) -> list[float]:
         return [known[-1] * (64 / place) ** (1.0 if known is energies["a"] else 0.3) for place in range(65, 257)]

@@ -379,10 +379,10 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
     (outdated,) = (one for one in page_lines([third], lines) if one["name"] == "ours")
     assert "warmup_fraction 0.025" in outdated["other"] and "static_rank 0.25" in outdated["other"]
-    assert (
-        outdated["before"]
-        == "only factors scaled, embedding sum counted, spikes scaled down, spike limit 10, errors of spikes limited"
-    )
+    changes_since = "embedding sum counted, spikes scaled down, spike limit 10, errors of spikes limited"
+    assert outdated["before"] == f"only factors scaled, {changes_since}, rank by descent"
+    uniform = kept(third, flags="--edgc-allocation uniform", engine="powersgd", changes=len(changes.CHANGES) - 1)
+    assert page_lines([third], [uniform])[0]["before"] == "", "its ranks are not shared out"
     today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(changes.CHANGES))
     assert old(page_lines([third], [today])[0]) == ""
     (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")

@@ -11,15 +11,16 @@ from edgc.config import PRESETS
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
 # What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
-# it concerns an engine on so many pipeline stages. docs/frontier/README.md says more of each. A line's ``changes`` is
-# how many of them its code had.
-CHANGES: tuple[tuple[str, Callable[[str, int], bool]], ...] = (
-    ("basis by QR", lambda engine, _: has_rank(engine)),
-    ("only factors scaled", lambda engine, _: has_rank(engine)),
-    (EMBEDDING_SUM, lambda _, stages: stages > 1),
-    ("spikes scaled down", lambda engine, _: engine != "dense"),
-    ("spike limit 10", lambda engine, _: engine != "dense"),
-    ("errors of spikes limited", lambda engine, _: engine != "dense"),
+# it concerns an engine on so many pipeline stages with these arguments. docs/frontier/README.md says more of each. A
+# line's ``changes`` is how many of them its code had.
+CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
+    ("basis by QR", lambda engine, *_: has_rank(engine)),
+    ("only factors scaled", lambda engine, *_: has_rank(engine)),
+    (EMBEDDING_SUM, lambda _, stages, __: stages > 1),
+    ("spikes scaled down", lambda engine, *_: engine != "dense"),
+    ("spike limit 10", lambda engine, *_: engine != "dense"),
+    ("errors of spikes limited", lambda engine, *_: engine != "dense"),
+    ("rank by descent", lambda engine, _, arguments: has_rank(engine) and _fills(arguments)),
 )
 
 
@@ -67,9 +68,15 @@ def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return now
 
 
-def changed(engine: str, stages: int, known: int) -> str:
+def changed(engine: str, stages: int, arguments: Sequence[str], known: int) -> str:
     """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing."""
-    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages))
+    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages, arguments))
+
+
+def _fills(arguments: Sequence[str]) -> bool:
+    """Whether ranks are shared out by water-filling."""
+    given = [value for flag, value in pairwise(arguments) if flag == "--edgc-allocation"]
+    return (given[-1] if given else preset(arguments).get("allocation")) == "waterfill"
 
 
 def preset(arguments: Sequence[str]) -> dict[str, Any]:

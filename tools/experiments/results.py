@@ -130,7 +130,12 @@ def page_lines(trials: Sequence[Trial], kept: Sequence[dict[str, Any]]) -> list[
         {
             **line,
             "other": other_settings(line, known[place]),
-            "before": changed(line["engine"], line["pipeline_parallel"], line.get("changes", 0)),
+            "before": changed(
+                line["engine"],
+                line["pipeline_parallel"],
+                shlex.split(f"{line['settings']} {line['flags']}"),
+                line.get("changes", 0),
+            ),
         }
         for line in kept
         if (place := tuple(line[key] for key in entry)) in known

@@ -61,7 +61,7 @@ def finished(trial: Trial, device: Sequence[str]) -> bool:
     return bool(
         record["arguments"] == arguments
         and record["preset"] == preset(arguments)
-        and not changed(trial.engine, trial.pipeline_parallel, record.get("changes", 0))
+        and not changed(trial.engine, trial.pipeline_parallel, arguments, record.get("changes", 0))
     )
 
 
