@@ -200,6 +200,9 @@ class BudgetPlanner:
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
         self.short = False  # whether not even the smallest options fit
+        # parameters that travel in another way since the last decision, by place: what the way before had left is sent
+        # in their first window, so that window says little about the new way
+        self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.choices = self._best(self.budget(first))
 
     def budget(self, iteration: int) -> float:
@@ -225,6 +228,9 @@ class BudgetPlanner:
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
             for place in self.places
         }
+        settled = {
+            place: [one.matrix.name not in self.changed[place] for one in own] for place, own in self.candidates.items()
+        }
         energies = [
             (one.elements, energy)
             for place in self.places
@@ -235,8 +241,10 @@ class BudgetPlanner:
         mean = sum(size * energy for size, energy in energies) / elements if elements else math.nan
         for place in self.places:
             self.candidates[place] = [
-                one.fitted(choice, own).weighed(energy / mean)
-                for (one, choice), (own, energy) in zip(self._chosen(place), seen[place], strict=True)
+                one.fitted(choice, own if counts else math.nan).weighed(energy / mean)
+                for (one, choice), (own, energy), counts in zip(
+                    self._chosen(place), seen[place], settled[place], strict=True
+                )
             ]
 
     def decide(self, iteration: int) -> None:
@@ -250,8 +258,17 @@ class BudgetPlanner:
         best = self._best(budget)
         size, noise = self._size(self.choices), self._noise(self.choices)
         fits = LEAST_USED * budget <= size <= budget
+        before = self.choices
         if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
             self.choices = best
+        self.changed = {
+            place: [
+                one.matrix.name
+                for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
+                if _way(old) != _way(new)
+            ]
+            for place in self.places
+        }
 
     def _best(self, budget: float) -> dict[int, list[Choice]]:
         every = [candidate for place in self.places for candidate in self.candidates[place]]
@@ -303,10 +320,13 @@ class BudgetPlanner:
             for place in self.places
         }
         sent = [self.sent, self.sent_dense]
-        return {"sent": sent, "overhead": self.overhead, "short": self.short, "stages": stages}
+        changed = {str(place): names for place, names in self.changed.items()}
+        return {"sent": sent, "overhead": self.overhead, "short": self.short, "changed": changed, "stages": stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters."""
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
+        if state.keys() != self.state_dict().keys():
+            raise ValueError("the budget's state is of another release of EDGC")
         for place in self.places:
             saved = state["stages"].get(str(place), {})
             own = {one.matrix.name: _shape(one) for one in self.candidates[place]}
@@ -314,6 +334,7 @@ class BudgetPlanner:
                 raise ValueError("the budget's state is of other parameters")
         self.sent, self.sent_dense = state["sent"]
         self.overhead, self.short = state["overhead"], state["short"]
+        self.changed = {place: list(state["changed"][str(place)]) for place in self.places}
         for place in self.places:
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
             self.choices[place] = [choice for choice, *_ in saved]
@@ -354,6 +375,11 @@ def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any,
 def bits_of(name: str) -> int:
     """Of a value in a wire format, without its share of a scale: 4 of int4."""
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
+
+
+def _way(choice: Choice) -> str:
+    """In which a parameter travels: in low rank, in rows, or in a format."""
+    return "rank" if isinstance(choice, int) else "rows" if is_rows(choice) else choice
 
 
 def is_rows(choice: str) -> bool:

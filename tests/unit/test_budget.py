@@ -78,6 +78,11 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     other = one.fitted("int4", 0.2)
     assert other.noise("int4") == pytest.approx(0.2) and other.directions == one.directions
     assert other.fitted("int4", 0.8).noise("int4") == pytest.approx(0.4)
+    assert candidate("w").fitted(8, 1.0).fitted(8, 4.0).fitted(8, 2.0).noise(8) == pytest.approx(2.0, rel=0.02)
+    often = candidate("w")
+    for _ in range(20):
+        often = often.fitted("int4", 0.2)
+    assert often.fitted("int4", 3.2).noise("int4") == pytest.approx(0.4), "a quarter of the way, in logarithms"
     flat = candidate("w").fitted(8, 126.0)  # twice that of a flat spectrum
     assert flat.noise(8) == pytest.approx(2 * 63) and flat.noise(16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
@@ -218,6 +223,26 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     planner.decide(1000)  # after the last step there is nothing to plan
 
 
+def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
+    """What low rank has left is sent with the first rows: that is no noise of rows."""
+    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+    words = candidate("words", 4096, 128, steepness=1.7, by_rows=1.3)
+    planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    assert isinstance(planner.choices[0][-1], int), "low rank is tried first"
+
+    def window(end: int, of_words: float) -> None:
+        noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+        planner.observe([seen({**noise, "words": of_words})], 0.0, 0.0)
+        planner.decide(end)
+
+    window(10, 8.0)
+    assert str(planner.choices[0][-1]).startswith("rows:") and planner.changed[0] == ["words"]
+    window(20, 30.0)
+    assert str(planner.choices[0][-1]).startswith("rows:") and planner.changed[0] == []
+    window(30, 30.0)
+    assert isinstance(planner.choices[0][-1], int)
+
+
 def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
@@ -263,6 +288,9 @@ def test_a_state_of_other_parameters_or_without_a_budget_is_refused() -> None:
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="--edgc-volume was not given before"):
         controller().load_state_dict({**state, "budget": None})
+    older = {name: part for name, part in state["budget"].items() if name != "changed"}
+    with pytest.raises(ValueError, match="another release"):
+        controller().load_state_dict({**state, "budget": older})
 
 
 def test_formats_that_lose_nothing_that_counts() -> None:
