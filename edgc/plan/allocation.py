@@ -95,22 +95,27 @@ def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) 
 
 
 def water_filled_ranks(
-    matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
+    matrices: Sequence[MatrixSpec],
+    energies: Mapping[str, Sequence[float]],
+    rank: int,
+    min_saving: float,
+    prices: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
     """The values of one common rank, spent where they carry most energy: reverse water-filling over directions.
 
     ``energies`` holds the energy of each direction of each matrix's gradient, the largest first, as far as they are
     known; a power law continues them. A direction of a rows x cols matrix is worth its share of that matrix's energy,
-    times the matrix's ``descent``, over the rows + cols values that it takes. Steps of 4 ranks are taken in falling
-    order of worth until the values of ``rank`` in every matrix are spent. Every matrix keeps half of ``rank``, rounded
-    down to a multiple of 4: what is never sent is never measured. Source: rate-distortion theory (Cover and Thomas,
-    section 10.3.3), with values in the place of bits.
+    times the matrix's ``descent``, over the rows + cols values that it takes, times the matrix's price (default: 1).
+    Steps of 4 ranks are taken in falling order of worth until the values of ``rank`` in every matrix are spent. Every
+    matrix keeps half of ``rank``, rounded down to a multiple of 4: what is never sent is never measured. Source:
+    rate-distortion theory (Cover and Thomas, section 10.3.3), with values in the place of bits.
     """
     uniform = uniform_ranks(matrices, rank, min_saving)
     planned = {matrix.name: matrix for matrix in matrices if matrix.name in uniform and energies.get(matrix.name)}
+    costs = {name: (prices or {}).get(name, 1.0) * (matrix.rows + matrix.cols) for name, matrix in planned.items()}
     floor = min(rank, max(RANK_MULTIPLE, RANK_MULTIPLE * (rank // 2 // RANK_MULTIPLE)))
     ranks = uniform | dict.fromkeys(planned, floor)
-    budget = sum((rank - floor) * (matrix.rows + matrix.cols) for matrix in planned.values())
+    budget = (rank - floor) * sum(costs.values())
     steps = []
     for name, matrix in planned.items():
         spectrum = extended(energies[name], min(matrix.rows, matrix.cols))
@@ -118,15 +123,13 @@ def water_filled_ranks(
         top = floor
         while whole > 0 and pays(top + RANK_MULTIPLE, matrix.rows, matrix.cols, min_saving):
             share = sum(spectrum[top : top + RANK_MULTIPLE]) / whole
-            worth = descent(matrix, whole) * share / (matrix.rows + matrix.cols)
-            steps.append((-worth, name, top))
+            steps.append((-descent(matrix, whole) * share / costs[name], name, top))
             top += RANK_MULTIPLE
     for _, name, top in sorted(steps):
-        cost = RANK_MULTIPLE * (planned[name].rows + planned[name].cols)
         # A step that no longer fits ends a matrix's turn: a later one would leave a hole.
-        if cost <= budget and ranks[name] == top:
+        if RANK_MULTIPLE * costs[name] <= budget and ranks[name] == top:
             ranks[name] += RANK_MULTIPLE
-            budget -= cost
+            budget -= RANK_MULTIPLE * costs[name]
     return ranks
 
 

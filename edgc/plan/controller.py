@@ -98,6 +98,7 @@ class Controller:
         message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
             None, or no list at all, where there is none.
         budget: what sets ranks and formats where the run has a volume.
+        prices: of the bytes of each stage (default: 1), where one rank is shared out over all of them.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Controller:
         dense: Collection[int] = (),
         message_costs: Sequence[StageCost | None] = (),
         budget: BudgetPlanner | None = None,
+        prices: Sequence[float] = (),
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
@@ -117,6 +119,7 @@ class Controller:
         self.config = config
         self.iterations = iterations
         self.budget = budget
+        self.prices = list(prices) or [1.0] * len(stages)
         self.dense = frozenset(dense)
         self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
         self.stages = tuple(
@@ -230,7 +233,10 @@ class Controller:
 
     def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """Share the ranks out among matrices; the plan is a new one only if a rank changes."""
-        matrix_ranks = tuple(self._shared(stage, rank) for stage, rank in enumerate(ranks))
+        if self.config.ranks.allocation == "waterfill" and self.config.ranks.fixed is not None:
+            matrix_ranks = self._shared_by_all(ranks)
+        else:
+            matrix_ranks = tuple(self._shared(stage, rank) for stage, rank in enumerate(ranks))
         if (ranks, matrix_ranks) != (plan.ranks, plan.matrix_ranks or (None,) * len(ranks)):
             # a static plan's first iteration may lie ahead
             first = max(iteration, plan.first_iteration)
@@ -243,10 +249,38 @@ class Controller:
     def _shared(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
         if self.config.ranks.allocation == "uniform" or not rank:
             return None
-        if not self.energies[stage]:  # nothing has been measured since
-            return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
+        if not self.energies[stage]:
+            return self._shared_before(stage, rank)
         share = water_filled_ranks if self.config.ranks.allocation == "waterfill" else fewest_bytes_ranks
         return share(self.matrices[stage], self.energies[stage], rank, self.config.study.min_saving)
+
+    def _shared_before(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
+        """Where nothing has been measured since."""
+        return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
+
+    def _shared_by_all(self, ranks: tuple[int | None, ...]) -> tuple[Mapping[str, int] | None, ...]:
+        """One rank, shared out among the matrices of all stages by one water level."""
+        places = [place for place, rank in enumerate(ranks) if rank]
+        if not places or not all(self.energies[place] for place in places if self.matrices[place]):
+            return tuple(self._shared_before(place, rank) for place, rank in enumerate(ranks))
+        rank = ranks[places[0]]
+        assert rank is not None
+        # parameters of two stages may have the same name
+        named = [
+            (place, one, replace(one, name=f"{place} {one.name}")) for place in places for one in self.matrices[place]
+        ]
+        found = water_filled_ranks(
+            [key for _, _, key in named],
+            {key.name: self.energies[place].get(one.name, ()) for place, one, key in named},
+            rank,
+            self.config.study.min_saving,
+            {key.name: self.prices[place] for place, _, key in named},
+        )
+        shared: list[dict[str, int]] = [{} for _ in ranks]
+        for place, one, key in named:
+            if key.name in found:
+                shared[place][one.name] = found[key.name]
+        return tuple(shared[place] if place in places else None for place in range(len(ranks)))
 
     def _stable(self, stage: int) -> bool:
         """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.

@@ -163,6 +163,7 @@ class RunPlan:
             never,
             message_costs,
             budget,
+            [sizes.price(stage.key.part) for stage in self.stages],
         )
 
 

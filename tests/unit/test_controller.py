@@ -394,6 +394,27 @@ def test_water_filling_also_shares_a_static_rank() -> None:
     assert ranks is not None and ranks["a"] > 32 > ranks["b"]
 
 
+@pytest.mark.parametrize("price", [1.0, 3.0])
+def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) -> None:
+    """The tied embedding of a pipeline is a stage of one matrix. Its steps of rank cost ``price`` times the bytes."""
+    config = BASE.but(allocation="waterfill", rmin=None, rmax=None, static_rank=32, min_saving=1.0)
+    layers, embedding = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 1024, 1024)), (MatrixSpec("a", 1024, 1024),)
+    stages = [layers, layers, embedding]
+    c = Controller(config, 10_000, stages, [COST] * 3, prices=[1.0, 1.0, price])
+    quiet, loud = {"a": falling(1.0), "b": falling(1.0)}, {"a": falling(1e4)}
+    c.observe([StageObservation(energies=own) for own in (quiet, quiet, loud)])
+    first, second, last = c.decide(100).matrix_ranks
+    assert first is not None and second is not None and last is not None
+    assert first.keys() == second.keys() == {"a", "b"} and last["a"] > 32 > min(second.values())
+    sent = sum(first.values()) + sum(second.values()) + price * last["a"]
+    assert 0.95 * (4 + price) * 32 < sent <= (4 + price) * 32
+    if price == 3.0:
+        assert last["a"] < 64, "dear bytes buy less"
+    # a window in which a stage measured nothing changes nothing
+    c.observe([StageObservation(energies=own) for own in (quiet, {}, loud)])
+    assert c.decide(200).matrix_ranks == (first, second, last)
+
+
 def test_the_fewest_bytes_for_the_energy_of_a_static_rank() -> None:
     c = controller(allocation="lgreco", rmin=None, rmax=None, static_rank=32)
     c.observe([StageObservation(energies={"a": falling(1.0), "b": falling(1e-3)})])

@@ -1,6 +1,7 @@
 """The report from synthetic runs, whose figures are known."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 from edgc.observe.events import EventLog
 from tools import report
 from tools._root import REPOSITORY
+from tools.reports.picture import used_ranks
+from tools.shared.runs import Run
 
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 
@@ -86,6 +89,16 @@ def test_the_page_loads_nothing_and_the_picture_is_small(runs: Path) -> None:
         "report.png",
         "summary.json",
     ]
+
+
+def test_a_window_used_the_ranks_that_the_window_before_planned() -> None:
+    def window(end: int, ranks: list[int | None], planned: list[dict[str, int] | None]) -> dict[str, Any]:
+        return {"iteration": end, "ranks": ranks, "plan": {"matrix_ranks": planned}}
+
+    windows = [window(10, [None, 16], [{"a": 8, "b": 24}, None]), window(20, [16, 16], [None, {"c": 4}])]
+    run = Run("edgc", {}, windows, [], 1.0)
+    assert math.isnan(used_ranks(run, 0, 0)[0]) and used_ranks(run, 0, 1) == [16]
+    assert used_ranks(run, 1, 0) == [8, 24] and used_ranks(run, 1, 1) == [16]
 
 
 def test_a_last_line_cut_short_is_no_finished_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

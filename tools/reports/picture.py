@@ -49,14 +49,30 @@ def draw_entropy(axes: Axes, run: Run) -> None:
 
 
 def draw_ranks(axes: Axes, run: Run) -> None:
-    """Rank of every stage as steps; windows in which every stage was dense are shaded."""
+    """Ranks of every stage as steps: the mean of its matrices, and a band from the smallest to the largest.
+
+    Windows in which every stage was dense are shaded.
+    """
     edges = [0] + [window["iteration"] for window in run.windows]
     for stage, name in enumerate(run.stages):
-        values = [float("nan") if w["ranks"][stage] is None else w["ranks"][stage] for w in run.windows]
+        ranks = [used_ranks(run, window, stage) for window in range(len(run.windows))]
+        low, mean, high = zip(*((min(own), sum(own) / len(own), max(own)) for own in ranks), strict=True)
         colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
-        axes.stairs(values, edges, baseline=None, color=colour, linewidth=2, label=name)
+        axes.stairs(high, edges, baseline=low, fill=True, color=colour, alpha=0.15)
+        axes.stairs(mean, edges, baseline=None, color=colour, linewidth=2, label=name)
     dense = [end for end, window in zip(edges[1:], run.windows, strict=True) if set(window["ranks"]) == {None}]
     if dense:
         axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="dense warm-up")
-    axes.set(title="Compression rank", ylabel="rank", xlim=(0, edges[-1]))
+    axes.set(title="Ranks of matrices: mean, smallest, largest", ylabel="rank", xlim=(0, edges[-1]))
     axes.set_ylim(bottom=0)
+
+
+def used_ranks(run: Run, window: int, stage: int) -> list[float]:
+    """Of a stage's matrices in a window; NaN alone where it was not compressed."""
+    rank = run.windows[window]["ranks"][stage]
+    if rank is None:
+        return [float("nan")]
+    # a window's plan is for the windows after it
+    plan = run.windows[window - 1].get("plan", {}) if window else {}
+    own = (plan.get("matrix_ranks") or [None] * (stage + 1))[stage]
+    return [float(one) for one in own.values()] if own else [float(rank)]
