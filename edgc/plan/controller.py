@@ -7,7 +7,7 @@ from typing import Any
 
 from edgc.config import EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, CommCost, aligned_rank
-from edgc.plan.allocation import fewest_bytes_ranks, water_filled_ranks
+from edgc.plan.allocation import fewest_bytes_ranks, uniform_ranks, water_filled_ranks
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
@@ -261,10 +261,11 @@ class Controller:
     def _shared_by_all(self, ranks: tuple[int | None, ...]) -> tuple[Mapping[str, int] | None, ...]:
         """One rank, shared out among the matrices of all stages by one water level."""
         places = [place for place, rank in enumerate(ranks) if rank]
-        if not places or not all(self.energies[place] for place in places if self.matrices[place]):
-            return tuple(self._shared_before(place, rank) for place, rank in enumerate(ranks))
-        rank = ranks[places[0]]
-        assert rank is not None
+        rank, saving = max((ranks[place] or 0 for place in places), default=0), self.config.study.min_saving
+        # a stage of which no matrix pays is never measured
+        measurable = [place for place in places if uniform_ranks(self.matrices[place], rank, saving)]
+        if not measurable or not all(self.energies[place] for place in measurable):
+            return tuple(self._shared_before(place, own) for place, own in enumerate(ranks))
         # parameters of two stages may have the same name
         named = [
             (place, one, replace(one, name=f"{place} {one.name}")) for place in places for one in self.matrices[place]
@@ -273,7 +274,7 @@ class Controller:
             [key for _, _, key in named],
             {key.name: self.energies[place].get(one.name, ()) for place, one, key in named},
             rank,
-            self.config.study.min_saving,
+            saving,
             {key.name: self.prices[place] for place, _, key in named},
         )
         shared: list[dict[str, int]] = [{} for _ in ranks]

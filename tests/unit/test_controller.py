@@ -399,11 +399,12 @@ def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) 
     """The tied embedding of a pipeline is a stage of one matrix. Its steps of rank cost ``price`` times the bytes."""
     config = BASE.but(allocation="waterfill", rmin=None, rmax=None, static_rank=32, min_saving=1.0)
     layers, embedding = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 1024, 1024)), (MatrixSpec("a", 1024, 1024),)
-    stages = [layers, layers, embedding]
-    c = Controller(config, 10_000, stages, [COST] * 3, prices=[1.0, 1.0, price])
+    too_small = (MatrixSpec("c", 8, 8),)  # no rank pays there, so nothing is measured: the others do not wait for it
+    c = Controller(config, 10_000, [layers, layers, embedding, too_small], [COST] * 4, prices=[1.0, 1.0, price, 1.0])
     quiet, loud = {"a": falling(1.0), "b": falling(1.0)}, {"a": falling(1e4)}
-    c.observe([StageObservation(energies=own) for own in (quiet, quiet, loud)])
-    first, second, last = c.decide(100).matrix_ranks
+    c.observe([StageObservation(energies=own) for own in (quiet, quiet, loud, {})])
+    first, second, last, none = c.decide(100).matrix_ranks
+    assert none == {}
     assert first is not None and second is not None and last is not None
     assert first.keys() == second.keys() == {"a", "b"} and last["a"] > 32 > min(second.values())
     sent = sum(first.values()) + sum(second.values()) + price * last["a"]
@@ -411,8 +412,8 @@ def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) 
     if price == 3.0:
         assert last["a"] < 64, "dear bytes buy less"
     # a window in which a stage measured nothing changes nothing
-    c.observe([StageObservation(energies=own) for own in (quiet, {}, loud)])
-    assert c.decide(200).matrix_ranks == (first, second, last)
+    c.observe([StageObservation(energies=own) for own in (quiet, {}, loud, {})])
+    assert c.decide(200).matrix_ranks == (first, second, last, none)
 
 
 def test_the_fewest_bytes_for_the_energy_of_a_static_rank() -> None:
