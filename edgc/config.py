@@ -16,17 +16,17 @@ MESSAGES = ("off", "auto", "backward", "both", "epilogue")  # which messages bet
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
 # What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, one rank for the
-# whole run that energy shares out among the matrices, a short warm-up in int8, and gradients rounded on their way from
+# whole run that is shared out among the matrices, a short warm-up in int8, and gradients rounded on their way from
 # stage to stage. Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "dense_wire": "int8"}
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "pp": "auto:int8"}
-_FEW_BITS = {"compress_embeddings": True, "pp": "auto:int4"}
+_FEWER_BYTES = {"compress_embeddings": True, "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"fuse_embedding_sync": False},  # as published
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "static_rank": 1 / 4},
     "balanced": {
         **_FRONT,
-        **_FEW_BITS,
+        **_FEWER_BYTES,
         "basis_wire": "int5",
         "wire": "int5",
         "rest_wire": "int6",
@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "fast": {
         **_FRONT,
-        **_FEW_BITS,
+        **_FEWER_BYTES,
         "basis_wire": "int6+int4",
         "wire": "int4",
         "rest_wire": "int4",
@@ -228,8 +228,8 @@ class Ranks:
     )
     allocation: str = _knob(
         "uniform",
-        "how the matrices of a stage share its rank: the same rank for each (uniform); more rank where a byte carries "
-        "more energy, at equal bytes (waterfill); or the fewest bytes that leave out no more energy (lgreco)",
+        "how matrices share a rank: the same rank for each (uniform); more rank where a byte lowers the loss more, at "
+        "equal bytes (waterfill); or the fewest bytes that leave out no more energy (lgreco)",
         "name",
         "docs/algorithm.md, 6",
         ("uniform", "waterfill", "lgreco"),

@@ -228,9 +228,6 @@ class BudgetPlanner:
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
             for place in self.places
         }
-        settled = {
-            place: [one.matrix.name not in self.changed[place] for one in own] for place, own in self.candidates.items()
-        }
         energies = [
             (one.elements, energy)
             for place in self.places
@@ -241,10 +238,8 @@ class BudgetPlanner:
         mean = sum(size * energy for size, energy in energies) / elements if elements else math.nan
         for place in self.places:
             self.candidates[place] = [
-                one.fitted(choice, own if counts else math.nan).weighed(energy / mean)
-                for (one, choice), (own, energy), counts in zip(
-                    self._chosen(place), seen[place], settled[place], strict=True
-                )
+                one.fitted(choice, math.nan if one.matrix.name in self.changed[place] else own).weighed(energy / mean)
+                for (one, choice), (own, energy) in zip(self._chosen(place), seen[place], strict=True)
             ]
 
     def decide(self, iteration: int) -> None:

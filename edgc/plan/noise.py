@@ -21,7 +21,6 @@ Adam lowers the loss.
 measured factor multiplies it, for outliers and for sums that are rounded twice.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -89,8 +88,8 @@ class RoundingNoise:
 
 def _averaged(noise: float, before: float, times: int) -> float:
     """The geometric mean of a measured noise and of what ``times`` measurements before it had given."""
-    weight = max(1 / (times + 1), NEWEST)
-    return math.exp(weight * math.log(noise) + (1 - weight) * math.log(before)) if times else noise
+    weight = max(1 / (times + 1), NEWEST)  # 1 for the first
+    return float(noise**weight * before ** (1 - weight))
 
 
 def noise_of_format(name: str) -> float:

@@ -83,6 +83,8 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     for _ in range(20):
         often = often.fitted("int4", 0.2)
     assert often.fitted("int4", 3.2).noise("int4") == pytest.approx(0.4), "a quarter of the way, in logarithms"
+    whole = candidate("w").fitted(64, 0.1).fitted(64, 0.1)  # all directions: nothing to learn
+    assert whole.noise(64) == 0
     flat = candidate("w").fitted(8, 126.0)  # twice that of a flat spectrum
     assert flat.noise(8) == pytest.approx(2 * 63) and flat.noise(16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
