@@ -15,15 +15,16 @@ RANK_MODELS = ("gaussian", "measured", "residual")
 MESSAGES = ("off", "auto", "backward", "both", "epilogue")  # which messages between stages are compressed
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
-# What safe, balanced and fast share: several warm-started factors used in turn, gradients equalised, one rank for the
-# whole run that is shared out among the matrices, a short warm-up in int8, and gradients rounded on their way from
-# stage to stage. Evidence: docs/frontier, docs/convergence.md.
+# What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
+# equalised, a short warm-up in int8, and gradients rounded on their way from stage to stage. What they say of
+# embeddings and other parameters, and of how matrices share a rank, holds where ranks are given or set by entropy.
+# Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "dense_wire": "int8"}
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "pp": "auto:int8"}
 _FEWER_BYTES = {"compress_embeddings": True, "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"fuse_embedding_sync": False},  # as published
-    "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "static_rank": 1 / 4},
+    "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "volume": 8.0},
     "balanced": {
         **_FRONT,
         **_FEWER_BYTES,
@@ -31,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "wire": "int5",
         "rest_wire": "int6",
         "warmup_fraction": 0.025,
-        "static_rank": 5 / 32,
+        "volume": 24.0,
     },
     "fast": {
         **_FRONT,
@@ -40,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "wire": "int4",
         "rest_wire": "int4",
         "warmup_fraction": 0.01,
-        "static_rank": 3 / 32,
+        "volume": 48.0,
     },
     # the rival of the paper (Song et al., ASPLOS 2023), for pipelines with tied embeddings; the share is our choice
     "optimus": {
@@ -187,10 +188,10 @@ class Ranks:
     )
     volume: float | None = _knob(
         None,
-        "how many times fewer bytes of gradients than in fp32 the whole run may send, whatever the link. A planner "
+        "how many times fewer bytes of gradients than a dense all-reduce in fp32 the whole run may send. A planner "
         "spends them: it gives every parameter a rank, a share of its rows, or a number of bits, by the noise that was "
-        "measured in what the optimizer got, in the place of --edgc-rest-wire, --edgc-compress-embeddings and "
-        "--edgc-allocation",
+        "measured in what the optimizer got. It takes the place of --edgc-rest-wire, --edgc-compress-embeddings and "
+        "--edgc-allocation. No step sends more than --edgc-rmax in all matrices would",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
@@ -206,14 +207,19 @@ class Ranks:
     rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
     rmax: float | None = _knob(
         None,
-        "largest rank, at which compression starts, where entropy sets the ranks; below 1 a share of the model's "
-        "width, or the break-even rank if that is less (default: the break-even rank, at which a compressed reduction "
-        "takes as long as the host's own)",
+        "largest rank, at which compression starts, where entropy sets the ranks; with --edgc-volume the largest mean "
+        "rank; below 1 a share of the model's width, or the break-even rank if that is less (default: the break-even "
+        "rank, at which a compressed reduction takes as long as the host's own)",
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )
     rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
-    window: int = _knob(1000, "ranks change only at multiples of this", "iterations", f"{PAPER}, w")
+    window: int = _knob(
+        1000,
+        "ranks change only at multiples of this; with --edgc-volume it is at most a twentieth of the run",
+        "iterations",
+        f"{PAPER}, w",
+    )
     warmup_fraction: float = _knob(
         0.1,
         "smallest share of the run in which everything travels in the format of --edgc-dense-wire",
@@ -257,8 +263,8 @@ class Ranks:
                 object.__setattr__(self, name, int(value))  # flags are floats
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
-        for given in ("static_rank", "volume"):
-            for name in ("rmin", "rmax"):
+        for given, others in {"static_rank": ("rmin", "rmax"), "volume": ("rmin",)}.items():
+            for name in others:
                 if getattr(self, given) is not None:
                     _require(getattr(self, name) is None, name, getattr(self, name), f"does nothing beside {given}")
         if self.volume is not None:
@@ -518,14 +524,14 @@ class EDGCConfig:
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         name = given.get("preset", usual)
         preset = dict(PRESETS.get(name, {}))
-        if not has_rank(given.get("engine", cls.engine)):
-            preset.pop("static_rank", None)
-        if "volume" in given and "static_rank" not in given:
-            preset.pop("static_rank", None)
-        if "static_rank" not in given and BY_ENTROPY & given.keys():
-            # who gives a setting of ranks that entropy sets wants it to set them
-            share = preset.pop("static_rank", None)
-            preset.update({} if share is None or share >= 1 else {"rmax": share})
+        # who gives a setting of ranks that entropy sets wants it to set them
+        by_entropy = BY_ENTROPY - ({"rmax"} if "volume" in preset else set())
+        if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
+            preset = {key: value for key, value in preset.items() if key not in POLICIES}
+        if (volume := given.get("volume", preset.get("volume"))) is not None:
+            for one in sorted(UNUSED_BY_VOLUME & given.keys()):
+                rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
+                _require(False, one, given[one], rule)
         _, colon, how = preset.get("pp", "").partition(":")
         if colon and given.get("pp", "off") in MESSAGES[1:]:
             preset["pp"] = given["pp"] + colon + how
@@ -564,7 +570,7 @@ class EDGCConfig:
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
-        if self.low_rank and self.ranks.static_rank is None:
+        if self.dynamic and self.ranks.static_rank is None:
             rule = f"is longer than the run of {iterations} iterations"
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
             rule = f"measures nothing at {self.ranks.iteration_sampling_rate:g} of the iterations"
@@ -577,9 +583,14 @@ class EDGCConfig:
         return given if given is not None else 0.0 if self.ranks.volume is None else 0.0005
 
     @property
+    def asks_link(self) -> bool:
+        """Whether ranks are not given, so that what the link allows bounds them."""
+        return self.low_rank and self.ranks.fixed is None
+
+    @property
     def dynamic(self) -> bool:
-        """Whether ranks are not given, but set by entropy or, once, by what the link and the model allow."""
-        return self.low_rank and self.ranks.fixed is None and self.ranks.volume is None
+        """Whether ranks are set by entropy or, once, by what the link and the model allow."""
+        return self.asks_link and self.ranks.volume is None
 
     @property
     def low_rank(self) -> bool:
@@ -587,7 +598,9 @@ class EDGCConfig:
         return has_rank(self.engine)
 
 
+POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step"}  # settings that do nothing beside a static rank
+UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 SECTIONS: Mapping[str, type[Any]] = {
     "ranks": Ranks,
     "formats": Formats,

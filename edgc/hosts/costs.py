@@ -19,24 +19,20 @@ CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, thos
 
 
 def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
-    """For the controller of a run. Where the host's own sum is a reduce-scatter, which sends half of what an all-reduce
-    does, so do rounded values. Factors and rows do not: in that unit they take twice as much.
-    """
+    """For the controller of a run. A reduce-scatter, which is half of an all-reduce, also sums what is rounded."""
 
     def factors(matrix: MatrixSpec) -> float:
         cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
-        return 2 * cost if run.scatters else cost
+        return cost
 
-    def rows(matrix: MatrixSpec) -> tuple[float, float]:
-        each, norms = Rows.message_bytes(matrix)
-        return (2 * each, 2 * norms) if run.scatters else (each, norms)
-
+    half = 0.5 if run.scatters else 1.0
+    host_bytes = half * run.gradient_bytes
     warmup = wire(config.formats.dense_wire)
-    uncompressed = float(run.gradient_bytes) if warmup.exact else warmup.bytes_per_value()
+    uncompressed = host_bytes if warmup.exact else half * warmup.bytes_per_value()
     # sums in 16 bits are known to all processes, so that what they cut off can be fed back
-    whole = 2 if run.scatters and run.gradient_bytes == 2 else 1
-    bytes_per_value = {name: whole * wire(name).bytes_per_value() for name in CHOICES}
-    return MessageSizes(factors, rows, ROW_FORMAT, bytes_per_value, uncompressed, run)
+    rounded = 1.0 if run.gradient_bytes == 2 else half
+    bytes_per_value = {name: rounded * wire(name).bytes_per_value() for name in CHOICES}
+    return MessageSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, host_bytes, run)
 
 
 def reduction_cost(
@@ -54,7 +50,7 @@ def reduction_cost(
     """
     allocations = [allocate(group, config, smallest_rank(config)) for group in groups if group]
     whole = allocate([parameter for group in groups for parameter in group], config, smallest_rank(config))
-    if not config.dynamic or not whole.matrices or run.alone:
+    if not config.asks_link or not whole.matrices or run.alone:
         return None
     half = run.gradient_bytes == 2
     if config.ranks.link_gbps is None:

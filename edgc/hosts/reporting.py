@@ -72,7 +72,7 @@ class Reporter:
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif config.ranks.volume is not None:
-            how = f"{config.ranks.volume:g}x fewer bytes than in fp32, window {config.ranks.window}"
+            how = f"{config.ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {config.ranks.window}"
         elif not config.dynamic:
             what = "compressed" if config.ranks.fixed is None else f"rank {config.ranks.fixed}"
             how = f"{what} after {100 * config.ranks.warmup_fraction:g}% of the run"
@@ -201,7 +201,7 @@ class Reporter:
                 )
             for message in report.messages:
                 self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
-            for line in _totals(report, self.run.gradient_bytes):
+            for line in _totals(report, self.run):
                 self._print(f"edgc | {line}")
         self._tensorboard(report)
         event = asdict(report)
@@ -286,13 +286,15 @@ def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:
     return wanted
 
 
-def _totals(report: WindowReport, value_bytes: int) -> list[str]:
-    """The run's bytes a process, against those of the host's own way; its gradients have values of so many bytes."""
+def _totals(report: WindowReport, run: Run) -> list[str]:
+    """The run's bytes a process, against those of the host's own way."""
     sent, dense = report.dp_bytes, report.dp_bytes_dense
     lines = [f"gradients: sent {_bytes(sent)} of {_bytes(dense)}"]
     if sent:
-        fewer = {kind: size / value_bytes * dense / sent for kind, size in (("fp32", 4), ("bf16", 2))}
-        lines[0] += f", {fewer['fp32']:.1f}x fewer than in fp32, {fewer['bf16']:.1f}x fewer than in bf16"
+        in_fp32 = 4 / run.gradient_bytes * dense / sent
+        lines[0] += f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
+        if run.scatters:
+            lines[0] += f"; {2 * in_fp32:.1f}x fewer than an all-reduce in fp32"
     sent, dense = report.total_bytes, report.total_bytes_dense
     fewer_in_all = f", {dense / sent:.1f}x fewer" if sent else ""
     what = "gradients, updated weights, messages between stages"

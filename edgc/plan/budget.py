@@ -167,12 +167,13 @@ class BudgetPlanner:
     """Gives every parameter of all stages its choice, so that the whole run sends its budget.
 
     Args:
-        volume: bytes of gradients in fp32 over those of the run.
+        volume: bytes of an all-reduce of all gradients in fp32 over those of the run.
         iterations: of the run; ``first``: the one at which compression begins.
         stages: the parameters of each stage.
         never: places of stages that are never compressed.
-        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``gradient_bytes``:
-            of the host's gradients.
+        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``host_bytes``:
+            in the host's own sum.
+        most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
     """
 
     def __init__(
@@ -184,13 +185,15 @@ class BudgetPlanner:
         never: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
-        gradient_bytes: int = 4,
+        host_bytes: float = 4.0,
+        most: int | None = None,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
-        self.gradient_bytes = gradient_bytes
+        self.host_bytes = host_bytes
+        self.most = math.inf if most is None else self._at_rank(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
@@ -199,7 +202,7 @@ class BudgetPlanner:
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
-        self.short = False  # whether not even the smallest options fit
+        self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
         # parameters that travel in another way since the last decision, by place: what the way before had left is sent
         # in their first window, so that window says little about the new way
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
@@ -213,13 +216,14 @@ class BudgetPlanner:
         done = iteration * self.dense
         spent = sent / dense * done if dense else 0.0
         unspent = self.dense * self.iterations / self.volume - spent
-        return unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
+        left = unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
+        return min(left, self.most)
 
     def observe(self, noise: Sequence[Mapping[str, tuple[float, float]]], sent: float, dense: float) -> None:
         """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
         far, and the host's.
         """
-        dense *= 4 / self.gradient_bytes
+        dense *= 4 / self.host_bytes
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
         if dense > dense_before:
             self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
@@ -269,8 +273,17 @@ class BudgetPlanner:
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         found = iter(spend(every, self.bytes_per_value, budget))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
-        self.short = self._size(best) > budget
+        self.short, self.bounded = self._size(best) > budget, budget == self.most
         return best
+
+    def _at_rank(self, rank: int) -> float:
+        """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
+        finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
+        return sum(
+            one.size(finest if one.directions is None else rank, self.bytes_per_value)
+            for stage in self.candidates.values()
+            for one in stage
+        )
 
     def _size(self, choices: Mapping[int, Sequence[Choice]]) -> float:
         return sum(
@@ -303,7 +316,7 @@ class BudgetPlanner:
     @property
     def reason(self) -> str:
         """Why the choices are as they are."""
-        return "the budget is too small" if self.short else "budget"
+        return "the budget is too small" if self.short else "break-even rank" if self.bounded else "budget"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""

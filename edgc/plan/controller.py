@@ -430,6 +430,8 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
     if config.ranks.static_rank is not None:
         return config.but(static_rank=known(config.ranks.static_rank))
     rmax = known(config.ranks.rmax)
+    if config.ranks.volume is not None:
+        return config.but(rmax=rmax)
     rmin = min(rmax, _multiple(rmax / 4)) if config.ranks.rmin is None else config.ranks.rmin
     return config.but(rmin=rmin, rmax=rmax)
 

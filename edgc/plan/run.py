@@ -89,8 +89,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """Bytes of messages: of a matrix's factors per rank; of one of its rows, and of choosing rows; of a value in each
-    format to choose from, and of a value while nothing is compressed. ``row_format``: in which rows travel.
+    """Bytes of messages, of which an all-reduce sends all and a reduce-scatter half: of a matrix's factors per rank; of
+    one of its rows, and of choosing rows; of a value in each format to choose from, while nothing is compressed, and in
+    the host's own sum. ``row_format``: in which rows travel.
     """
 
     factors: Callable[[MatrixSpec], float]
@@ -98,6 +99,7 @@ class MessageSizes:
     row_format: str
     bytes_per_value: Mapping[str, float]
     uncompressed: float
+    host_bytes: float
     run: Run
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
@@ -153,7 +155,8 @@ class RunPlan:
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                sizes.run.gradient_bytes,
+                sizes.host_bytes,
+                self.config.ranks.largest,
             )
         return Controller(
             self.config,
@@ -169,8 +172,12 @@ class RunPlan:
 
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
-    rank = break_even_rank(cost.compressed, cost.host_seconds)
-    return min(RANK_MULTIPLE * (rank // RANK_MULTIPLE), largest_rank(matrices, min_saving))
+    return min(_link_rank(cost), largest_rank(matrices, min_saving))
+
+
+def _link_rank(cost: StageCost) -> int:
+    """The largest rank, whatever it saves, at which a stage is not slower than the host's sum; 0 if none is."""
+    return RANK_MULTIPLE * (break_even_rank(cost.compressed, cost.host_seconds) // RANK_MULTIPLE)
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
@@ -180,12 +187,13 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     no matrix of the model saves anything, and for settings that cannot work in a run of this length.
     """
     config.check_run(run.iterations)
-    if config.ranks.volume is not None:
+    if (volume := config.ranks.volume) is not None:
+        config = config.but(window=_window(config, run.iterations))
         warmup = config.ranks.warmup_fraction * bits_of(config.formats.dense_wire) / 32
-        if warmup >= 1 / config.ranks.volume:
+        if warmup >= 1 / volume:
             share = 100 * config.ranks.warmup_fraction
             raise ConfigError(
-                f"{flag('volume')} = {config.ranks.volume:g}: the warm-up of {share:g} % of the run in "
+                f"{flag('volume')} = {volume:g}: the warm-up of {share:g} % of the run in "
                 f"{config.formats.dense_wire} alone sends more than that allows; give a smaller "
                 f"{flag('warmup_fraction')}, or {flag('dense_wire')} int8"
             )
@@ -202,7 +210,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             )
     known = [stage for own in processes for stage in own]
     compresses, warnings = True, []
-    if config.dynamic:
+    # with a volume and no replicas the one sum left, of a tied embedding, was not timed
+    if config.asks_link and not (volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
         compresses = config.ranks.largest is not None or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         if compresses:
@@ -224,6 +233,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             config = config.but(
                 engine="dense",
                 static_rank=None,
+                volume=None,
                 rest_wire="fp32",
                 dense_wire="fp32",
                 rank_tilt=0.0,
@@ -234,6 +244,12 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.but(dense_wire="fp32", param_wire=None)
     return RunPlan(config, stages, compresses, tuple(warnings))
+
+
+def _window(config: EDGCConfig, iterations: int) -> int:
+    """At most a twentieth of the run, so that what is measured can set a budget's plan; never without a measurement."""
+    measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
+    return min(config.ranks.window, max(iterations // 20, measured, 2))
 
 
 def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
@@ -259,7 +275,10 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
     """Over the stages that may be compressed: the slowest link limits all."""
     return min(
         (
-            break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.study.min_saving)
+            # a volume itself says how much must be saved
+            _link_rank(stage.cost)
+            if config.ranks.volume is not None
+            else break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.study.min_saving)
             for stage in known
             if stage.cost is not None and not dense_because(stage.key, config, run)
         ),

@@ -60,7 +60,7 @@ SETTINGS: list[dict[str, object]] = [
     {},
     {"engine": "alternating", "wire": "int4", "rest_wire": "int4", "dense_wire": "int8"},
     {"engine": "powersgd", "wire": "int8", "basis_wire": "int8", "rest_wire": "int8", "equalise": True},
-    {**PRESETS["fast"], "static_rank": None},
+    {**PRESETS["fast"], "volume": None},
 ]
 
 
@@ -98,7 +98,7 @@ def one_bad_gradient(rank: int) -> list[str]:
     wrong = []
     several: list[dict[str, object]] = [
         {},
-        {**PRESETS["fast"], "static_rank": 4},
+        {**PRESETS["fast"], "volume": None, "static_rank": 4},
         {"engine": "int4", "dense_wire": "int8"},
         {"engine": "int4", "equalise": True},
         {"engine": "loco"},
@@ -242,7 +242,9 @@ def memory_of_reductions(rank: int) -> dict[str, float]:
     routes.PORTION = side * side // 4
     peaks = {}
     for preset in ("paper", "balanced"):
-        config = EDGCConfig.of(**{**PRESETS[preset], "static_rank": 16, "iteration_sampling_rate": 0.01})
+        config = EDGCConfig.of(
+            **{**PRESETS[preset], "volume": None, "static_rank": 16, "iteration_sampling_rate": 0.01}
+        )
         communicator = Communicator(dist.group.WORLD, Traffic())
         under_test = GradientReducer(allocate(parameters, config, 8), config, communicator, CPU)
         for kind, stage_rank in (("warm-up", None), ("low rank", 16)):

@@ -34,7 +34,7 @@ def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -
 
 def of_preset(name: str) -> dict[str, Any]:
     """A preset's settings with a rank for matrices of this size."""
-    return {**PRESETS[name], "static_rank": RANK}
+    return {**PRESETS[name], "volume": None, "static_rank": RANK}
 
 
 def true_gradient() -> Tensor:

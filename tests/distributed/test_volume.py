@@ -28,7 +28,8 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     _, *windows = read_events(tmp_path / "whole")
     _, *later = read_events(tmp_path / "resumed")
     plans = [(window["plan"]["matrix_ranks"], window["plan"]["formats"]) for window in windows]
-    assert plans[3:] == [(window["plan"]["matrix_ranks"], window["plan"]["formats"]) for window in later]
+    assert len(plans) == 20, "a window is a twentieth of the run"
+    assert plans[11:] == [(window["plan"]["matrix_ranks"], window["plan"]["formats"]) for window in later]
     assert windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(12, rel=0.03)
     assert windows[-1]["dp_bytes"] == later[-1]["dp_bytes"]
     (ranks,), (formats,) = plans[-1]
@@ -49,6 +50,7 @@ def test_a_budget_is_kept_in_other_modes(mode: str, tmp_path: Path) -> None:
     train(["--train-iters", "60", *VOLUME, *shlex.split(mode), "--edgc-log-dir", str(tmp_path)], processes=4)
     start, *windows = read_events(tmp_path)
     last = windows[-1]
-    fewer = 4 / start["gradient_bytes"] * last["dp_bytes_dense"] / last["dp_bytes"]
-    assert fewer == pytest.approx(12, rel=0.05)
+    # Megatron's own reduce-scatter sends half of what an all-reduce does
+    host_bytes = start["gradient_bytes"] / (2 if "distributed" in mode else 1)
+    assert 4 / host_bytes * last["dp_bytes_dense"] / last["dp_bytes"] == pytest.approx(12, rel=0.05)
     assert all(ranks is not None for ranks in last["plan"]["matrix_ranks"])

@@ -130,9 +130,26 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:
     for given in ({"rank_model": "measured"}, {"rmin": 4}, {"rank_step": 4}):
         config = EDGCConfig.from_preset({"preset": "balanced", **given})
-        assert (config.ranks.static_rank, config.ranks.rmax) == (None, 5 / 32)
+        assert (config.ranks.static_rank, config.ranks.volume, config.dynamic) == (None, None, True)
     config = EDGCConfig.from_preset({"preset": "optimus", "rmax": 64})
     assert (config.ranks.static_rank, config.ranks.rmax) == (None, 64)
+
+
+def test_a_preset_of_a_volume_takes_a_bound_on_the_rank_another_volume_or_a_rank() -> None:
+    def ranks(**given: float) -> tuple[float | None, ...]:
+        own = EDGCConfig.from_preset({"preset": "balanced", **given}).ranks
+        return own.volume, own.rmax, own.static_rank
+
+    assert ranks() == (24, None, None) and ranks(rmax=16) == (24, 16, None)
+    assert ranks(volume=12, rmax=16) == (12, 16, None) and ranks(static_rank=16) == (None, None, 16)
+    assert EDGCConfig.from_preset({"preset": "fast", "engine": "int4"}).ranks.volume is None
+
+
+@pytest.mark.parametrize("unused", [{"rest_wire": "int8"}, {"allocation": "uniform"}, {"compress_embeddings": False}])
+def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):
+        EDGCConfig.from_preset(unused)
+    EDGCConfig.from_preset({**unused, "static_rank": 8})
 
 
 def test_settings_keep_their_values_with_and_without_their_groups() -> None:

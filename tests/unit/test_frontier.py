@@ -378,7 +378,7 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "| 2: +0.00 | 0.50 | 0123456+ | with: --edgc-engine int4 |" in page
     assert "| ours | large, DP 2, PP 2, 10 iterations | 3 |" in page and "of another list" not in page
     (outdated,) = (one for one in page_lines([third], lines) if one["name"] == "ours")
-    assert "warmup_fraction 0.025" in outdated["other"] and "static_rank 0.25" in outdated["other"]
+    assert "warmup_fraction 0.025" in outdated["other"] and "volume 8.0" in outdated["other"]
     changes_since = "embedding sum counted, spikes scaled down, spike limit 10, errors of spikes limited"
     assert outdated["before"] == f"only factors scaled, {changes_since}, rank by descent"
     uniform = kept(third, flags="--edgc-allocation uniform", engine="powersgd", changes=len(changes.CHANGES) - 1)

@@ -121,10 +121,12 @@ def test_equalising_saves_the_small_rows_of_a_badly_scaled_matrix() -> None:
     assert late_in_units_of_the_update(equalise=True) < 0.3 * late_in_units_of_the_update()
 
 
-@pytest.mark.parametrize(("preset", "most"), [("safe", 1.8), ("balanced", 4.0), ("fast", 7.5)])
-def test_a_preset_leaves_no_more_behind_than_it_did(preset: str, most: float) -> None:
-    settings = {name: value for name, value in PRESETS[preset].items() if name not in ("static_rank", "pp")}
-    rank = int(PRESETS[preset]["static_rank"] * MATRIX.rows)
+@pytest.mark.parametrize(
+    ("preset", "share", "most"), [("safe", 1 / 4, 1.8), ("balanced", 5 / 32, 4.0), ("fast", 3 / 32, 7.5)]
+)
+def test_a_preset_leaves_no_more_behind_than_it_did(preset: str, share: float, most: float) -> None:
+    settings = {name: value for name, value in PRESETS[preset].items() if name not in ("volume", "pp")}
+    rank = int(share * MATRIX.rows)
     found = late_in_units_of_the_update(rank, **settings)
     assert 0 < found < most
 

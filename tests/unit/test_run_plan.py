@@ -75,6 +75,7 @@ def sizes(bytes_per_value: Mapping[str, float], uncompressed: float = 1.0, run: 
         row_format="int4",
         bytes_per_value=bytes_per_value,
         uncompressed=uncompressed,
+        host_bytes=4.0,
         run=run,
     )
 
@@ -110,19 +111,41 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     parameters = (Parameter("w", (64, 256)), Parameter("word", (512, 64), embedding=True), Parameter("bias", (64,)))
     stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
-    assert plan.compresses and plan.config.ranks.rmax is None
+    assert plan.compresses and plan.config.ranks.rmax == 400  # of the link
     first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
 
 
-def test_a_volume_that_is_asked_for_is_kept_on_any_link() -> None:
-    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
-    stage = ProcessStage(
-        StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(9.0, 9.0), 4.0, 4.0)
-    )
-    plan = plan_run(config, RUN, [[stage]])
-    assert plan.compresses and plan.config.ranks.volume == 20 and not plan.config.dynamic
+def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
+    known = processes(DEAR, DEAR)
+    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known)
+    assert not plan.compresses and plan.config.engine == "dense" and plan.config.ranks.volume is None
+    assert "Give --edgc-rmax a rank" in plan.warnings[0]
+    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, "rmax": 16}), RUN, known)
+    assert plan.compresses and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
+
+
+def test_a_step_sends_no_more_than_the_break_even_rank_would() -> None:
+    """On a link where rank 8 takes as long as the host, a volume of 2 sends much less than it may."""
+    parameters = (Parameter("w", (64, 256)), Parameter("v", (64, 256)))
+    for host_seconds, limited in ((8.5, True), (400.0, False)):
+        cost = StageCost(CommCost(0.0, 1.0), host_seconds, host_seconds)
+        stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, cost)
+        plan = plan_run(EDGCConfig.from_preset({"volume": 10.0}), RUN, [[stage]])
+        assert plan.config.ranks.rmax == (8 if limited else 400)
+        budget = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int2": 0.25})).budget
+        assert budget is not None
+        at_rank_8 = 2 * 8 * 0.6 * (64 + 256)
+        assert (budget.budget(25) == pytest.approx(at_rank_8)) == limited == (budget.reason == "break-even rank")
+        assert (budget._size(budget.choices) <= at_rank_8) == limited
+
+
+def test_a_window_is_at_most_a_twentieth_of_a_run_with_a_volume_and_holds_a_measurement() -> None:
+    for iterations, given, rate, window in ((100000, 1000, 0.1, 1000), (4000, 1000, 0.1, 200), (60, 1000, 0.1, 10)):
+        config = EDGCConfig.from_preset({"window": given, "iteration_sampling_rate": rate})
+        plan = plan_run(config, Run(iterations=iterations, replicas=4), processes(CHEAP))
+        assert plan.config.ranks.window == window
 
 
 def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
@@ -150,7 +173,7 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
     [
         ({"volume": 1.0}, "volume = 1.0: must be above 1"),
         ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside volume"),
-        ({"volume": 20.0, "rmax": 8}, "rmax = 8: does nothing beside volume"),
+        ({"volume": 20.0, "rmin": 8}, "rmin = 8: does nothing beside volume"),
         ({"volume": 20.0, "rank_model": "measured"}, "does nothing beside volume"),
         ({"volume": 20.0, "engine": "int4"}, "the engine int4 has no rank"),
         ({"volume": 20.0, "fidelity_share": 0.0}, "needs a fidelity_share above 0"),

@@ -13,9 +13,7 @@ from edgc.config import PRESETS, EDGCConfig
 from edgc.plan.allocation import Allocation
 
 # The formats of ``balanced`` without its rank policy: a benchmark gives the ranks.
-BALANCED: dict[str, Any] = {
-    name: value for name, value in PRESETS["balanced"].items() if name not in ("static_rank", "pp")
-}
+BALANCED: dict[str, Any] = {name: value for name, value in PRESETS["balanced"].items() if name not in ("volume", "pp")}
 
 
 def make_reducer(allocation: Allocation, config: EDGCConfig, device: torch.device) -> GradientReducer:
