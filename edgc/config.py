@@ -147,6 +147,13 @@ class Study:
         "fraction",
         "docs/algorithm.md, 9",
     )
+    learning_rate_power: float = _knob(
+        0.5,
+        "with --edgc-volume the budget of a step goes with this power of its learning rate, where the host knows that; "
+        "0 gives every step the same",
+        "exponent",
+        "docs/algorithm.md, 10",
+    )
     kernels: str = _knob(
         "plain",
         "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations (fused), which need "
@@ -171,6 +178,12 @@ class Study:
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+        _require(
+            0 <= self.learning_rate_power < math.inf,
+            "learning_rate_power",
+            self.learning_rate_power,
+            "must not be negative",
+        )
         if self.fidelity_share is not None:
             _require(self.fidelity_share >= 0, "fidelity_share", self.fidelity_share, "must not be negative")
 

@@ -1,10 +1,12 @@
 """How to send each parameter so that, under one budget of bytes, the optimizer gets the least noise."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from edgc.plan.alignment import RANK_MULTIPLE
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread
@@ -12,6 +14,8 @@ from edgc.specs import MatrixSpec
 
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
+CHANGE = 1.25  # how many times as much noise a way counts that is known but not in use: a change costs what is unsent
+LEAST_RATE = 0.05  # of the largest learning rate: below it the budget of a step does not fall further
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
 FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
 Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
@@ -36,7 +40,7 @@ class Candidate:
     """A parameter, and what it costs to send it.
 
     ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
-    gradient, over that of the mean entry of all.
+    gradient, over that of the mean entry of all. ``way``: in which it travels now; empty where nothing has begun.
     """
 
     matrix: MatrixSpec
@@ -45,6 +49,7 @@ class Candidate:
     price: float = 1.0
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
+    way: str = ""
 
     @property
     def rank_beside_rows(self) -> int:
@@ -81,11 +86,13 @@ class Candidate:
         return self.price * size
 
     def noise(self, choice: Choice) -> float:
-        """The noise under this choice, predicted."""
+        """The noise under this choice, predicted. More of it is worth a change."""
         if isinstance(choice, str) and not is_rows(choice):
-            return self.rounding.noise(choice)
-        parts, sent = self._parts(choice)
-        return parts.spread.noise(sent) + self.rounding.noise(parts.format_name)
+            noise, known = self.rounding.noise(choice), self.rounding.times
+        else:
+            parts, sent = self._parts(choice)
+            noise, known = parts.spread.noise(sent) + self.rounding.noise(parts.format_name), parts.spread.times
+        return CHANGE * noise if known and self.way not in ("", way_of(choice)) else noise
 
     def fitted(self, choice: Choice, noise: float) -> "Candidate":
         """The same with the noise that was measured under ``choice``."""
@@ -174,6 +181,7 @@ class BudgetPlanner:
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``host_bytes``:
             in the host's own sum.
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
+        worth: what a byte of each iteration is worth (None: all the same).
     """
 
     def __init__(
@@ -187,8 +195,12 @@ class BudgetPlanner:
         uncompressed: float,
         host_bytes: float = 4.0,
         most: int | None = None,
+        worth: Callable[[int], float] | None = None,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
+        each = np.ones(iterations) if worth is None else np.array([worth(iteration) for iteration in range(iterations)])
+        # of an iteration, its share of what it and all later ones are worth
+        self.share = each / np.cumsum(each[::-1])[::-1]
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
@@ -206,6 +218,7 @@ class BudgetPlanner:
         # parameters that travel in another way since the last decision, by place: what the way before had left is sent
         # in their first window, so that window says little about the new way
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
+        self.choices: dict[int, list[Choice]] = {}
         self.choices = self._best(self.budget(first))
 
     def budget(self, iteration: int) -> float:
@@ -216,7 +229,8 @@ class BudgetPlanner:
         done = iteration * self.dense
         spent = sent / dense * done if dense else 0.0
         unspent = self.dense * self.iterations / self.volume - spent
-        left = unspent / max(self.iterations - iteration, 1) / (self.overhead or 1.0) - self.never
+        share = float(self.share[min(iteration, self.iterations - 1)])
+        left = unspent * share / (self.overhead or 1.0) - self.never
         return min(left, self.most)
 
     def observe(self, noise: Sequence[Mapping[str, tuple[float, float]]], sent: float, dense: float) -> None:
@@ -264,13 +278,16 @@ class BudgetPlanner:
             place: [
                 one.matrix.name
                 for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
-                if _way(old) != _way(new)
+                if way_of(old) != way_of(new)
             ]
             for place in self.places
         }
 
     def _best(self, budget: float) -> dict[int, list[Choice]]:
         every = [candidate for place in self.places for candidate in self.candidates[place]]
+        if self.choices:
+            ways = [way_of(choice) for place in self.places for choice in self.choices[place]]
+            every = [replace(candidate, way=way) for candidate, way in zip(every, ways, strict=True)]
         found = iter(spend(every, self.bytes_per_value, budget))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
         self.short, self.bounded = self._size(best) > budget, budget == self.most
@@ -385,9 +402,19 @@ def bits_of(name: str) -> int:
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
-def _way(choice: Choice) -> str:
+def way_of(choice: Choice) -> str:
     """In which a parameter travels: in low rank, in rows, or in a format."""
     return "rank" if isinstance(choice, int) else "rows" if is_rows(choice) else choice
+
+
+def worth_of(learning_rate: Callable[[int], float], iterations: int, power: float) -> Callable[[int], float]:
+    """What a byte of each iteration is worth: a power of the learning rate, which falls on none below ``LEAST_RATE``.
+
+    What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
+    spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)).
+    """
+    largest = max((learning_rate(iteration) for iteration in range(iterations)), default=0.0) or 1.0
+    return lambda iteration: max(learning_rate(iteration) / largest, LEAST_RATE) ** power
 
 
 def is_rows(choice: str) -> bool:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import BudgetPlanner, Candidate, Parts, bits_of
+from edgc.plan.budget import BudgetPlanner, Candidate, Parts, bits_of, worth_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.noise import Spread
 from edgc.specs import MatrixSpec, Parameter
@@ -48,7 +48,8 @@ class Run:
     ``replicas``: how many processes hold the same layers, and sum their gradients. ``gradient_bytes``: of one value in
     the host's gradient buffers. ``scatters``: the host's own sum is a reduce-scatter, and each process needs its shard
     alone. ``overlapped``: reductions run beside the backward pass. ``repeatable``: the host may skip a step, or run it
-    again, after its reduction; reducers then keep their state of before the step.
+    again, after its reduction; reducers then keep their state of before the step. ``learning_rate``: by iteration, in
+    any unit, where the host knows it.
     """
 
     iterations: int
@@ -58,6 +59,7 @@ class Run:
     scatters: bool = False
     overlapped: bool = False
     repeatable: bool = False
+    learning_rate: Callable[[int], float] | None = None
 
     @property
     def alone(self) -> bool:
@@ -145,7 +147,7 @@ class RunPlan:
     ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
         never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
-        budget = None
+        budget, rate = None, sizes.run.learning_rate
         if self.config.ranks.volume is not None:
             budget = BudgetPlanner(
                 self.config.ranks.volume,
@@ -157,6 +159,7 @@ class RunPlan:
                 sizes.uncompressed,
                 sizes.host_bytes,
                 self.config.ranks.largest,
+                rate and worth_of(rate, iterations, self.config.study.learning_rate_power),
             )
         return Controller(
             self.config,

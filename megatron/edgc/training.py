@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_tensorboard_writer
 from megatron.training.training import update_train_iters
@@ -278,15 +279,52 @@ class Session:
 
 def described_run(args: Namespace) -> Run:
     """The run of Megatron's validated arguments."""
+    iterations = run_length(args)
     return Run(
-        iterations=run_length(args),
+        iterations=iterations,
         replicas=args.data_parallel_size * args.context_parallel_size,
         pipeline_stages=args.pipeline_model_parallel_size,
         gradient_bytes=gradient_bytes(args),
         scatters=args.use_distributed_optimizer,
         overlapped=args.overlap_grad_reduce,
         repeatable=repeatable(args),
+        learning_rate=learning_rate(args, iterations),
     )
+
+
+def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
+    """By iteration, as Megatron's own scheduler will set it. Batches that grow count as if all were of one size."""
+    by_samples = args.train_samples is not None
+    unit, whole = ("samples", args.train_samples) if by_samples else ("iters", iterations)
+
+    def steps(name: str) -> float | None:
+        given: float | None = getattr(args, f"lr_{name}_{unit}")
+        return given
+
+    decay = steps("decay") or whole
+    fraction = args.lr_warmup_fraction
+    scheduler = OptimizerParamScheduler(
+        torch.optim.SGD([torch.zeros(1)]),
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=steps("warmup") if fraction is None else fraction * decay,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=steps("wsd_decay"),
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+    def at(iteration: int) -> float:
+        scheduler.num_steps = iteration * whole / iterations
+        rate: float = scheduler.get_lr({})
+        return rate
+
+    return at
 
 
 def scales_loss(args: Namespace) -> bool:

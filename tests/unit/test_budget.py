@@ -3,12 +3,13 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, spend
+from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, spend, way_of, worth_of
 from edgc.plan.controller import Controller, StageObservation
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.specs import MatrixSpec
@@ -198,6 +199,26 @@ def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
     planner = BudgetPlanner(volume, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
     assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
+
+
+def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    worth = worth_of(lambda iteration: 3e-4 * (1 - iteration / 1000), 1000, 0.5)
+    assert [worth(iteration) for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.05**0.5])
+    planner = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64, worth=worth)
+    even = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
+    assert planner._size(planner.choices) > 1.3 * even._size(even.choices)
+    assert run_of(planner, 1000, 20, 1.1, noise=0.5) == pytest.approx(12, rel=0.02)
+    assert planner._size(planner.choices) < 0.6 * even._size(even.choices)
+
+
+def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
+    word = candidate("word", 4096, 128, by_rows=1.3)
+    assert replace(word, way="int8").noise(16) == word.noise(16), "what was never tried is"
+    for choice in (16, "rows:0.1", "int4"):
+        tried = word.fitted(choice, 1.0)
+        assert replace(tried, way=way_of(choice)).noise(choice) == pytest.approx(1.0, rel=0.02)
+        assert replace(tried, way="int8").noise(choice) == pytest.approx(1.25, rel=0.02)
 
 
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
