@@ -147,6 +147,13 @@ class Study:
         "fraction",
         "docs/algorithm.md, 9",
     )
+    least_fidelity: float = _knob(
+        0.1,
+        "with --edgc-volume, the share of the energy of what the optimizer gets that must lie along the true gradient; "
+        "after a window below it, steps get twice the bytes until it is three times as much; 0: they never do",
+        "fraction",
+        "docs/algorithm.md, 10",
+    )
     learning_rate_power: float = _knob(
         0.5,
         "with --edgc-volume the budget of a step goes with this power of its learning rate, where the host knows that; "
@@ -178,6 +185,7 @@ class Study:
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
+        _require(0 <= self.least_fidelity < 1, "least_fidelity", self.least_fidelity, "must lie in [0, 1)")
         _require(
             0 <= self.learning_rate_power < math.inf,
             "learning_rate_power",

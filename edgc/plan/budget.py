@@ -15,6 +15,8 @@ from edgc.specs import MatrixSpec
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
 CHANGE = 1.25  # how many times as much noise a way counts that is known but not in use: a change costs what is unsent
+LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
+ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
 LEAST_RATE = 0.05  # of the largest learning rate: below it the budget of a step does not fall further
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
 FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
@@ -182,6 +184,9 @@ class BudgetPlanner:
             in the host's own sum.
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
         worth: what a byte of each iteration is worth (None: all the same).
+        least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
+            parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
+            ``ENOUGH`` times.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class BudgetPlanner:
         host_bytes: float = 4.0,
         most: int | None = None,
         worth: Callable[[int], float] | None = None,
+        least_fidelity: float = 0.0,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
         each = np.ones(iterations) if worth is None else np.array([worth(iteration) for iteration in range(iterations)])
@@ -215,6 +221,8 @@ class BudgetPlanner:
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
         self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
+        self.least_fidelity, self.fidelity = least_fidelity, math.nan  # as asked for, and in the last window
+        self.relief = 1.0  # how many times the bytes of its budget a step gets
         # parameters that travel in another way since the last decision, by place: what the way before had left is sent
         # in their first window, so that window says little about the new way
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
@@ -230,7 +238,7 @@ class BudgetPlanner:
         spent = sent / dense * done if dense else 0.0
         unspent = self.dense * self.iterations / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
-        left = unspent * share / (self.overhead or 1.0) - self.never
+        left = self.relief * unspent * share / (self.overhead or 1.0) - self.never
         return min(left, self.most)
 
     def observe(self, noise: Sequence[Mapping[str, tuple[float, float]]], sent: float, dense: float) -> None:
@@ -254,6 +262,14 @@ class BudgetPlanner:
         ]
         elements = sum(size for size, _ in energies)
         mean = sum(size * energy for size, energy in energies) / elements if elements else math.nan
+        kept = [
+            (one.elements * energy, 1 / (1 + own))
+            for place in self.places
+            for one, (own, energy) in zip(self.candidates[place], seen[place], strict=True)
+            if 0 < energy < math.inf and own >= 0
+        ]
+        whole = sum(weight for weight, _ in kept)
+        self.fidelity = sum(weight * share for weight, share in kept) / whole if kept else math.nan
         for place in self.places:
             self.candidates[place] = [
                 one.fitted(choice, math.nan if one.matrix.name in self.changed[place] else own).weighed(energy / mean)
@@ -267,6 +283,10 @@ class BudgetPlanner:
         first_window = self.overhead is None  # a part of it may have been warm-up
         if self.per_step is not None:
             self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never)
+        if self.fidelity < self.least_fidelity:
+            self.relief = min(2 * self.relief, LARGEST_RELIEF)
+        elif self.fidelity > ENOUGH * self.least_fidelity:
+            self.relief = max(self.relief / 2, 1.0)
         budget = self.budget(iteration)
         best = self._best(budget)
         size, noise = self._size(self.choices), self._noise(self.choices)
@@ -333,6 +353,8 @@ class BudgetPlanner:
     @property
     def reason(self) -> str:
         """Why the choices are as they are."""
+        if self.relief > 1:
+            return f"too little of the gradient arrived: {self.relief:g} times the budget"
         return "the budget is too small" if self.short else "break-even rank" if self.bounded else "budget"
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,7 +368,7 @@ class BudgetPlanner:
         }
         sent = [self.sent, self.sent_dense]
         changed = {str(place): names for place, names in self.changed.items()}
-        return {"sent": sent, "overhead": self.overhead, "short": self.short, "changed": changed, "stages": stages}
+        return {"sent": sent, "overhead": self.overhead, "relief": self.relief, "changed": changed, "stages": stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
@@ -358,7 +380,7 @@ class BudgetPlanner:
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.sent, self.sent_dense = state["sent"]
-        self.overhead, self.short = state["overhead"], state["short"]
+        self.overhead, self.relief = state["overhead"], state["relief"]
         self.changed = {place: list(state["changed"][str(place)]) for place in self.places}
         for place in self.places:
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]

@@ -160,6 +160,7 @@ class RunPlan:
                 sizes.host_bytes,
                 self.config.ranks.largest,
                 rate and worth_of(rate, iterations, self.config.study.learning_rate_power),
+                self.config.study.least_fidelity,
             )
         return Controller(
             self.config,

@@ -201,6 +201,27 @@ def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
 
 
+def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+    sent, sizes = 0.0, []
+    for window, noise in enumerate([0.5, 12.0, 12.0, 4.0, 0.5, 0.5, 0.5]):
+        sizes.append(planner._size(planner.choices))
+        sent += 20 * sizes[-1]
+        planner.observe([seen({str(place): noise for place in range(6)})], sent, 20 * (window + 1) * planner.dense)
+        assert planner.fidelity == pytest.approx(1 / (1 + noise))
+        planner.decide(20 * (window + 1))
+        if window == 2:
+            assert planner.reason == "too little of the gradient arrived: 4 times the budget"
+            again = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+            again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+            assert again.relief == 4
+    usual, _, twice, four, still, less, after = sizes
+    assert 1.8 * usual < twice < 2.2 * usual and 3.3 * usual < four < 4.2 * usual
+    assert still > 3 * usual, "a fidelity between the two limits changes nothing"
+    assert 1.5 * usual < less < 2.2 * usual and after <= usual and planner.reason == "budget"
+
+
 def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 3e-4 * (1 - iteration / 1000), 1000, 0.5)
