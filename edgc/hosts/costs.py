@@ -26,11 +26,11 @@ def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
         return cost
 
     half = 0.5 if run.scatters else 1.0
-    host_bytes = half * run.gradient_bytes
-    warmup = wire(config.formats.dense_wire)
-    uncompressed = host_bytes if warmup.exact else half * warmup.bytes_per_value()
     # sums in 16 bits are known to all processes, so that what they cut off can be fed back
     rounded = 1.0 if run.gradient_bytes == 2 else half
+    host_bytes = half * run.gradient_bytes
+    warmup = wire(config.formats.dense_wire)
+    uncompressed = host_bytes if warmup.exact else rounded * warmup.bytes_per_value()
     bytes_per_value = {name: rounded * wire(name).bytes_per_value() for name in CHOICES}
     return MessageSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, host_bytes, run)
 

@@ -14,10 +14,10 @@ from edgc.specs import MatrixSpec
 
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
-CHANGE = 1.25  # how many times as much noise a way counts that is known but not in use: a change costs what is unsent
+CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
-LEAST_RATE = 0.05  # of the largest learning rate: below it the budget of a step does not fall further
+LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
 FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
 Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
@@ -88,7 +88,7 @@ class Candidate:
         return self.price * size
 
     def noise(self, choice: Choice) -> float:
-        """The noise under this choice, predicted. More of it is worth a change."""
+        """The noise under this choice, predicted; ``CHANGE`` times it of a way that is known but not in use."""
         if isinstance(choice, str) and not is_rows(choice):
             noise, known = self.rounding.noise(choice), self.rounding.times
         else:
@@ -183,7 +183,7 @@ class BudgetPlanner:
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``host_bytes``:
             in the host's own sum.
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
-        worth: what a byte of each iteration is worth (None: all the same).
+        worth: what a byte is worth in each iteration (None: always the same).
         least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
             parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
             ``ENOUGH`` times.
@@ -200,11 +200,11 @@ class BudgetPlanner:
         uncompressed: float,
         host_bytes: float = 4.0,
         most: int | None = None,
-        worth: Callable[[int], float] | None = None,
+        worth: Sequence[float] | None = None,
         least_fidelity: float = 0.0,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
-        each = np.ones(iterations) if worth is None else np.array([worth(iteration) for iteration in range(iterations)])
+        each = np.ones(iterations) if worth is None else np.asarray(worth)
         # of an iteration, its share of what it and all later ones are worth
         self.share = each / np.cumsum(each[::-1])[::-1]
         self.places = [place for place in range(len(stages)) if place not in never]
@@ -429,14 +429,15 @@ def way_of(choice: Choice) -> str:
     return "rank" if isinstance(choice, int) else "rows" if is_rows(choice) else choice
 
 
-def worth_of(learning_rate: Callable[[int], float], iterations: int, power: float) -> Callable[[int], float]:
-    """What a byte of each iteration is worth: a power of the learning rate, which falls on none below ``LEAST_RATE``.
+def worth_of(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:
+    """What a byte is worth in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
 
     What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
     spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)).
     """
-    largest = max((learning_rate(iteration) for iteration in range(iterations)), default=0.0) or 1.0
-    return lambda iteration: max(learning_rate(iteration) / largest, LEAST_RATE) ** power
+    rates = [learning_rate(iteration) for iteration in range(iterations)]
+    largest = max(rates, default=0.0) or 1.0
+    return [max(rate / largest, LEAST_RATE) ** power for rate in rates]
 
 
 def is_rows(choice: str) -> bool:

@@ -225,12 +225,12 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
 def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 3e-4 * (1 - iteration / 1000), 1000, 0.5)
-    assert [worth(iteration) for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.05**0.5])
+    assert [worth[iteration] for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.2**0.5])
     planner = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64, worth=worth)
     even = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
     assert planner._size(planner.choices) > 1.3 * even._size(even.choices)
     assert run_of(planner, 1000, 20, 1.1, noise=0.5) == pytest.approx(12, rel=0.02)
-    assert planner._size(planner.choices) < 0.6 * even._size(even.choices)
+    assert planner._size(planner.choices) < 0.75 * even._size(even.choices)
 
 
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
