@@ -155,9 +155,9 @@ class Study:
         "docs/algorithm.md, 10",
     )
     learning_rate_power: float = _knob(
-        0.5,
-        "with --edgc-volume the budget of a step goes with this power of its learning rate, where the host knows that; "
-        "0 gives every step the same",
+        0.0,
+        "with --edgc-volume the budget of a step goes with this power of its learning rate, as Megatron's arguments set "
+        "it; 0 gives every step the same",
         "exponent",
         "docs/algorithm.md, 10",
     )

@@ -1,7 +1,7 @@
 """Data parallelism of a plain torch module: one stage, whose gradients are averaged over a group of processes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,7 +72,6 @@ class EDGCState:
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
-        learning_rate: of each step, from 0 on, in any unit; a budget then gives more to steps that change weights more.
         unit_bytes: of the gradients that are reduced together.
 
     Raises ``ConfigError`` for settings that need a pipeline or sharded weights. Collectives begin with ``start``.
@@ -86,13 +85,11 @@ class EDGCState:
         iterations: int,
         group: ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        learning_rate: Callable[[int], float] | None = None,
         unit_bytes: int = UNIT_BYTES,
     ):
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = iterations, group, scaler, unit_bytes
-        self.learning_rate = learning_rate
         self.parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
@@ -128,7 +125,6 @@ class EDGCState:
             replicas=self.processes,
             gradient_bytes=max(parameter.itemsize for parameter in parameters),
             overlapped=True,
-            learning_rate=self.learning_rate,
         )
         warn_of_kernels(config, self.device)
         names = self._cut()

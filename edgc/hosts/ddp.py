@@ -1,7 +1,5 @@
 """torch's ``DistributedDataParallel`` as a host: EDGC as its communication hook."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +15,6 @@ def attach(
     *,
     iterations: int,
     scaler: torch.amp.GradScaler | None = None,
-    learning_rate: Callable[[int], float] | None = None,
 ) -> EDGCState:
     """Let EDGC average the gradients of a ``DistributedDataParallel`` model, or of a bare module.
 
@@ -25,7 +22,7 @@ def attach(
     process calls this at the same point. Raises ``ConfigError`` for settings, ranks and models that EDGC cannot take.
     """
     if not isinstance(model, DistributedDataParallel):
-        state = EDGCState(model, config, iterations=iterations, scaler=scaler, learning_rate=learning_rate)
+        state = EDGCState(model, config, iterations=iterations, scaler=scaler)
         state.start()
         return state
     if model.find_unused_parameters and not model.static_graph:
@@ -39,7 +36,6 @@ def attach(
         iterations=iterations,
         group=model.process_group,
         scaler=scaler,
-        learning_rate=learning_rate,
         unit_bytes=model.bucket_bytes_cap,
     )
     state.start()
