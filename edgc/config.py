@@ -156,8 +156,8 @@ class Study:
     )
     learning_rate_power: float = _knob(
         0.0,
-        "with --edgc-volume the budget of a step goes with this power of its learning rate, as Megatron's arguments set "
-        "it; 0 gives every step the same",
+        "with --edgc-volume the budget of a step goes with this power of its learning rate, which Megatron's arguments "
+        "set; 0 gives every step the same",
         "exponent",
         "docs/algorithm.md, 10",
     )
