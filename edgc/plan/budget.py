@@ -106,7 +106,9 @@ class Candidate:
         parts, sent = self._parts(choice)
         noise = max(noise - self.rounding.noise(parts.format_name), 0.01 * noise)
         fitted = replace(parts, spread=parts.spread.fitted(sent, noise))
-        return replace(self, directions=fitted) if isinstance(choice, int) else replace(self, rows=fitted)
+        if isinstance(choice, int):
+            return replace(self, directions=fitted, rows=_grown(self.rows, parts, fitted, sent))
+        return replace(self, rows=fitted, directions=_grown(self.directions, parts, fitted, sent))
 
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
@@ -118,6 +120,17 @@ class Candidate:
             return self.directions, choice
         assert self.rows is not None
         return self.rows, math.ceil(float(choice.partition(":")[2]) * self.matrix.rows)
+
+
+def _grown(other: Parts | None, before: Parts, after: Parts, sent: int) -> Parts | None:
+    """What is known of the other parts once these are measured again: gradients that spread wider do so in both.
+
+    Else the other way would look ever better as the noise grows, only because nothing measures it.
+    """
+    known, now = before.spread.noise(sent), after.spread.noise(sent)
+    if other is None or not before.spread.times or not known > 0:
+        return other
+    return replace(other, spread=other.spread.harder(now / known))
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,10 @@ class Spread:
         factor = min(max(noise / flat, 1.0), LARGEST_FACTOR)
         return replace(self, steepness=steepness(noise, sent, self.parts), factor=factor, times=self.times + 1)
 
+    def harder(self, ratio: float) -> "Spread":
+        """The same where every noise is this many times as large."""
+        return replace(self, factor=min(self.factor * ratio, LARGEST_FACTOR))
+
 
 @dataclass(frozen=True)
 class RoundingNoise:

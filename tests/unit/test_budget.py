@@ -242,6 +242,16 @@ def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
         assert replace(tried, way="int8").noise(choice) == pytest.approx(1.25, rel=0.02)
 
 
+def test_noise_that_grows_makes_the_other_way_no_better() -> None:
+    word = candidate("word", 4096, 128, by_rows=1.3).fitted("rows:0.1", 0.2)
+    first = word.noise(16) / word.noise("rows:0.1")
+    for noise in (0.4, 0.8, 1.6, 3.2):
+        word = word.fitted("rows:0.1", noise)
+    assert word.noise("rows:0.1") > 4 * 0.2
+    assert word.noise(16) / word.noise("rows:0.1") == pytest.approx(first, rel=0.05)
+    assert word.noise("int4") == candidate("word", 4096, 128).noise("int4"), "rounding is the same for all gradients"
+
+
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
     stage = [candidate(str(place), 128, 256) for place in range(4)]
     alone = BudgetPlanner(6.0, 100, 0, [stage], (), BYTES, 4.0)
