@@ -248,7 +248,7 @@ def test_noise_that_grows_makes_the_other_way_no_better() -> None:
     for noise in (0.4, 0.8, 1.6, 3.2):
         word = word.fitted("rows:0.1", noise)
     assert word.noise("rows:0.1") > 4 * 0.2
-    assert word.noise(16) / word.noise("rows:0.1") == pytest.approx(first, rel=0.05)
+    assert first <= word.noise(16) / word.noise("rows:0.1") < 1.3 * first  # rows are rounded as well
     assert word.noise("int4") == candidate("word", 4096, 128).noise("int4"), "rounding is the same for all gradients"
 
 
