@@ -147,7 +147,7 @@ class RunPlan:
     ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
         never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
-        budget, rate = None, sizes.run.learning_rate
+        budget, rate, power = None, sizes.run.learning_rate, self.config.study.learning_rate_power
         if self.config.ranks.volume is not None:
             budget = BudgetPlanner(
                 self.config.ranks.volume,
@@ -159,7 +159,7 @@ class RunPlan:
                 sizes.uncompressed,
                 sizes.host_bytes,
                 self.config.ranks.largest,
-                rate and worth_of(rate, iterations, self.config.study.learning_rate_power),
+                worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
             )
         return Controller(

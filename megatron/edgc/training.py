@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -301,27 +302,29 @@ def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
         given: float | None = getattr(args, f"lr_{name}_{unit}")
         return given
 
-    decay = steps("decay") or whole
-    fraction = args.lr_warmup_fraction
-    scheduler = OptimizerParamScheduler(
-        torch.optim.SGD([torch.zeros(1)]),
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=steps("warmup") if fraction is None else fraction * decay,
-        lr_decay_steps=decay,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=steps("wsd_decay"),
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-    )
+    @cache  # nobody may ask, and not every script has such a schedule
+    def scheduler() -> OptimizerParamScheduler:
+        decay = steps("decay") or whole
+        fraction = args.lr_warmup_fraction
+        return OptimizerParamScheduler(
+            torch.optim.SGD([torch.zeros(1)]),
+            init_lr=args.lr_warmup_init,
+            max_lr=args.lr,
+            min_lr=args.min_lr,
+            lr_warmup_steps=steps("warmup") if fraction is None else fraction * decay,
+            lr_decay_steps=decay,
+            lr_decay_style=args.lr_decay_style,
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            wsd_decay_steps=steps("wsd_decay"),
+            lr_wsd_decay_style=args.lr_wsd_decay_style,
+        )
 
     def at(iteration: int) -> float:
-        scheduler.num_steps = iteration * whole / iterations
-        rate: float = scheduler.get_lr({})
+        scheduler().num_steps = iteration * whole / iterations
+        rate: float = scheduler().get_lr({})
         return rate
 
     return at

@@ -141,6 +141,19 @@ def test_a_step_sends_no_more_than_the_break_even_rank_would() -> None:
         assert (budget._size(budget.choices) <= at_rank_8) == limited
 
 
+def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_for() -> None:
+    run = Run(iterations=1000, replicas=4, learning_rate=lambda iteration: 1e-3 * (1 - iteration / 1000))
+    stage = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), CHEAP)
+    found = []
+    for power in (0.0, 0.5):
+        config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
+        budget = plan_run(config, run, [[stage]]).controller(run.iterations, sizes({"int4": 0.5}, run=run)).budget
+        assert budget is not None
+        found.append(budget.share[500] / budget.share[900])
+    assert found[0] == pytest.approx(100 / 500)
+    assert 1.3 * found[0] < found[1] < 2 * found[0]
+
+
 def test_a_window_is_at_most_a_twentieth_of_a_run_with_a_volume_and_holds_a_measurement() -> None:
     for iterations, given, rate, window in ((100000, 1000, 0.1, 1000), (4000, 1000, 0.1, 200), (60, 1000, 0.1, 10)):
         config = EDGCConfig.from_preset({"window": given, "iteration_sampling_rate": rate})
