@@ -206,7 +206,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         for own in processes
     )
     _, largest = static_ranks(config) or (None, None)
-    for name, rank in (("rmin", config.ranks.rmin), ("rmax", config.ranks.largest), ("static_rank", largest)):
+    # with a volume rmax bounds a mean rank, and may lie beyond what pays
+    rmax = config.ranks.largest if volume is None else None
+    for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
                 f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "

@@ -126,6 +126,15 @@ def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     assert plan.compresses and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
 
 
+def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:
+    stage = ProcessStage(
+        StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(0.0, 0.01), 4.0, 4.0)
+    )
+    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, [[stage]])
+    assert plan.config.ranks.rmax == 400  # no matrix saves 2x there
+    assert plan_run(plan.config, RUN, [[stage]]).config == plan.config
+
+
 def test_a_step_sends_no_more_than_the_break_even_rank_would() -> None:
     """On a link where rank 8 takes as long as the host, a volume of 2 sends much less than it may."""
     parameters = (Parameter("w", (64, 256)), Parameter("v", (64, 256)))
