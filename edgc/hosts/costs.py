@@ -20,19 +20,17 @@ CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, thos
 
 def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
     """For the controller of a run. A reduce-scatter, which is half of an all-reduce, also sums what is rounded."""
-
-    def factors(matrix: MatrixSpec) -> float:
-        cost: float = engine_class(config.engine).bytes_per_rank(matrix, config)
-        return cost
-
-    half = 0.5 if run.scatters else 1.0
     # sums in 16 bits are known to all processes, so that what they cut off can be fed back
-    rounded = 1.0 if run.gradient_bytes == 2 else half
-    host_bytes = half * run.gradient_bytes
+    rounded = 0.5 if run.scatters and run.gradient_bytes == 4 else 1.0
     warmup = wire(config.formats.dense_wire)
-    uncompressed = host_bytes if warmup.exact else rounded * warmup.bytes_per_value()
+    uncompressed = run.host_bytes if warmup.exact else rounded * warmup.bytes_per_value()
     bytes_per_value = {name: rounded * wire(name).bytes_per_value() for name in CHOICES}
-    return MessageSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, host_bytes, run)
+
+    def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none
+        size: float = engine_class(config.engine).bytes_per_rank(matrix, config)
+        return size
+
+    return MessageSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, run)
 
 
 def reduction_cost(

@@ -62,6 +62,11 @@ class Run:
     learning_rate: Callable[[int], float] | None = None
 
     @property
+    def host_bytes(self) -> float:
+        """Of one value in the host's own sum, whose reduce-scatter is half of an all-reduce."""
+        return self.gradient_bytes / 2 if self.scatters else self.gradient_bytes
+
+    @property
     def alone(self) -> bool:
         """Whether no two processes hold the same layers, so that only messages between stages can be compressed."""
         return self.replicas == 1
@@ -92,8 +97,8 @@ class StagePlan:
 @dataclass(frozen=True)
 class MessageSizes:
     """Bytes of messages, of which an all-reduce sends all and a reduce-scatter half: of a matrix's factors per rank; of
-    one of its rows, and of choosing rows; of a value in each format to choose from, while nothing is compressed, and in
-    the host's own sum. ``row_format``: in which rows travel.
+    one of its rows, and of choosing rows; of a value in each format to choose from, and of a value while nothing is
+    compressed. ``row_format``: in which rows travel.
     """
 
     factors: Callable[[MatrixSpec], float]
@@ -101,7 +106,6 @@ class MessageSizes:
     row_format: str
     bytes_per_value: Mapping[str, float]
     uncompressed: float
-    host_bytes: float
     run: Run
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
@@ -157,7 +161,7 @@ class RunPlan:
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                sizes.host_bytes,
+                sizes.run.host_bytes,
                 self.config.ranks.largest,
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
@@ -279,17 +283,16 @@ def _allocated(stage: ProcessStage, config: EDGCConfig, rank: int) -> tuple[Matr
 
 def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> int:
     """Over the stages that may be compressed: the slowest link limits all."""
-    return min(
-        (
-            # a volume itself says how much must be saved
-            _link_rank(stage.cost)
-            if config.ranks.volume is not None
-            else break_even(stage.cost, _allocated(stage, config, smallest_rank(config)), config.study.min_saving)
-            for stage in known
-            if stage.cost is not None and not dense_because(stage.key, config, run)
-        ),
-        default=0,
-    )
+    lowest = []
+    for stage in known:
+        if stage.cost is None or dense_because(stage.key, config, run):
+            continue
+        if config.ranks.volume is not None:  # which itself says how much must be saved
+            lowest.append(_link_rank(stage.cost))
+        else:
+            matrices = _allocated(stage, config, smallest_rank(config))
+            lowest.append(break_even(stage.cost, matrices, config.study.min_saving))
+    return min(lowest, default=0)
 
 
 def _planned(key: StageKey, config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> StagePlan:

@@ -1,4 +1,4 @@
-"""The learning rate that EDGC expects, against the one that Megatron's scheduler sets in a run."""
+"""The learning rate of each iteration that EDGC reads from Megatron's arguments."""
 
 from argparse import Namespace
 

@@ -75,7 +75,6 @@ def sizes(bytes_per_value: Mapping[str, float], uncompressed: float = 1.0, run: 
         row_format="int4",
         bytes_per_value=bytes_per_value,
         uncompressed=uncompressed,
-        host_bytes=4.0,
         run=run,
     )
 
