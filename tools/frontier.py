@@ -20,7 +20,7 @@ from tools._root import REPOSITORY
 from tools.experiments import studies
 from tools.experiments.lists import ListError, load_list
 from tools.experiments.page import markdown
-from tools.experiments.plot import draw
+from tools.experiments.plot import draw, draw_trends
 from tools.experiments.results import not_run, page_lines, read_results, record_result, result
 from tools.experiments.training import COMMAND, run
 from tools.shared.command import command_parser, say_error
@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         if runs.study:
             page, picture = studies.page(runs.name, runs.title, runs.study, lines)
         else:
-            page, picture = markdown(runs.name, runs.title, lines, runs.comparisons, missing), draw(lines)
+            page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
+            picture = draw_trends(lines, runs.trends) if runs.trends else draw(lines)
         write(DOCS / f"{runs.name}.md", page.encode())
         write(DOCS / f"{runs.name}.png", picture)
         print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")

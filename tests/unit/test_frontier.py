@@ -12,10 +12,10 @@ from edgc.config import PRESETS
 from tools import frontier
 from tools._root import REPOSITORY
 from tools.experiments import changes, lists, results, series, studies, training
-from tools.experiments.entries import Interval, difference, entries, old
+from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
-from tools.experiments.plot import FAMILIES, draw
+from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.results import identity, page_lines, read_results, record_result
 from tools.shared.runs import Run
 
@@ -65,6 +65,7 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("[[ours, dense]]", "[[ours, theirs]]", "compared but not listed: theirs"),
         ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
         ("models: {", "models: [", "mine.yaml"),
+        ("title:", "trends: {width: {tiny: 64}}\ntitle:", "trends name what is not listed: tiny"),
         ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of fidelity"),
     ],
 )
@@ -162,6 +163,22 @@ def test_the_page_and_the_plot() -> None:
     other = markdown("mine", "A title", [*LINES, line("small", 1, 2.2, 5, model="other", flags="--other")], [])
     assert "| small | `--flag-of small` |" in other and "| small | `--other` |" in other
     assert draw(LINES).startswith(b"\x89PNG")
+
+
+def test_a_trend_is_the_gap_by_what_settings_differ_in() -> None:
+    large = [line("dense", 1, 3.0, 100, model="large"), line("good", 1, 3.003, 10, model="large")]
+    lines = [*LINES, *large, line("small", 1, 9.0, 5, model="large", other="another volume")]
+    values = {"large, DP 2, 10 iterations": 256, "m, DP 2, 10 iterations": 128}
+    found = trend(lines, values)
+    assert [(value, gap.mean) for value, gap in found["good"].items()] == [
+        (128, pytest.approx(0.005)),
+        (256, pytest.approx(0.001)),
+    ]
+    assert list(found["small"]) == [128], "a run of older code is no point of a trend"
+    page = markdown("mine", "A title", lines, [], trends={"width": values})
+    assert "| width | worse | good | small |" in page
+    assert "+0.10 %" in page and "not run" in page and "![Loss gap against width](mine.png)" in page
+    assert draw_trends(lines, {"width": values}).startswith(b"\x89PNG")
 
 
 def test_all_bytes_stand_beside_those_of_gradients() -> None:

@@ -21,6 +21,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("spike limit 10", lambda engine, *_: engine != "dense"),
     ("errors of spikes limited", lambda engine, *_: engine != "dense"),
     ("rank by descent", lambda engine, _, arguments: has_rank(engine) and _fills(arguments)),
+    ("signs before few bits", lambda engine, _, arguments: has_rank(engine) and _few_bits(arguments)),
 )
 
 
@@ -77,6 +78,12 @@ def _fills(arguments: Sequence[str]) -> bool:
     """Whether ranks are shared out by water-filling."""
     given = [value for flag, value in pairwise(arguments) if flag == "--edgc-allocation"]
     return (given[-1] if given else preset(arguments).get("allocation")) == "waterfill"
+
+
+def _few_bits(arguments: Sequence[str]) -> bool:
+    """Whether factors travel in fewer than 4 bits."""
+    formats = [value for flag, value in pairwise(arguments) if flag in ("--edgc-wire", "--edgc-basis-wire")]
+    return bool({"int1", "int2", "int3"} & {part for value in formats for part in value.split("+")})
 
 
 def preset(arguments: Sequence[str]) -> dict[str, Any]:

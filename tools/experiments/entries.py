@@ -110,6 +110,19 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
     return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
 
 
+def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[float, Interval]]:
+    """Of each compressed entry its gap by the value of the setting, smallest first; without runs of older code.
+
+    ``values``: by setting.
+    """
+    found: dict[str, dict[float, Interval]] = {}
+    here = [entry for entry in entries(lines) if entry.setting in values]
+    for entry in sorted(here, key=lambda entry: values[entry.setting]):
+        if entry.engine != "dense" and not entry.old:
+            found.setdefault(entry.name, {})[values[entry.setting]] = entry.gap
+    return found
+
+
 def _references(lines: Sequence[Line]) -> dict[tuple[str, int], Line]:
     """The dense runs by setting and seed."""
     return {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense" and "defect" not in line}

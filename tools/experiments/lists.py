@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import yaml
 
 from edgc.config import EDGCConfig
 from tools._root import REPOSITORY
+from tools.experiments.entries import setting
 from tools.experiments.studies import STUDIES
 from tools.shared.megatron import data_flag, data_path
 
 RUNS = REPOSITORY / "runs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
-LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons"}
+LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons", "trends"}
 
 
 class ListError(Exception):
@@ -63,13 +65,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class RunList:
-    """A list of runs, the pairs of entries to set side by side, and the study that it is, if any."""
+    """A list of runs, the pairs of entries to set side by side, and the study that it is, if any.
+
+    ``trends``: what to draw the gap against, by its name; of each the values, by setting.
+    """
 
     name: str
     title: str
     trials: tuple[Trial, ...]
     comparisons: tuple[tuple[str, str], ...]
     study: str | None = None
+    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def load_list(path: Path) -> RunList:
@@ -123,7 +129,12 @@ def load_list(path: Path) -> RunList:
     study = content.get("study")
     if study is not None and study not in STUDIES:
         raise ListError(f"{path}: study = {study}: must be one of {', '.join(STUDIES)}")
-    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study)
+    trends = content.get("trends", {})
+    if unknown := sorted(
+        {where for values in trends.values() for where in values} - {setting(vars(t)) for t in trials}
+    ):
+        raise ListError(f"{path}: trends name what is not listed: {'; '.join(unknown)}")
+    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, trends)
 
 
 def _data(corpus: str) -> str:

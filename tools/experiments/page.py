@@ -1,15 +1,23 @@
 """The page of a list of runs: tables of loss gaps and volume reductions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tools.experiments.entries import Entry, Line, commit, difference, entries, left_out, old, setting
+from tools.experiments.entries import Entry, Interval, Line, commit, difference, entries, left_out, old, setting, trend
 from tools.shared.markdown import header, row
 
 
 def markdown(
-    name: str, title: str, lines: Sequence[Line], comparisons: Sequence[tuple[str, str]], missing: Sequence[str] = ()
+    name: str,
+    title: str,
+    lines: Sequence[Line],
+    comparisons: Sequence[tuple[str, str]],
+    missing: Sequence[str] = (),
+    trends: Mapping[str, Mapping[str, float]] | None = None,
 ) -> str:
-    """The list's page: a table for each setting, the comparisons, and what the runs ran on."""
+    """The list's page: a table for each setting, the comparisons, and what the runs ran on.
+
+    ``trends``: what to set the gap against, in tables and the picture; of each the values, by setting.
+    """
     page = [f"# {title}", ""]
     page += [
         "Made by `tools/frontier.py` of all runs of these entries in [results.jsonl](results.jsonl), every seed.",
@@ -21,9 +29,11 @@ def markdown(
         "cores over loopback: they say nothing about a cluster. An old row is of runs that would not be the same",
         "today: its last column says why.",
         "",
-        f"![Loss gap against volume reduction]({name}.png)",
+        f"![Loss gap against {', '.join(trends or ['volume reduction'])}]({name}.png)",
         "",
     ]
+    for what, values in (trends or {}).items():
+        page += [*_trend_table(what, trend(lines, values)), ""]
     found = entries(lines)
     for where in dict.fromkeys(entry.setting for entry in found):
         here = [line for line in lines if setting(line) == where]
@@ -80,6 +90,13 @@ def _table(listed: Sequence[Entry], lines: Sequence[Line]) -> list[str]:
     }
     columns = [column for column in cells[0] if not empty.get(column)]
     return [row(columns), row("---" for _ in columns), *(row(one[column] for column in columns) for one in cells)]
+
+
+def _trend_table(what: str, gaps: Mapping[str, Mapping[float, Interval]]) -> list[str]:
+    """A row for each value, a column for each entry."""
+    values = sorted({value for own in gaps.values() for value in own})
+    cells = [[own[value].percent() if value in own else "not run" for own in gaps.values()] for value in values]
+    return [*header([what, *gaps]), *(row([f"{value:g}", *one]) for value, one in zip(values, cells, strict=True))]
 
 
 def _shared(lines: Sequence[Line]) -> list[str]:

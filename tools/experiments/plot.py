@@ -1,12 +1,12 @@
-"""The plot of a list of runs: loss gap against volume reduction."""
+"""Plots of a list of runs: loss gap against volume reduction, or against what its settings differ in."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
-from tools.experiments.entries import Entry, Line, entries
+from tools.experiments.entries import Entry, Line, entries, trend
 from tools.shared.pictures import BLUE, GREEN, GREY, VERMILION, panels, tidy, to_png
 
 # Of each family of engines: its colour, and a marker that says the same.
@@ -25,6 +25,31 @@ def draw(lines: Sequence[Line]) -> bytes:
     figure, places = panels(1, len(settings), width=6.5, height=5.5)
     for where, axes in zip(settings, places, strict=True):
         _panel(axes, where, [entry for entry in found if entry.setting == where])
+    return to_png(figure, dpi=90)
+
+
+def draw_trends(lines: Sequence[Line], trends: Mapping[str, Mapping[str, float]]) -> bytes:
+    """The plot as PNG: a panel for each trend, in it a line for each compressed entry of today's code."""
+    figure, places = panels(1, len(trends), width=3.6, height=3.6)
+    for (what, values), axes in zip(trends.items(), places, strict=True):
+        for name, gaps in trend(lines, values).items():
+            axes.errorbar(
+                list(gaps),
+                [100 * gap.mean for gap in gaps.values()],
+                yerr=[100 * gap.half_width if math.isfinite(gap.half_width) else 0 for gap in gaps.values()],
+                marker="o",
+                capsize=2,
+                elinewidth=1,
+                label=name,
+            )
+        axes.set(xlabel=what, ylabel="validation-loss gap (%)")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(values.values())))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.axhline(0, color=GREY, linewidth=1)
+        tidy(axes)
+        axes.legend(frameon=False, fontsize=7)
     return to_png(figure, dpi=90)
 
 
