@@ -83,20 +83,24 @@ def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, divisor
     _check("divisor", divisor, ())
     if not 1 <= rank <= LARGEST_RANK:
         raise ValueError(f"rank {rank}: must be from 1 to {LARGEST_RANK}")
-    padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
-    block_rows, block_cols = 32, min(128, max(32, 4096 // padded))
-    col_blocks, row_blocks = triton.cdiv(cols, block_cols), triton.cdiv(rows, block_rows)
+    blocks = project_blocks(rank)
+    col_blocks, row_blocks = triton.cdiv(cols, blocks["COLS"]), triton.cdiv(rows, blocks["ROWS"])
     # Few blocks of columns: the rows are shared out too, as far as partial sums stay small against the matrix.
-    parts = max(1, min(_PROGRAMS // col_blocks, rows // (8 * padded)))
-    share = triton.cdiv(row_blocks, parts) * block_rows
+    parts = max(1, min(_PROGRAMS // col_blocks, rows // (8 * blocks["RANK"])))
+    share = triton.cdiv(row_blocks, parts) * blocks["ROWS"]
     parts = triton.cdiv(rows, share)
     partials = torch.empty(parts, rank, cols, dtype=torch.float32, device=matrix.device)
     _project_kernel[(col_blocks, parts)](
         _view(matrix), _view(factor), _view(error), divisor, partials, rows, cols, rank, share,
-        CHANGED=error is not None or divisor is not None, RANK=padded, ROWS=block_rows, COLS=block_cols,
-        num_warps=8, num_stages=2,
+        CHANGED=error is not None or divisor is not None, **blocks,
     )  # fmt: skip
     return partials[0] if parts == 1 else partials.sum(dim=0)
+
+
+def project_blocks(rank: int) -> dict[str, int]:
+    """How ``project`` is compiled at a rank."""
+    padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
+    return {"RANK": padded, "ROWS": 32, "COLS": min(128, max(32, 4096 // padded)), "num_warps": 8, "num_stages": 2}
 
 
 @triton.jit
@@ -212,13 +216,18 @@ def write_back(
         raise ValueError(f"rows {rows}: must have step 1")
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed {seed}: must be from 0 to 2^31 - 1")
-    block = 64
-    _write_back_kernel[(triton.cdiv(row_count, block) * triton.cdiv(col_count, block),)](
+    blocks = write_back_blocks(rank)
+    _write_back_kernel[(triton.cdiv(row_count, blocks["ROWS"]) * triton.cdiv(col_count, blocks["COLS"]),)](
         _view(matrix), _view(share.left), _view(share.right), _view(product.left), _view(product.right),
         finite, _view(older), _view(error), loss_scale, excess,
         row_count, col_count, rank, first_row, last_row, seed,
-        RANKS=16 if rank <= 16 else 32, ROWS=block, COLS=block, num_warps=8, num_stages=2,
+        **blocks,
     )  # fmt: skip
+
+
+def write_back_blocks(rank: int) -> dict[str, int]:
+    """How ``write_back`` is compiled at a rank."""
+    return {"RANKS": 16 if rank <= 16 else 32, "ROWS": 64, "COLS": 64, "num_warps": 8, "num_stages": 2}
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], *types: torch.dtype) -> None:
