@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALL = 2**18  # values of which a copy costs less than a launch or two: a megabyte
+
 
 def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Tensors of equal shape as one (count, ...) view, without a copy; None unless they lie equally far apart.
@@ -40,6 +42,13 @@ def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
     for place, tensors in enumerate(zip(*lists, strict=True)):
         groups[tuple(tensor.shape for tensor in tensors)].append(place)
     return [sorted(places, key=lambda place: lists[-1][place].storage_offset()) for places in groups.values()]
+
+
+def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Places of tensors to be handled at once: the small ones together, and each large one alone, for the memory."""
+    small = [place for place, tensor in enumerate(tensors) if tensor.numel() <= SMALL]
+    large = [[place] for place, tensor in enumerate(tensors) if tensor.numel() > SMALL]
+    return [small, *large] if small else large
 
 
 def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Collectives over one process group, counted. The only user of ``torch.distributed`` in ``edgc``."""
 
-from collections import Counter, deque
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -12,6 +13,8 @@ from torch.profiler import record_function
 from edgc.comm.wire import GROUP, Wire, in_groups
 
 T = TypeVar("T")
+# Bytes up to which messages travel as one. A larger one would gain nothing by company, and joining copies.
+JOINED = 4 * 2**20
 
 
 class Work(Protocol):
@@ -21,39 +24,48 @@ class Work(Protocol):
         """Block until the result may be used (on CUDA: until later kernels may use it)."""
 
 
-# Code that yields every collective it has started: the caller waits on it, at once or after doing something else, and
-# resumes. So one piece of code serves the synchronous, the overlapped and the side-stream use.
-Steps: TypeAlias = Generator[Work, None, T]
+class Message(Protocol):
+    """One collective or several, not yet under way."""
+
+    def start(self) -> Work:
+        """Every process of the group must start the same messages in the same order."""
+
+
+# Code that yields every message that it needs sent. The caller starts it and goes on with the code once the message is
+# there, at once or after doing something else. So one piece of code serves the synchronous, the overlapped and the
+# side-stream use.
+Steps: TypeAlias = Generator[Message, None, T]
 
 
 def interleave(several: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """Take all these steps at once, so that while one waits for its message those of the others travel; their results.
+    """Take all these steps at once; their results. Messages of the same round travel together.
 
     Every process must call this with the same steps in the same order, as for the collectives themselves.
     """
     results: dict[int, T] = {}
-    under_way: deque[tuple[int, Work]] = deque()
+    waiting: dict[int, Message] = {}
 
     def advance(place: int) -> None:
         try:
-            under_way.append((place, next(several[place])))
+            waiting[place] = next(several[place])
         except StopIteration as end:
+            waiting.pop(place, None)
             results[place] = end.value
 
     for place in range(len(several)):
         advance(place)
-    while under_way:
-        place, work = under_way.popleft()
-        yield work
-        advance(place)
+    while waiting:
+        yield Together(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
+        for place in list(waiting):
+            advance(place)
     return [results[place] for place in range(len(several))]
 
 
 def run(reduction: Steps[T]) -> T:
-    """Run a reduction to its end, waiting on each collective in turn; its result."""
+    """Run a reduction to its end, waiting for each message in turn; its result."""
     while True:
         try:
-            next(reduction).wait()
+            next(reduction).start().wait()
         except StopIteration as end:
             result: T = end.value
             return result
@@ -104,6 +116,100 @@ def all_reduce_bytes(size: float, world_size: int) -> float:
     return 2 * size * (world_size - 1) / world_size
 
 
+class Collective(ABC):
+    """A collective of one tensor, counted when it starts. ``result`` is there once it has been waited for.
+
+    A tensor's last dimension may be cut and joined: a part of the result then belongs to each part.
+    """
+
+    result: Tensor
+
+    def __init__(self, communicator: "Communicator", tensor: Tensor):
+        self.communicator, self.tensor = communicator, tensor
+
+    @abstractmethod
+    def start(self) -> Work:
+        """Send it."""
+
+
+class AllReduce(Collective):
+    """The sum of (n,) tensors, in place."""
+
+    def start(self) -> Work:
+        to = self.communicator
+        to.traffic.count_all_reduce(self.tensor, to.world_size)
+        self.result = self.tensor
+        return _member(dist.all_reduce(self.tensor, group=to.group, async_op=True))
+
+
+class AllGather(Collective):
+    """Every process's (n,) tensor as the rows of one (processes, n)."""
+
+    def start(self) -> Work:
+        to = self.communicator
+        to.traffic.count_all_gather(self.tensor, to.world_size)
+        gathered = self.tensor.new_empty(to.world_size * len(self.tensor))
+        self.result = gathered.view(to.world_size, -1)
+        return _member(dist.all_gather_into_tensor(gathered, self.tensor.contiguous(), group=to.group, async_op=True))
+
+
+class AllToAll(Collective):
+    """Row i of the (processes, n) tensor goes to process i; row i of the result came from there."""
+
+    def start(self) -> Work:
+        to = self.communicator
+        to.traffic.count_all_to_all(self.tensor, to.world_size)
+        self.result = torch.empty_like(self.tensor, memory_format=torch.contiguous_format)
+        return _member(dist.all_to_all_single(self.result, self.tensor.contiguous(), group=to.group, async_op=True))
+
+
+class Together:
+    """Messages that are under way at the same time, the small ones of a kind as one."""
+
+    def __init__(self, messages: Sequence[Message]):
+        self.messages: list[Message] = []
+        for message in messages:
+            self.messages += message.messages if isinstance(message, Together) else [message]
+
+    def start(self) -> Work:
+        kinds: dict[object, list[Collective]] = {}
+        works: list[Work] = []
+        for message in self.messages:
+            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED:
+                kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
+            else:
+                works.append(message.start())
+        works += [Joined(alike) if len(alike) > 1 else alike[0].start() for alike in kinds.values()]
+        return All(works)
+
+
+class Joined:
+    """Collectives of a kind under way as one."""
+
+    def __init__(self, several: Sequence[Collective]):
+        self.several = several
+        whole = torch.cat([one.tensor for one in several], dim=-1)
+        self.whole = type(several[0])(several[0].communicator, whole)
+        self.work = self.whole.start()
+
+    def wait(self) -> None:
+        self.work.wait()
+        parts = torch.split(self.whole.result, [one.tensor.shape[-1] for one in self.several], dim=-1)
+        for one, part in zip(self.several, parts, strict=True):
+            one.result = part.contiguous()
+
+
+class All:
+    """Several collectives under way."""
+
+    def __init__(self, works: Sequence[Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 class Communicator:
     """A process group whose traffic is counted."""
 
@@ -114,24 +220,23 @@ class Communicator:
         self.process: int = dist.get_rank(group)
         self.members: list[int] = dist.get_process_group_ranks(group)  # their numbers in the whole run
 
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Start the in-place sum of ``tensor`` over the group."""
-        self.traffic.count_all_reduce(tensor, self.world_size)
-        return _member(dist.all_reduce(tensor, group=self.group, async_op=True))
+    def all_reduce(self, tensor: Tensor) -> Steps[Tensor]:
+        """The sum of (n,) tensors over the group; ``tensor`` may be overwritten."""
+        message = AllReduce(self, tensor)
+        yield message
+        return message.result
 
     def all_gather(self, tensor: Tensor) -> Steps[Tensor]:
-        """Every rank's (n,) ``tensor`` as the rows of one (processes, n)."""
-        self.traffic.count_all_gather(tensor, self.world_size)
-        gathered = tensor.new_empty(self.world_size * len(tensor))
-        yield _member(dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True))
-        return gathered.view(self.world_size, -1)
+        """Every process's (n,) ``tensor`` as the rows of one (processes, n)."""
+        message = AllGather(self, tensor)
+        yield message
+        return message.result
 
     def all_to_all(self, tensor: Tensor) -> Steps[Tensor]:
         """Row i of the (processes, n) ``tensor`` goes to process i; row i of the result came from there."""
-        self.traffic.count_all_to_all(tensor, self.world_size)
-        received = torch.empty_like(tensor)
-        yield _member(dist.all_to_all_single(received, tensor.contiguous(), group=self.group, async_op=True))
-        return received
+        message = AllToAll(self, tensor)
+        yield message
+        return message.result
 
     def sum(
         self, tensors: Sequence[Tensor], wire: Wire, generator: torch.Generator | None = None
@@ -148,27 +253,39 @@ class Communicator:
         """
         if wire.exact:
             parts = [tensor.reshape(-1) for tensor in tensors]
-            total = torch.cat(parts)  # a copy, also of a single tensor
-            yield self.all_reduce(total)
-            shares: Sequence[Tensor] = tensors
-        else:
-            parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
-            flat = torch.cat(parts)
-            unit = GROUP * self.world_size
-            shards = torch.nn.functional.pad(flat, (0, -len(flat) % unit)).view(self.world_size, -1)
-            with record_function("edgc/round"):
-                message = wire.encode(shards, generator)
-                share = wire.decode(message)
-            received = yield from self.all_to_all(message)
-            with record_function("edgc/round"):
-                own_sum = wire.decode(received).sum(dim=0)
-                rounded = wire.encode(own_sum.unsqueeze(0), generator)
-                share[self.process] += wire.decode(rounded)[0] - own_sum
-            gathered = yield from self.all_gather(rounded[0])
-            with record_function("edgc/round"):
-                total = wire.decode(gathered).view(-1)
-            shares = _cut(share.view(-1), parts, tensors)
-        return _cut(total, parts, tensors), list(shares)
+            total = yield from self.all_reduce(torch.cat(parts))  # a copy, also of a single tensor
+            return _cut(total, parts, tensors), list(tensors)
+        parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
+        message, own_sum, gathered = yield from self._sum_rounded(torch.cat(parts), wire, generator)
+        with record_function("edgc/round"):
+            total, share = wire.decode(gathered), wire.decode(message)
+            share[self.process] += total[self.process] - own_sum
+        return _cut(total.view(-1), parts, tensors), _cut(share.view(-1), parts, tensors)
+
+    def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
+        """As ``sum``, where nobody wants the shares."""
+        if wire.exact:
+            sums, _ = yield from self.sum(tensors, wire)
+            return sums
+        parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
+        _, _, gathered = yield from self._sum_rounded(torch.cat(parts), wire)
+        with record_function("edgc/round"):
+            total = wire.decode(gathered)
+        return _cut(total.view(-1), parts, tensors)
+
+    def _sum_rounded(
+        self, flat: Tensor, wire: Wire, generator: torch.Generator | None = None
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """This process's message, one row for each process; the sum of its own shard before rounding; all shards."""
+        shards = torch.nn.functional.pad(flat, (0, -len(flat) % (GROUP * self.world_size))).view(self.world_size, -1)
+        with record_function("edgc/round"):
+            message = wire.encode(shards, generator)
+        received = yield from self.all_to_all(message)
+        with record_function("edgc/round"):
+            own_sum = wire.decode(received).sum(dim=0)
+            rounded = wire.encode(own_sum.unsqueeze(0), generator)
+        gathered = yield from self.all_gather(rounded[0])
+        return message, own_sum, gathered
 
     def sum_shards(
         self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None

@@ -1,25 +1,30 @@
-"""Reductions that run beside the backward pass: on a stream of their own, or message by message between its pieces."""
+"""Reductions that run beside the backward pass and beside each other, message by message."""
 
-from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from edgc.comm.collectives import Steps, Work, run
+from edgc.comm.collectives import Steps, Work
 from edgc.observe.timing import Spans
+
+MOST = 2  # reductions under way
 
 
 class Overlap:
     """Starts reductions without waiting for their results.
 
-    On CUDA all their kernels and messages are queued on one side stream. On a CPU a reduction's first message leaves at
-    once; each of the following ones leaves when the next reduction starts, and the rest when its own is waited for. So
-    messages leave in the order of the program, which is the same on every rank of a group.
+    A reduction's first message leaves when it starts. Each of the following ones leaves when a later reduction has
+    started, and the rest when one is waited for, of all reductions in turn. So one computes while the message of
+    another is under way, and messages leave in the order of the program, which is the same on every rank of a group.
+
+    On CUDA the host waits for no message: all kernels are queued on one side stream, which does. Two reductions at most
+    are under way, since the memory of each lasts to its end.
     """
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._pending: deque[Handle] = deque()
+        self._under_way: list[Handle] = []
 
     def start(self, reduction: Steps[None], keep: object = None, spans: Spans | None = None) -> "Handle":
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
@@ -27,57 +32,65 @@ class Overlap:
         ``keep``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
         them long before the side stream is, and their memory must not be given away so early.
 
-        ``spans`` gets the time that the reduction takes: on CUDA from when the side stream begins with it to when its
-        last message is there, on a CPU that of its own work and waits.
+        ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream), torch.no_grad():
-                begin = spans.mark() if spans is not None else None
-                run(reduction)
-                if spans is not None:
-                    spans.add(begin)
-            return Handle(None, self.stream, keep, None)
-        for earlier in self._pending:
-            earlier.advance()
-        handle = Handle(reduction, None, None, spans)
-        handle.advance()
-        self._pending.append(handle)
-        while self._pending and self._pending[0].done:
-            self._pending.popleft()
+        handle = Handle(reduction, self, keep, spans)
+        handle.advance()  # before the others: it has no message to wait for
+        self.advance()
+        self._under_way.append(handle)
+        while len(self._under_way) > MOST:
+            self.advance()
         return handle
+
+    def advance(self, but: "Handle | None" = None) -> None:
+        """Take every reduction under way one message further."""
+        for handle in self._under_way:
+            if handle is not but:
+                handle.advance()
+        self._under_way = [handle for handle in self._under_way if not handle.done]
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Where kernels of reductions are queued."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start_own(self, collective: Callable[[], Work], spans: Spans) -> "Handle":
         """Start a collective of the host's, where the host would: nothing but its time is taken, as by ``start``."""
         if self.stream is None:
-            handle = Handle(_one_message(collective), None, None, spans)
+            handle = Handle(_one_message(collective), self, None, spans)
             handle.advance()
             return handle
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with self.queue():
             begin = spans.mark()
         work = collective()
-        with torch.cuda.stream(self.stream):
+        with self.queue():
             work.wait()
             spans.add(begin)
-        return Handle(None, self.stream, work, None)
+        return Handle(None, self, work, None)
+
+
+class _Own:
+    """A collective of the host's as a message."""
+
+    def __init__(self, collective: Callable[[], Work]):
+        self.start = collective
 
 
 def _one_message(collective: Callable[[], Work]) -> Steps[None]:
-    yield collective()
+    yield _Own(collective)
 
 
 class Handle:
     """A reduction under way."""
 
-    def __init__(
-        self, reduction: Steps[None] | None, stream: torch.cuda.Stream | None, keep: object, spans: Spans | None
-    ):
+    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, keep: object, spans: Spans | None):
         self._reduction = reduction
-        self._stream = stream
+        self._overlap = overlap
         self._keep = keep
         self._spans = spans
-        self._message: Work | None = None
+        self._work: Work | None = None  # the message under way
 
     @property
     def done(self) -> bool:
@@ -88,20 +101,22 @@ class Handle:
         """Take in the message under way and send the next one."""
         if self._reduction is None:
             return
-        begin = self._spans.mark() if self._spans is not None else None
-        if self._message is not None:
-            self._message.wait()
-        with torch.no_grad():
-            self._message = next(self._reduction, None)
-        if self._message is None:
-            self._reduction = None
-        if self._spans is not None:
-            self._spans.add(begin)
+        with torch.no_grad(), self._overlap.queue():
+            begin = self._spans.mark() if self._spans is not None else None
+            if self._work is not None:
+                self._work.wait()
+            message = next(self._reduction, None)
+            if message is None:
+                self._reduction = None
+            self._work = None if message is None else message.start()
+            if self._spans is not None:
+                self._spans.add(begin)
 
     def wait(self) -> None:
         """Until the sums may be used; on CUDA: by the current stream."""
         while not self.done:
             self.advance()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._keep = None
+            self._overlap.advance(but=self)
+        if self._overlap.stream is not None:
+            torch.cuda.current_stream().wait_stream(self._overlap.stream)
+        self._keep = None

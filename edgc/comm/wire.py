@@ -11,22 +11,23 @@ A group with an entry that is not finite comes out not finite; so may one of mag
 overflow.
 """
 
-import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from edgc.stacking import map_stacked
+from edgc.seeding import stable_seed
+from edgc.stacking import by_shape, map_stacked, stacked
 
 GROUP = 128
 # Step in units of the root mean square that loses least of normal values, by bits.
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
+_FEW = 2**15  # codes for which a launch costs more than going over them
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Wire:
     def bytes_per_value(self) -> float:
         return self.message_bytes(GROUP) / GROUP
 
-    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def encode(self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None) -> Tensor:
         """fp32 (rows, n), n a multiple of 128 -> uint8 (rows, ``message_bytes(n)``).
 
         ``generator`` draws the stochastic rounding.
@@ -75,7 +76,7 @@ class Wire:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
         groups = values.view(rows, -1, GROUP)
         if self.hadamard and not self.floating:
-            groups = groups @ _hadamard(values.device)
+            groups = groups @ _rotation(self.bits, values.device)[0]
         scale = self._scale(groups)
         # a group of zeros has scale 0; its codes do not matter
         scaled = groups / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
@@ -100,7 +101,7 @@ class Wire:
         else:
             values = (_unpack(packed, self.bits).view(rows, groups, GROUP).float() - self._centre) * scales
             if self.hadamard:
-                values = values @ _hadamard(message.device)
+                values = values @ _rotation(self.bits, message.device)[1]
         result: Tensor = values.view(rows, -1)
         return result
 
@@ -119,24 +120,42 @@ class Wire:
         last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
         return (largest * (1.004 / last)).to(torch.bfloat16)
 
-    def _codes(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         shifted = scaled + self._centre
         if self.stochastic and self.bits >= 4:
-            shifted = torch.floor(shifted + torch.rand(shifted.shape, generator=generator, device=shifted.device))
+            shifted = torch.floor(shifted + _drawn(torch.rand, shifted, generator))
         else:
             shifted = torch.round(shifted)
         return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
 
-    def _numbers(self, scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _numbers(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         """fp32 -> fp16 or fp8 of the same shape."""
         if self.stochastic:
             # Numbers of one exponent lie alike far apart, those below the smallest normal one as far as there.
             numbers = torch.finfo(_FLOATS[self.bits])
             magnitude = scaled.abs().clamp_min(numbers.smallest_normal)
             step = (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32) * numbers.eps
-            noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
-            scaled = torch.floor(scaled / step + noise) * step
+            scaled = torch.floor(scaled / step + _drawn(torch.rand, scaled, generator)) * step
         return scaled.to(_FLOATS[self.bits])
+
+
+@dataclass(frozen=True)
+class RowDraws:
+    """A generator that is seeded anew for each row: what a row becomes does not depend on its neighbours."""
+
+    generator: torch.Generator
+    seeds: Sequence[int]
+
+
+def _drawn(draw: Callable[..., Tensor], like: Tensor, generator: torch.Generator | RowDraws | None) -> Tensor:
+    """Random values of the shape of (rows, ...), on its device."""
+    if not isinstance(generator, RowDraws):
+        return draw(like.shape, generator=generator, device=like.device)
+    rows = []
+    for seed in generator.seeds:
+        generator.generator.manual_seed(seed)
+        rows.append(draw(like.shape[1:], generator=generator.generator, device=like.device))
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 class Packed:
@@ -159,43 +178,55 @@ class Packed:
         """fp32 or bf16 values as they are kept, without a copy."""
         return self.message.view(torch.float32 if self.wire.exact else torch.bfloat16).view(self.shape)
 
-    def where(self, condition: Tensor, other: "Packed") -> "Packed":
-        """This one if the boolean ``condition`` holds, else ``other``, of the same shape and wire, bit for bit."""
-        chosen = copy.copy(self)
-        word = torch.int16 if self.message.shape[1] % 4 else torch.int32  # faster than bytes
-        words = torch.where(condition, self.message.view(word), other.message.view(word))
-        chosen.message = words.view(torch.uint8)
-        return chosen
-
     def values(self) -> Tensor:
         """fp32, of the tensor's shape."""
         return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
 
 
-def pack_all(tensors: Sequence[Tensor], wire: Wire) -> list[Packed]:
-    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone."""
+def pack_all(
+    tensors: Sequence[Tensor],
+    wire: Wire,
+    generator: torch.Generator | None = None,
+    seeds: Sequence[int] = (),
+) -> list[Packed]:
+    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone.
 
-    def encode(values: Tensor) -> Tensor:
-        rows = values.flatten(1)
-        return wire.encode(in_groups(rows) if wire.scaled else rows)
-
-    messages = map_stacked(encode, tensors)
-    return [
-        Packed.restored(message.unsqueeze(0), tensor.shape, wire)
-        for message, tensor in zip(messages, tensors, strict=True)
-    ]
+    ``generator`` draws the stochastic rounding of each tensor from its own one of the ``seeds``.
+    """
+    packed: dict[int, Packed] = {}
+    for places in by_shape(tensors):
+        rows = stacked([tensors[place] for place in places]).flatten(1)
+        draws = None if generator is None else RowDraws(generator, [seeds[place] for place in places])
+        messages = wire.encode(in_groups(rows) if wire.scaled else rows, draws)
+        for place, message in zip(places, messages.unbind(), strict=True):
+            packed[place] = Packed.restored(message.unsqueeze(0), tensors[place].shape, wire)
+    return [packed[place] for place in range(len(tensors))]
 
 
 def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
-    """The values of each, all in the wire format of the first."""
-    rows = map_stacked(several[0].wire.decode, [packed.message[0] for packed in several])
-    return [row[: packed.shape.numel()].view(packed.shape) for row, packed in zip(rows, several, strict=True)]
+    """The values of each, those of equal shape and format at once."""
+    values: dict[int, Tensor] = {}
+    for wire in dict.fromkeys(packed.wire for packed in several):
+        places = [place for place, packed in enumerate(several) if packed.wire == wire]
+        if wire.exact:  # there is nothing to decode
+            rows = [wire.decode(several[place].message)[0] for place in places]
+        else:
+            rows = map_stacked(wire.decode, [several[place].message[0] for place in places])
+        for place, row in zip(places, rows, strict=True):
+            shape = several[place].shape
+            values[place] = row[: shape.numel()].view(shape)
+    return [values[place] for place in range(len(several))]
 
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
-    """``Packed.where`` of each pair under its condition."""
+    """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
+
+    def choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
+        word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
+        return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)
+
     messages = map_stacked(
-        torch.where,
+        choose,
         [condition.view(1, 1) for condition in conditions],
         [packed.message for packed in these],
         [packed.message for packed in others],
@@ -226,22 +257,31 @@ def in_groups(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
-def _to_bf16(values: Tensor, generator: torch.Generator | None) -> Tensor:
+def _to_bf16(values: Tensor, generator: torch.Generator | RowDraws | None) -> Tensor:
     """Rounded to bf16 up or down at random: a random number below the weight of its last bit is added, then cut off."""
     bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, generator=generator, device=values.device)
-    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    noise = _drawn(functools.partial(torch.randint, 1 << 16, dtype=torch.int32), bits, generator)
+    rounded = noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
     # adding to the bits of infinity would make it NaN, which is not finite either, but of NaN perhaps a number
-    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+    finite = (bits & _EXPONENT) != _EXPONENT
+    return torch.where(finite, rounded, values).to(torch.bfloat16)
 
 
 @functools.cache
-def _hadamard(device: torch.device) -> Tensor:
-    """The orthonormal, symmetric Hadamard matrix of 128 x 128 (Sylvester's construction): its own inverse."""
+def _rotation(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An orthonormal matrix of 128 x 128 and its inverse: Hadamard's (Sylvester's construction), with random signs.
+
+    Hadamard's makes one large value of a constant group. The signs prevent that. They are there below 4 bits alone,
+    where the largest value does not set the scale.
+    """
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < GROUP:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    return (matrix / math.sqrt(GROUP)).to(device)
+    signs = torch.ones(GROUP, 1)
+    if bits in _NORMAL_STEP:
+        signs -= 2 * torch.randint(2, (GROUP, 1), generator=torch.Generator().manual_seed(stable_seed("signs")))
+    rotation = (signs * matrix / math.sqrt(GROUP)).to(device)
+    return rotation, rotation.T.contiguous()
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
@@ -250,28 +290,41 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     rows, (count, length, word) = codes.shape[0], _word(bits)
     parts = codes.view(rows, -1, count).to(word)
-    words = _or([parts[..., i] << (i * bits) for i in range(count)])
+    if _at_once(codes, count):
+        words = (parts << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
+    else:
+        words = functools.reduce(torch.bitwise_or, [parts[..., i] << (i * bits) for i in range(count)])
     return words.view(torch.uint8).view(rows, -1, word.itemsize)[..., :length].reshape(rows, -1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of ``_pack``."""
+    """The inverse of ``_pack``, as integers of any type."""
     if bits == 8:
         return packed
     rows, (count, length, word) = packed.shape[0], _word(bits)
     whole = packed.reshape(rows, -1, length)
     if length < word.itemsize:
         whole = torch.nn.functional.pad(whole, (0, word.itemsize - length))
-    words = whole.view(word).squeeze(-1)
-    codes = [((words >> (i * bits)) & (2**bits - 1)).to(torch.uint8) for i in range(count)]
-    return torch.stack(codes, dim=-1).view(rows, -1)
+    words = whole.view(word)
+    if _at_once(words, count):
+        codes = (words >> _shifts(bits, count, packed.device)).bitwise_and_(2**bits - 1)
+    else:
+        codes = torch.cat([(words >> (i * bits)).bitwise_and_(2**bits - 1) for i in range(count)], dim=-1)
+    return codes.view(rows, -1)
+
+
+def _at_once(tensor: Tensor, count: int) -> bool:
+    """Whether all codes of the words are shifted in one launch: one after another is faster for few codes of many."""
+    return count == 8 or tensor.numel() <= _FEW
+
+
+@functools.cache
+def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
+    """Of the codes in a word."""
+    return (torch.arange(count) * bits).to(_word(bits)[2]).to(device)
 
 
 def _word(bits: int) -> tuple[int, int, torch.dtype]:
     """So many codes fill so many whole bytes of an integer of this type."""
     whole = math.lcm(bits, 8)
     return whole // bits, whole // 8, {8: torch.uint8, 24: torch.int32, 40: torch.int64, 56: torch.int64}[whole]
-
-
-def _or(parts: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.bitwise_or, parts)

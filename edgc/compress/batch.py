@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edgc.compress.lowrank import Product
-from edgc.stacking import by_shape, stacked, stacked_view
+from edgc.stacking import by_shape, map_stacked, stacked, stacked_view
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,6 @@ class Operand:
     @property
     def T(self) -> "Operand":  # noqa: N802 - as of a tensor
         return Operand(self.matrix.T, self.scales and (self.scales[1].T, self.scales[0].T), not self.transposed)
-
-    def restored(self, left: Tensor, right: Tensor) -> Product:
-        """left (m x r) @ right (r x n), which approximate M, as what approximates the gradient."""
-        product = Product(left, right)
-        if self.scales is not None:
-            product = product.scaled(*self.scales)
-        return product.T if self.transposed else product
 
 
 class Batch(Mapping[str, Operand]):
@@ -59,8 +52,9 @@ class Batch(Mapping[str, Operand]):
     def times(self, factors: Sequence[Tensor]) -> list[Tensor]:
         """factor (r x m) @ M of each pair: (r x n). Pairs of equal shapes are one operation."""
         matrices = [operand.matrix for operand in self.values()]
-        scales = [operand.scales for operand in self.values()]
-        divided = [factor if by is None else factor / by[0].T for factor, by in zip(factors, scales, strict=True)]
+        divided = _where_known(
+            torch.div, factors, [operand.scales and operand.scales[0].T for operand in self.values()]
+        )
         products = list(divided)
         for places in by_shape(divided, matrices):
             view = stacked_view([matrices[place] for place in places])
@@ -70,7 +64,38 @@ class Batch(Mapping[str, Operand]):
                 parts = list(torch.bmm(stacked([divided[place] for place in places]), view).unbind(0))
             for place, part in zip(places, parts, strict=True):
                 products[place] = part
-        return [product if by is None else product / by[1] for product, by in zip(products, scales, strict=True)]
+        return _where_known(torch.div, products, [operand.scales and operand.scales[1] for operand in self.values()])
+
+    def restored(self, left: Sequence[Tensor], *rights: Sequence[Tensor]) -> list[dict[str, Product]]:
+        """Of each list of right factors (r x n), with the left ones (m x r): what approximates the gradients, by name.
+
+        The factors' products approximate M.
+        """
+        rows, cols = ([operand.scales and operand.scales[side] for operand in self.values()] for side in (0, 1))
+        scaled_left = _where_known(torch.mul, left, rows)
+        found = []
+        for right in rights:
+            scaled_right = _where_known(torch.mul, right, cols)
+            products = map(Product, scaled_left, scaled_right)
+            found.append(
+                {
+                    name: product.T if operand.transposed else product
+                    for (name, operand), product in zip(self.items(), products, strict=True)
+                }
+            )
+        return found
+
+
+def _where_known(
+    function: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor], scales: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The function of each tensor and its scales, those of equal shapes at once; without scales the tensor itself."""
+    known = [place for place, scale in enumerate(scales) if scale is not None]
+    results = list(tensors)
+    changed = map_stacked(function, [tensors[place] for place in known], [s for s in scales if s is not None])
+    for place, result in zip(known, changed, strict=True):
+        results[place] = result
+    return results
 
 
 class FusedBatch(Batch):

@@ -6,7 +6,7 @@ second moment of each entry is taken as the product of its row's and its column'
 arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them, so no scale travels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -27,15 +27,11 @@ class Equaliser:
     def __init__(self) -> None:
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def scales(self, matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """(rows x 1) and (1 x cols), whose product has root mean square about 1; ones while nothing is known."""
-        known = [name for name in matrices if name in self._moments]
+    def scales(self, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none."""
+        known = [name for name in names if name in self._moments]
         rows, cols = (map_stacked(_relative, [self._moments[name][side] for name in known]) for side in (0, 1))
-        found = {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
-        return {
-            name: found[name] if name in found else (torch.ones_like(matrix[:, :1]), torch.ones_like(matrix[:1]))
-            for name, matrix in matrices.items()
-        }
+        return {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
 
     def update(self, squares: Mapping[str, tuple[Tensor, Tensor]], finite: Tensor) -> None:
         """Take in the mean squares of sums' rows (rows,) and columns (cols,), by name.

@@ -1,12 +1,14 @@
 """Error feedback: what sums do not hold of this process's gradients, added to the next gradients. No collectives."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import Packed, Wire
+from edgc.comm.wire import Packed, Wire, choose_all, pack_all, unpack_all
 from edgc.seeding import stable_seed
+from edgc.stacking import batches, map_stacked
 
 
 @dataclass(frozen=True)
@@ -41,52 +43,78 @@ class ErrorFeedback:
         self._seed = seed
         self._generator = torch.Generator(device)
 
-    def add_to(self, name: str, gradient: Tensor, divisor: Tensor | None = None) -> None:
-        """gradient / divisor + error, in place and in one pass; the default divisor, 0-dimensional, is 1.
+    def add_to(self, gradients: Mapping[str, Tensor], divisor: Tensor | None = None) -> None:
+        """gradient / divisor + error of each, in place; the default divisor, 0-dimensional, is 1.
 
-        The error stays until ``store`` or ``clear``: a failed step loses nothing.
+        The errors stay until ``store`` or ``clear``: a failed step loses nothing.
         """
-        if name not in self.packed:
-            if divisor is not None:
-                gradient.div_(divisor)
-            return
-        error = self.packed[name].values().view_as(gradient)
-        if divisor is None:
-            gradient.add_(error)
-        else:
-            torch.addcdiv(error, gradient, divisor, out=gradient)
+        owing = [name for name in gradients if name in self.packed]
+        if divisor is not None and (others := [gradient for name, gradient in gradients.items() if name not in owing]):
+            torch._foreach_div_(others, divisor)
+        for places in batches([gradients[name] for name in owing]):
+            names = [owing[place] for place in places]
+            own = [gradients[name] for name in names]
+            errors = [
+                error.view_as(one) for error, one in zip(unpack_all([self.packed[n] for n in names]), own, strict=True)
+            ]
+            if divisor is None:
+                torch._foreach_add_(own, errors)
+            elif len(own) == 1:  # in one pass over what may be large
+                torch.addcdiv(errors[0], own[0], divisor, out=own[0])
+            else:
+                torch._foreach_div_(own, divisor)
+                torch._foreach_add_(own, errors)
 
-    def store(self, name: str, error: Tensor, finite: Tensor, iteration: int, rule: ErrorRule | None = None) -> None:
-        """Keep this error, if all of the step's sums were ``finite``; the tensor becomes the store's own.
+    def store(
+        self,
+        errors: Mapping[str, Tensor],
+        finite: Tensor,
+        iteration: int,
+        rule: ErrorRule | None = None,
+        divisors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Keep these errors, if all of the step's sums were ``finite``; the tensors become the store's own.
 
-        A format that rounds does so at random: to the nearest, an error that grows by less than half a step at a time
-        would never grow.
+        ``divisors``: what to divide each by, 0-dimensional. A format that rounds does so at random: to the nearest, an
+        error that grows by less than half a step at a time would never grow.
         """
         rule = rule or self.rule
-        older = self.packed.get(name) or Packed(torch.zeros_like(error), rule.wire)
-        if older.wire != rule.wire:
-            older = Packed(older.values(), rule.wire)
-        if rule.decay != 1:
-            error = error * rule.decay
-        if rule.average:
-            error = torch.lerp(error, older.values().view_as(error), rule.average)
-        if rule.reset_every and (iteration + 1) % rule.reset_every == 0:
-            error = torch.zeros_like(error)
-        self.packed[name] = self._packed(name, error, rule.wire, "error", iteration).where(finite, older)
+        listed = list(errors)
+        for places in batches(list(errors.values())):
+            names = [listed[place] for place in places]
+            new = [errors[name] for name in names]
+            if divisors is not None:
+                new = map_stacked(_divided, new, [divisors[name] for name in names])
+            older = [self._older(name, error, rule.wire) for name, error in zip(names, new, strict=True)]
+            if rule.decay != 1:
+                new = [error * rule.decay for error in new]
+            if rule.average:
+                values = [was.view_as(error) for was, error in zip(unpack_all(older), new, strict=True)]
+                new = [torch.lerp(error, was, rule.average) for error, was in zip(new, values, strict=True)]
+            if rule.reset_every and (iteration + 1) % rule.reset_every == 0:
+                new = [torch.zeros_like(error) for error in new]
+            packed = self._packed(names, new, rule.wire, "error", iteration)
+            self.packed.update(zip(names, choose_all([finite] * len(names), packed, older), strict=True))
+
+    def _older(self, name: str, error: Tensor, wire: Wire) -> Packed:
+        """The error that is kept, or zeros, in this format."""
+        older = self.packed.get(name) or Packed(torch.zeros_like(error), wire)
+        return older if older.wire == wire else Packed(older.values(), wire)
 
     def share(self, name: str, total: Tensor, processes: int, iteration: int) -> None:
         """Keep this process's equal part of a sum over the group."""
         part = total.to(self._generator.device) / processes
-        self.packed[name] = self._packed(name, part, self.rule.wire, "share", iteration)
+        (self.packed[name],) = self._packed([name], [part], self.rule.wire, "share", iteration)
 
     def draw(self, name: str, *occasion: object) -> int:
         """A seed for the rounding of this error, 0 if nothing is drawn."""
         return stable_seed(*self._seed, *occasion, name) if self.rule.wire.stochastic else 0
 
-    def _packed(self, name: str, error: Tensor, wire: Wire, *occasion: object) -> Packed:
-        if wire.stochastic:
-            self._generator.manual_seed(stable_seed(*self._seed, *occasion, name))
-        return Packed(error, wire, self._generator)
+    def _packed(self, names: Sequence[str], errors: Sequence[Tensor], wire: Wire, *occasion: object) -> list[Packed]:
+        if not wire.stochastic:
+            return pack_all(errors, wire)
+        seeds = [stable_seed(*self._seed, *occasion, name) for name in names]
+        return pack_all(errors, wire, self._generator, seeds)
 
     def clear(self, name: str) -> None:
         """The whole of it was sent."""
@@ -95,3 +123,8 @@ class ErrorFeedback:
     def squared_norm(self) -> Tensor:
         """Sum of squares of all errors, 0-dimensional."""
         return sum((packed.values().square().sum() for packed in self.packed.values()), torch.zeros(()))
+
+
+def _divided(errors: Tensor, divisors: Tensor) -> Tensor:
+    """(count, ...) by (count,), in place."""
+    return errors.div_(divisors.view(-1, *[1] * (errors.dim() - 1)))

@@ -23,20 +23,9 @@ class Product:
     def T(self) -> "Product":  # noqa: N802 - as of a tensor
         return Product(self.right.T, self.left.T)
 
-    def scaled(self, rows: Tensor, cols: Tensor) -> "Product":
-        """The matrix times (rows x 1) and (1 x cols) scales."""
-        return Product(self.left * rows, self.right * cols)
-
-    def times(self, scale: Tensor) -> "Product":
-        """The matrix times a 0-dimensional scale."""
-        return Product(self.left * scale, self.right)
-
-    def residual_of(self, matrix: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """What this product leaves of a matrix, as a new one, divided by a 0-dimensional ``divisor``."""
-        if divisor is None:
-            return torch.addmm(matrix, self.left, self.right, alpha=-1)
-        # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
-        return torch.div(matrix, divisor).addmm_(self.left / divisor, self.right, alpha=-1)
+    def residual_of(self, matrix: Tensor) -> Tensor:
+        """What this product leaves of a matrix, as a new one."""
+        return torch.addmm(matrix, self.left, self.right, alpha=-1)
 
     def write(self, matrix: Tensor, rows: slice) -> None:
         """Compute these rows of the matrix, into those of ``matrix``."""

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from edgc.comm.collectives import Communicator, Steps, all_reduce_bytes, run
+from edgc.comm.collectives import AllReduce, Communicator, Steps, all_reduce_bytes, run
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
 from edgc.compress.engines import engine_class
@@ -62,17 +62,16 @@ def probe(
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
 
-    ``allocations``: of each group of gradients that is reduced by itself. They are reduced one after another, or, with
-    ``overlapped``, as ``Overlap`` does. Every rank of the process group must call this at the same time. Takes memory
-    for one more fp32 gradient while it runs, beside the state that training will have. The smallest of a few
-    repetitions counts: anything above it is noise. ``scatters``: the host's own reduction is a reduce-scatter; it
-    counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
+    ``allocations``: of each unit. Every rank of the process group must call this at the same time. Takes memory for one
+    more fp32 gradient while it runs, beside the state that training will have. The smallest of a few repetitions
+    counts: anything above it is noise. ``overlapped``: the host's own sums start together, else one after another.
+    ``scatters``: each is a reduce-scatter, and counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
     unmeasured = config.but(iteration_sampling_rate=1e-6)
     reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
     groups = [_Group(reducer, device) for reducer in reducers]
-    overlap = Overlap(device) if overlapped else None
+    overlap = Overlap(device)
 
     def fastest(work: Callable[[], None]) -> float:
         return min(_seconds(work, groups, communicator, device) for _ in range(1 + REPETITIONS))
@@ -81,7 +80,7 @@ def probe(
         own = [group.flat.bfloat16() if half else group.flat for group in groups]
 
         def reduce() -> None:
-            sums = (communicator.all_reduce(flat) for flat in own)
+            sums = (AllReduce(communicator, flat).start() for flat in own)
             for work in list(sums) if overlapped else sums:
                 work.wait()
 
@@ -89,13 +88,8 @@ def probe(
 
     def at_rank(rank: int | None) -> float:
         def reduce() -> None:
-            reductions = (group.reduction(scatters) for group in groups)
-            if overlap is None:
-                for reduction in reductions:
-                    run(reduction)
-            else:
-                for handle in [overlap.start(reduction) for reduction in reductions]:
-                    handle.wait()
+            for handle in [overlap.start(group.reduction(scatters)) for group in groups]:
+                handle.wait()
 
         for reducer in reducers:
             reducer.set_rank(rank)
@@ -137,7 +131,7 @@ def _seconds(
 ) -> float:
     for group in groups:
         group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
-    communicator.all_reduce(torch.zeros(1, device=device)).wait()  # start together
+    run(communicator.all_reduce(torch.zeros(1, device=device)))  # start together
     _synchronise(device)
     start = time.perf_counter()
     work()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Steps, interleave
 from edgc.comm.replicas import digest
 from edgc.comm.wire import GROUP, Packed
 from edgc.compress.batch import Batch, FusedBatch, Operand
@@ -28,6 +28,7 @@ from edgc.compress.equaliser import Equaliser, mean_squares
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.lowrank import Product, mean_squares_of
 from edgc.specs import MatrixSpec, ShardBounds
+from edgc.stacking import batches, map_stacked
 
 # Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
 PORTION = 2**24
@@ -84,8 +85,7 @@ class Route(ABC):
         ``excess``: what to divide each new error by, by name: 0-dimensional, 1 unless the gradient is a spike.
         """
         self.excess = excess
-        for name, matrix in self.matrices.items():
-            self.step.feedback.add_to(name, matrix, self.step.loss_scale)
+        self.step.feedback.add_to(self.matrices, self.step.loss_scale)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -93,23 +93,28 @@ class Route(ABC):
 
     def commit(self, finite: Tensor) -> None:
         """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
-        feedback, poison = self.step.feedback, torch.where(finite, 0.0, math.nan)
-        for name, matrix in self.matrices.items():
-            if name in self.errors:
-                self._keep(name, self.errors.pop(name).div_(self.excess[name]), finite)
-            elif name in feedback.packed and bool(finite):  # the host waits once, when compression ends
-                feedback.clear(name)
-            if name in self.narrow:
-                self.gradients[name].view_as(matrix).copy_(self.narrow[name] + poison)
-            else:
-                matrix.mul_(self._scale(finite) + poison)
+        feedback, gain = self.step.feedback, torch.where(finite, 1.0, math.nan)
+        if self.errors:
+            self._keep(self.errors, finite)
+            self.errors = {}
+        else:
+            owing = [name for name in self.matrices if name in feedback.packed]
+            if owing and bool(finite):  # the host waits once, when compression ends
+                for name in owing:
+                    feedback.clear(name)
+        if self.narrow:
+            sums = [self.gradients[name].view_as(total) for name, total in self.narrow.items()]
+            torch._foreach_copy_(sums, torch._foreach_mul(list(self.narrow.values()), gain))
+        wide = [matrix for name, matrix in self.matrices.items() if name not in self.narrow]
+        if wide:
+            torch._foreach_mul_(wide, self._scale(finite) * gain)
 
     def digests(self) -> dict[str, Tensor]:
         """After ``commit``: hashes of what must be the same on all processes, by name."""
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
-    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
-        self.step.feedback.store(name, error, finite, self.step.iteration)
+    def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
+        self.step.feedback.store(errors, finite, self.step.iteration, divisors=self.excess)
 
     def _scale(self, finite: Tensor) -> Tensor:
         return torch.ones_like(finite, dtype=torch.float32) if self.step.loss_scale is None else self.step.loss_scale
@@ -140,9 +145,9 @@ def agree(routes: Sequence[Route], communicator: Communicator) -> Steps[tuple[Te
         return finite, known
     sides = [side for pair in parts.values() for side in pair]
     message = torch.cat([(~finite).float().view(1), *sides])
-    yield communicator.all_reduce(message)
-    totals = iter(torch.split(message[1:], [len(side) for side in sides]))
-    return message[0] == 0, {**known, **{name: (next(totals), next(totals)) for name in parts}}
+    total = yield from communicator.all_reduce(message)
+    totals = iter(torch.split(total[1:], [len(side) for side in sides]))
+    return total[0] == 0, {**known, **{name: (next(totals), next(totals)) for name in parts}}
 
 
 class ElementwiseRoute(Route):
@@ -180,17 +185,17 @@ class ElementwiseRoute(Route):
             }
         self._round_narrow()
 
-    def _keep(self, name: str, error: Tensor, finite: Tensor) -> None:
-        self.step.feedback.store(name, error, finite, self.step.iteration, self.engine.error_rule)
+    def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
+        self.step.feedback.store(errors, finite, self.step.iteration, self.engine.error_rule, self.excess)
 
     def _sum_in_place(self) -> Steps[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
         communicator, engine = self.step.communicator, self.engine
         if not isinstance(engine, Piecewise):
             result = yield from engine.sum(list(self.matrices.values()), communicator)
-            for (name, matrix), total, share in zip(self.matrices.items(), result.sums, result.shares, strict=True):
-                torch.sub(matrix, share, out=self.errors[name])
-                matrix.copy_(total)
+            listed = list(self.matrices.values())
+            _subtract(listed, result.shares, list(self.errors.values()))
+            torch._foreach_copy_(listed, list(result.sums))
             self.finite = result.finite
             return
         by_process = self._pieces_of_processes()
@@ -206,11 +211,11 @@ class ElementwiseRoute(Route):
             else:
                 result = yield from engine.sum(own, communicator)
             if self.fed_back:
-                places, local = (piece for part in portion for piece in part), (one for part in values for one in part)
-                for (name, start, stop), value, share in zip(places, local, result.shares, strict=True):
-                    torch.sub(value, share.view_as(value), out=self.errors[name].view(-1)[start:stop])
-            for value, total in zip(own, result.sums, strict=True):
-                value.copy_(total.view_as(value))
+                places = [piece for part in portion for piece in part]
+                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in places]
+                _subtract([one for part in values for one in part], result.shares, errors)
+            if own:
+                torch._foreach_copy_(own, list(result.sums))
             finite.append(result.finite)
         self.finite = torch.stack(finite).all()
 
@@ -253,9 +258,12 @@ class FactorRoute(Route):
         step = self.step
         for name, engine in self.first.items():
             engine.begin([name], step.iteration, step.communicator.process)
-            taken = yield from engine.sum([self.matrices[name]], step.communicator)
-            self.matrices[name].sub_(taken.shares[0])
-            self.first_sums[name] = torch.where(taken.finite, taken.sums[0], math.nan)
+        taken = yield from interleave(
+            [engine.sum([self.matrices[name]], step.communicator) for name, engine in self.first.items()]
+        )
+        for name, parts in zip(self.first, taken, strict=True):
+            self.matrices[name].sub_(parts.shares[0])
+            self.first_sums[name] = torch.where(parts.finite, parts.sums[0], math.nan)
         scales = {} if step.equaliser is None else step.equaliser.scales(self.matrices)
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
@@ -280,9 +288,7 @@ class FactorRoute(Route):
         if self.narrow:
             super().commit(finite)
             return
-        gain = self._scale(finite) + torch.where(finite, 0.0, math.nan)
-        for name, matrix in self.matrices.items():
-            self._write(name, matrix, self.factored.shares[name], self.factored.sums[name], gain, finite)
+        self._write(self.factored, finite, self._scale(finite) * torch.where(finite, 1.0, math.nan))
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
@@ -292,15 +298,22 @@ class FactorRoute(Route):
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
 
-    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
-        """The error, and the rows of the sum that this process needs."""
-        with record_function("edgc/residual"):
-            error = share.residual_of(matrix, self.excess[name])
-        self._keep(name, error, finite)
-        with record_function("edgc/reconstruct"):
-            total.times(gain).write(matrix, self._own_rows(name))
-            if name in self.first_sums:
-                matrix.addcmul_(self.first_sums[name], gain)
+    def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
+        """The errors, and times ``gain`` the rows of the sums that this process needs."""
+        names = list(self.matrices)
+        shares, sums = ([products[name] for name in names] for products in (factored.shares, factored.sums))
+        excess = [self.excess[name].view(1, 1) for name in names]
+        divided = map_stacked(torch.div, [share.left for share in shares], excess)
+        gained = torch._foreach_mul([total.left for total in sums], gain)
+        for place, (name, matrix) in enumerate(self.matrices.items()):
+            with record_function("edgc/residual"):
+                # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
+                error = torch.div(matrix, self.excess[name]).addmm_(divided[place], shares[place].right, alpha=-1)
+            self.step.feedback.store({name: error}, finite, self.step.iteration)
+            with record_function("edgc/reconstruct"):
+                Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
+                if name in self.first_sums:
+                    matrix.addcmul_(self.first_sums[name], gain)
 
     def _own_rows(self, name: str) -> slice:
         if name not in self.step.shards:
@@ -345,16 +358,32 @@ class FusedRoute(FactorRoute):
                 errors[name] = error.T if operand.transposed else error
         return FusedBatch(self.kernels, operands, errors, self.step.loss_scale)
 
-    def _write(self, name: str, matrix: Tensor, share: Product, total: Product, gain: Tensor, finite: Tensor) -> None:
-        feedback = self.step.feedback
-        older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
-        error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
-        seed = feedback.draw(name, "error", self.step.iteration) >> 32
-        rows, loss_scale, excess = self._own_rows(name), self.step.loss_scale, self.excess[name]
-        with record_function("edgc/write back"):
-            self.kernels.write_back(matrix, share, total, finite, older, error, rows, loss_scale, seed, excess)
-        message = error.view(1, -1).view(torch.uint8)
-        feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
+    def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
+        feedback, loss_scale = self.step.feedback, self.step.loss_scale
+        for name, matrix in self.matrices.items():
+            older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
+            error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
+            seed = feedback.draw(name, "error", self.step.iteration) >> 32
+            share, total, rows, excess = (
+                factored.shares[name],
+                factored.sums[name],
+                self._own_rows(name),
+                self.excess[name],
+            )
+            with record_function("edgc/write back"):
+                self.kernels.write_back(matrix, share, total, finite, older, error, rows, loss_scale, seed, excess)
+            message = error.view(1, -1).view(torch.uint8)
+            feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
+
+
+def _subtract(values: Sequence[Tensor], shares: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """values - shares, into ``out``."""
+    for places in batches(values):
+        if len(places) == 1:  # in one pass over what may be large
+            torch.sub(values[places[0]], shares[places[0]], out=out[places[0]])
+        else:
+            torch._foreach_copy_([out[place] for place in places], [values[place] for place in places])
+            torch._foreach_sub_([out[place] for place in places], [shares[place] for place in places])
 
 
 Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end

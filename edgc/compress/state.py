@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import FP32, Packed, wire
 from edgc.compress.engines.base import Engine
 from edgc.compress.equaliser import Equaliser
@@ -90,12 +90,12 @@ class CompressionState:
         uncounted = Communicator(communicator.group, Traffic())  # a checkpoint is no training traffic
         norms = self.norms.values()
         if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
-            both = torch.stack([norms, (norms > 0).float()])
-            uncounted.all_reduce(both).wait()
-            self.norms.set_values(both[0] / both[1].clamp_min(1))
+            both = torch.cat([norms, (norms > 0).float()])
+            total, seen = run(uncounted.all_reduce(both)).chunk(2)
+            self.norms.set_values(total / seen.clamp_min(1))
         for name in sorted(self.feedback.packed):
-            total = self.feedback.packed[name].values().clone()
-            uncounted.all_reduce(total).wait()
+            error = self.feedback.packed[name].values()
+            total = run(uncounted.all_reduce(error.flatten().clone())).view_as(error)
             self.feedback.share(name, total, communicator.world_size, iteration)
             yield name, total
 

@@ -34,7 +34,7 @@ def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
 
 
 def reduction_cost(
-    groups: Sequence[Sequence[Parameter]],
+    units: Sequence[Sequence[Parameter]],
     config: EDGCConfig,
     run: Run,
     communicator: Communicator,
@@ -43,11 +43,11 @@ def reduction_cost(
     """Of the layers of this process: timed on its link, or computed from ``link_gbps``; None where no rank depends on
     it.
 
-    ``groups``: the parameters of each group that is reduced by itself. Every process of the communicator must call
-    this at the same time.
+    ``units``: the parameters that are reduced together. Every process of the communicator must call this at the same
+    time.
     """
-    allocations = [allocate(group, config, smallest_rank(config)) for group in groups if group]
-    whole = allocate([parameter for group in groups for parameter in group], config, smallest_rank(config))
+    allocations = [allocate(unit, config, smallest_rank(config)) for unit in units if unit]
+    whole = allocate([parameter for unit in units for parameter in unit], config, smallest_rank(config))
     if not config.asks_link or not whole.matrices or run.alone:
         return None
     half = run.gradient_bytes == 2

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from edgc.hosts.reporting import Reporter, warn_of_kernels
 from edgc.hosts.stage import Stage
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.hosts.steps import StepDriver
+from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
@@ -27,26 +28,15 @@ from edgc.plan.controller import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-UNIT_BYTES = 25 * 2**20  # of gradients that are reduced together: DDP's own bucket size
 VERSION = 4
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 
 
-@dataclass
-class Unit:
-    """Parameters that are reduced together, by name, whatever buckets their gradients come in."""
-
-    names: tuple[str, ...]
-    reducer: GradientReducer
-    missing: set[str]  # whose gradients have not come in this step
-    before: Mapping[str, Mapping[str, Packed]]  # the reducer's state before this step
-
-
 class Layers(Stage):
     """All parameters of the module."""
 
-    units: Sequence[Unit] = ()
+    units = Units([])
 
     @property
     def reducers(self) -> list[GradientReducer]:
@@ -58,8 +48,8 @@ class EDGCState:
 
     It is the state of ``ddp_hook``; without ``DistributedDataParallel`` call ``step`` after each backward pass.
 
-    1. Parameters are cut into units of ``unit_bytes``, in the order in which a backward pass comes to them. Units do
-       not follow DDP's buckets, which DDP rebuilds after the first step: so no state ever moves.
+    1. Parameters are cut into a few units (``edgc.hosts.units``), in the order in which a backward pass comes to them.
+       Units do not follow DDP's buckets, which DDP rebuilds after the first step: so no state ever moves.
     2. A unit's reduction starts when its last gradient has come, and runs beside the rest of the backward pass.
     3. When all have ended, the processes agree whether all averages are finite. If not, every gradient becomes NaN on
        every process, as a ``GradScaler`` expects, and error feedback and factors are those of before the step.
@@ -72,7 +62,7 @@ class EDGCState:
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
-        unit_bytes: of the gradients that are reduced together.
+        unit_bytes: of gradients that are worth a reduction of their own.
 
     Raises ``ConfigError`` for settings that need a pipeline or sharded weights. Collectives begin with ``start``.
     """
@@ -85,7 +75,7 @@ class EDGCState:
         iterations: int,
         group: ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        unit_bytes: int = UNIT_BYTES,
+        unit_bytes: int = LEAST_BYTES,
     ):
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
@@ -99,7 +89,7 @@ class EDGCState:
         self.report: WindowReport | None = None  # of the last window
         self._started = self._ended = False
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
-        self._gradients: dict[str, Tensor] = {}  # of the step under way, by name
+        self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -127,7 +117,8 @@ class EDGCState:
             overlapped=True,
         )
         warn_of_kernels(config, self.device)
-        names = self._cut()
+        # gradients come about in the reverse order of the parameters
+        names = cut(((name, p.nbytes) for p, name in reversed(self.parameters.items())), self.unit_bytes)
         described = [[self.described[name] for name in unit] for unit in names]
         cost = reduction_cost(described, config, run, uncounted, self.device) if timed else None
         own = ProcessStage(KEY, tuple(parameter for unit in described for parameter in unit), cost)
@@ -141,8 +132,7 @@ class EDGCState:
             dense.count_all_reduce(parameter, self.processes)
         self.stage = Layers(KEY, self.device, dense.bytes)
         communicator = Communicator(group, self.stage.traffic)
-        self.stage.units = [self._unit(*unit, communicator) for unit in zip(names, described, strict=True)]
-        self._unit_of = {name: unit for unit in self.stage.units for name in unit.names}
+        self.stage.units = Units([self._unit(*unit, communicator) for unit in zip(names, described, strict=True)])
         self.overlap = Overlap(self.device)
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
@@ -154,21 +144,9 @@ class EDGCState:
         self.reporter.start(self.plan)
         self._started = True
 
-    def _cut(self) -> list[list[str]]:
-        """The names of each unit. Gradients come about in the reverse order of the parameters."""
-        units: list[list[str]] = []
-        size = math.inf
-        for parameter, name in reversed(self.parameters.items()):
-            if size + parameter.nbytes > self.unit_bytes:
-                units.append([])
-                size = 0
-            units[-1].append(name)
-            size += parameter.nbytes
-        return units
-
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
         allocation = allocate(parameters, self.config, smallest_rank(self.config))
-        return Unit(tuple(names), GradientReducer(allocation, self.config, communicator, self.device), set(), {})
+        return Unit(names, GradientReducer(allocation, self.config, communicator, self.device))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:
@@ -193,10 +171,10 @@ class EDGCState:
         self.start()
         if self._ended:
             raise RuntimeError("this EDGC state was closed")
-        self._gradients, self._handles = {}, []
+        self._handles = []
         self.driver.step()
-        for unit in self.stage.units:
-            unit.missing, unit.before = set(unit.names), unit.reducer.state.state_dict()
+        self.stage.units.begin()
+        self._before = [reducer.state.state_dict() for reducer in self.stage.reducers]
 
     def add(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """These gradients, by parameter, are complete on this process. They will hold the averages after ``end``.
@@ -204,6 +182,7 @@ class EDGCState:
         Every process must add them in the same order. Raises RuntimeError for a parameter that the module does not
         have.
         """
+        named = {}
         for parameter, gradient in gradients.items():
             name = self.parameters.get(parameter)  # type: ignore[call-overload]
             if name is None:
@@ -211,22 +190,20 @@ class EDGCState:
                     f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter of the module that EDGC was "
                     "given, or to one that did not require a gradient then"
                 )
-            self._gradients[name] = gradient
-            unit = self._unit_of[name]
-            unit.missing.remove(name)
-            if not unit.missing:
-                self._reduce(unit)
+            named[name] = gradient
+        for unit in self.stage.units.add(named):
+            self._reduce(unit)
 
     @torch.no_grad()
     def _reduce(self, unit: Unit) -> None:
         """Start the reduction of a unit."""
         step, reducer = self.driver.step(), unit.reducer
-        gradients = {name: self._gradients[name] for name in unit.names}
+        gradients = unit.gradients
         reducer.begin(step.iteration)
         reducer.observer.measure(gradients, step.iteration, step.loss_scale)
         torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
-        self._handles.append(self.overlap.start(reduction, unit.before, self.stage.spans))
+        self._handles.append(self.overlap.start(reduction, self._before, self.stage.spans))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -234,8 +211,7 @@ class EDGCState:
 
         Raises ``ReplicaMismatch`` where processes have drifted apart, and RuntimeError where gradients are missing.
         """
-        missing = sorted(name for unit in self.stage.units for name in unit.missing)
-        if missing:
+        if missing := self.stage.units.missing:
             raise RuntimeError(
                 f"{len(missing)} parameters have no gradient in this step, the first {missing[0]}: EDGC needs those of "
                 "all parameters that required one when it was attached"
@@ -243,12 +219,11 @@ class EDGCState:
         for handle in self._handles:
             handle.wait()
         if self.driver.not_finite():
-            for unit in self.stage.units:
-                unit.reducer.state.load_state_dict(unit.before)
-            torch._foreach_mul_(list(self._gradients.values()), math.nan)
-        for unit in self.stage.units:
-            unit.before = {}  # else the memory of it would stay
-        self._gradients = {}
+            for unit, before in zip(self.stage.units, self._before, strict=True):
+                unit.reducer.state.load_state_dict(before)
+                torch._foreach_mul_(list(unit.gradients.values()), math.nan)
+        self._before, self._handles = [], []  # else the memory of it would stay
+        self.stage.units.begin()
         self.stage.end_step()
         self.driver.end(self.steps)
         self.steps += 1

@@ -24,6 +24,7 @@ from edgc.seeding import stable_seed
 _TAIL = 0.005  # share of the entries that the histogram leaves to each tail
 _EULER = 0.5772156649015329
 _RANGE_SAMPLE = 1 << 16  # entries that the histogram sorts to find its range
+_PIECE = 1 << 22  # entries that are turned into float64 at once
 _MAX_DENOMINATOR = 10**6  # sampling rates are fractions of at most this denominator
 
 
@@ -33,16 +34,66 @@ def gaussian_entropy(x: Tensor) -> Tensor:
     Of all distributions with that variance the normal has the largest entropy, so on other data this is an
     upper bound. The cheapest estimator: no sort, no counting. Errors and special values: module docstring.
     """
-    _require_two(x)
-    values = x.detach().flatten()
+    _require_two(x.numel())
     scale = torch.ones((), dtype=torch.float64, device=x.device)
     if x.dtype == torch.float64:  # whose squares may leave its range, as those of no other type do
-        scale = torch.stack(values.aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-        values = values / scale
-    # The shift keeps the variance right, and above 0, where values differ in their last bits only.
-    shifted = values - values[:1].double()
-    entropy: Tensor = scale.log() + 0.5 * torch.log(2 * math.pi * math.e * shifted.var())
+        scale = torch.stack(x.detach().aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        x = x / scale
+    whole = GaussianPieces()
+    whole.add(x)
+    entropy: Tensor = scale.log() + whole.entropy()
     return entropy
+
+
+class GaussianPieces:
+    """``gaussian_entropy`` of entries that come piece by piece. No entry is kept: pieces become a mean and a variance.
+
+    Squares of float64 entries may leave its range, as those of no other type do.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._shift: Tensor | None = None
+        self._mean = self._squares = torch.zeros((), dtype=torch.float64)  # the latter of differences from the mean
+
+    def add(self, x: Tensor) -> None:
+        """Any number of entries, of any shape."""
+        for piece in torch.split(x.detach().flatten(), _PIECE):
+            count = len(piece)
+            if not count:
+                continue
+            values = piece.double()
+            if self._shift is None:
+                # The shift keeps the variance right, and above 0, where values differ in their last bits only.
+                self._shift = values[:1].clone()
+                self._mean, self._squares = (torch.zeros_like(self._shift[0]) for _ in range(2))
+            variance, mean = torch.var_mean(values - self._shift, correction=0)
+            # Chan et al. 1979: two sets' squared differences from their common mean
+            apart, total = mean - self._mean, self._count + count
+            self._squares = self._squares + count * variance + self._count * count / total * apart.square()
+            self._mean = self._mean + count / total * apart
+            self._count = total
+
+    def entropy(self) -> Tensor:
+        """Raises ValueError for fewer than two entries."""
+        _require_two(self._count)
+        return 0.5 * torch.log(2 * math.pi * math.e / (self._count - 1) * self._squares)
+
+
+class KeptPieces:
+    """Another estimate of entries that come piece by piece, and are kept."""
+
+    def __init__(self, estimate: Callable[[Tensor], float]):
+        self._estimate = estimate
+        self._pieces: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """Any number of entries, of any shape."""
+        self._pieces.append(x.detach().flatten().clone())  # gradients are summed in place
+
+    def entropy(self) -> float:
+        """Raises ValueError for fewer than two entries."""
+        return self._estimate(torch.cat(self._pieces))
 
 
 def histogram_entropy(x: Tensor, bins: int = 256) -> float:
@@ -117,6 +168,12 @@ ESTIMATORS: dict[str, Callable[[Tensor], float | Tensor]] = {
 }
 
 
+def pieces(estimator: str) -> GaussianPieces | KeptPieces:
+    """For the estimate of this name: what takes entries piece by piece."""
+    estimate = ESTIMATORS[estimator]
+    return GaussianPieces() if estimate is gaussian_entropy else KeptPieces(estimate)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class GradientSampler:
     """GDS's two sampling rates: which iterations are measured, and which entries of a gradient then are.
@@ -165,9 +222,9 @@ class GradientSampler:
         return iteration * taken // period
 
 
-def _require_two(x: Tensor) -> None:
-    if x.numel() < 2:
-        raise ValueError(f"x has {x.numel()} elements: an entropy estimate needs at least 2")
+def _require_two(entries: int) -> None:
+    if entries < 2:
+        raise ValueError(f"x has {entries} elements: an entropy estimate needs at least 2")
 
 
 def _unit_scaled(x: Tensor) -> tuple[Tensor, float] | tuple[None, float]:
@@ -176,7 +233,7 @@ def _unit_scaled(x: Tensor) -> tuple[Tensor, float] | tuple[None, float]:
     The scale keeps squares and differences of very small or large entries in range. float64 costs bandwidth
     only: the estimators are memory-bound, and it takes rounding out of sums over millions of entries.
     """
-    _require_two(x)
+    _require_two(x.numel())
     low, high = (float(extreme) for extreme in x.detach().aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):
         return None, math.nan

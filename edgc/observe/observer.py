@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgc.config import EDGCConfig
-from edgc.observe.entropy import ESTIMATORS, GradientSampler
+from edgc.observe.entropy import GaussianPieces, GradientSampler, KeptPieces, pieces
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from edgc.specs import MatrixSpec
@@ -34,9 +34,12 @@ class GradientObserver:
         self._iteration: int | None = None
         self._before = self.measurements  # those before ``_iteration``
         self._skipped: int | None = None  # an iteration whose measurements a window has already taken
+        self._pieces: GaussianPieces | KeptPieces | None = None  # of the gradients that have come in this iteration
+        self._awaited: set[str] = set()  # the matrices whose gradients have not
 
     def begin(self, iteration: int) -> None:
         """Before the iteration is measured. With ``repeatable``, it keeps what ``roll_back`` needs."""
+        self._pieces = None
         if self.repeatable and iteration != self._iteration:
             self._iteration, self._before = iteration, self.measurements.copy()
 
@@ -47,7 +50,8 @@ class GradientObserver:
     def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
         """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
 
-        ``gradients`` hold ``loss_scale`` times the gradient.
+        ``gradients`` hold ``loss_scale`` times the gradient. They may come in several calls: the entropy is that of all
+        matrices, taken together.
         """
         if not self.measures(iteration):
             return
@@ -61,10 +65,17 @@ class GradientObserver:
             self.measurements.statistics.append(
                 {name: GradientStatistics.of(part) for name, part in samples.items() if len(part) > 1}
             )
-        if not self.matrices:
+        come = [matrix.name for matrix in self.matrices if matrix.name in gradients]
+        if not come:
             return
-        everything = torch.cat([sample(matrix.name) for matrix in self.matrices])
-        self.measurements.entropy.append(ESTIMATORS[self.study.entropy_estimator](everything))
+        if self._pieces is None:
+            self._pieces, self._awaited = pieces(self.study.entropy_estimator), {one.name for one in self.matrices}
+        for name in come:
+            self._pieces.add(sample(name))
+            self._awaited.remove(name)
+        if not self._awaited:
+            self.measurements.entropy.append(self._pieces.entropy())
+            self._pieces = None
 
     def add_spikes(self, iteration: int, excess: Tensor, limit: float, finite: Tensor) -> None:
         """Count the spikes of an iteration: see ``Measurements.add_spikes``."""

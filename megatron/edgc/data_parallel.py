@@ -1,8 +1,8 @@
 """The data-parallel seam: EDGC's reduction in place of the all-reduce of Megatron's bucket groups."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import batched, pairwise
 from typing import Any
 
 import torch
@@ -14,21 +14,91 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, Traffic, Work, interleave, run
-from edgc.comm.overlap import Overlap
+from edgc.comm.collectives import All, AllReduce, Communicator, Steps, Together, Traffic, Work, interleave, run
+from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
-from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
+from edgc.hosts.units import Unit, Units
 from edgc.observe.timing import Spans
 from edgc.specs import ShardBounds, shard_bounds
+
+
+class StageSums:
+    """The sums of a stage's gradients, which its bucket groups hand over once in each backward pass.
+
+    Groups are Megatron's; what is reduced together is a unit, which may hold gradients of several groups, and a group
+    those of several units. A unit's reduction starts when its last gradient has come.
+    """
+
+    def __init__(
+        self, units: Units, communicator: Communicator, spans: Spans, overlap: Overlap, step: Callable[[], Step]
+    ):
+        self.units, self.communicator, self.spans, self.overlap = units, communicator, spans, overlap
+        self.groups: list[EDGCBucketGroup] = []
+        self.shards: dict[str, ShardBounds] = {}  # with the distributed optimizer: bounds of each gradient
+        self.plain = False  # whether Megatron's own sums will do in this pass
+        self._step = step
+        self._come: set[EDGCBucketGroup] = set()  # in this pass
+        self._handles: dict[Unit, Handle] = {}
+
+    def begin(self, group: "EDGCBucketGroup", gradients: Mapping[str, Tensor]) -> None:
+        """These gradients have come, not scaled yet; the first ones begin the pass."""
+        step = self._step()
+        if not self._come:
+            self.units.begin()
+            self._handles = {}
+            for unit in self.units:
+                unit.reducer.begin(step.iteration)
+            self.plain = all(unit.reducer.plain for unit in self.units)
+        self._come.add(group)
+        # Before scaling, whoever sums: the entropy must not jump when compression begins.
+        for unit in self.units.of(gradients):
+            own = {name: gradients[name] for name in unit.names if name in gradients}
+            unit.reducer.observer.measure(own, step.iteration, step.loss_scale)
+
+    def add(self, gradients: Mapping[str, Tensor], scatter: bool) -> None:
+        """Take scaled gradients, and start the units that are complete."""
+        step = self._step()
+        for unit in self.units.add(gradients):
+            reducer, shards = unit.reducer, self.shards if scatter else None
+            reduction = reducer.reduce(unit.gradients, step.iteration, step.loss_scale, shards)
+            self._handles[unit] = self.overlap.start(reduction, reducer.state.state_dict(), self.spans)
+
+    def end(self, overlapped: bool) -> None:
+        """A group has handed over its gradients. If it was the last of the pass, and reductions are not to run beside
+        anything, wait for all of them.
+        """
+        if len(self._come) == len(self.groups):
+            self._come = set()
+            if not overlapped:
+                for handle in self._handles.values():
+                    handle.wait()
+
+    def wait(self, names: Iterable[str]) -> None:
+        """Until these are summed. A unit that has not started yet is left to the group that completes it."""
+        for unit in self.units.of(names):
+            if unit in self._handles:
+                self._handles[unit].wait()
+
+
+@dataclass(frozen=True)
+class GroupHandle:
+    """What Megatron waits for before it reads a group's sums."""
+
+    sums: StageSums
+    names: Collection[str]
+
+    def wait(self) -> None:
+        self.sums.wait(self.names)
 
 
 class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatron is untyped
     """A bucket group whose gradients EDGC sums. Only what starts a collective differs from Megatron's.
 
     Megatron's own object changes its class (``attach``) instead of being replaced, so everything that refers to it
-    goes on working. As long as nothing is compressed or owed, Megatron's own collective runs and is only counted.
+    goes on working. As long as nothing of the stage is compressed or owed, Megatron's own collective runs and is only
+    counted.
 
     With the distributed optimizer a rank computes and, where possible, gets only its own shard of the sums. The factors
     of a matrix reach all ranks anyway, since the next step starts from them.
@@ -36,73 +106,77 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
     grad_reduce_handle: Any  # of either kind
     param_gather_handle: Any
-    edgc_reducer: GradientReducer
+    edgc_sums: StageSums
     edgc_weights: "WeightGather"
     edgc_names: dict[torch.nn.Parameter, str]
-    edgc_spans: Spans
-    edgc_overlap: Overlap
-    edgc_step: Callable[[], Step]
-    edgc_shards: dict[str, ShardBounds] | None  # with the distributed optimizer: bounds of each gradient
 
     @classmethod
     def attach(
         cls,
         group: _ParamAndGradBucketGroup,
-        reducer: GradientReducer,
+        sums: StageSums,
         weights: "WeightGather",
         names: dict[torch.nn.Parameter, str],
-        spans: Spans,
-        overlap: Overlap,
-        step: Callable[[], Step],
     ) -> "EDGCBucketGroup":
-        """Turn one of Megatron's bucket groups into an EDGC one, in place. ``step`` tells of the step under way."""
+        """Turn one of Megatron's bucket groups into an EDGC one, in place."""
         if type(group) is not _ParamAndGradBucketGroup:
             raise TypeError(f"a bucket group of type {type(group).__name__} cannot be taken over")
         group.__class__ = cls
         assert isinstance(group, EDGCBucketGroup)
-        group.edgc_reducer, group.edgc_weights, group.edgc_names = reducer, weights, names
-        group.edgc_spans, group.edgc_overlap, group.edgc_step = spans, overlap, step
-        group.edgc_shards = group._shard_bounds() if group.ddp_config.use_distributed_optimizer else None
+        group.edgc_sums, group.edgc_weights, group.edgc_names = sums, weights, names
+        sums.groups.append(group)
+        if group.ddp_config.use_distributed_optimizer:
+            sums.shards.update(group._shard_bounds())
         return group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel group; with overlap, ``finish_grad_sync`` waits for it."""
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # already under way: in the first step Megatron asks twice
-        reducer, step = self.edgc_reducer, self.edgc_step()
-        overlapped = self.ddp_config.overlap_grad_reduce
+        sums, overlapped = self.edgc_sums, self.ddp_config.overlap_grad_reduce
         gradients = self._gradients()
-        reducer.begin(step.iteration)
-        # Before scaling in both branches: the entropy must not jump when compression begins.
-        reducer.observer.measure(gradients, step.iteration, step.loss_scale)
-        start = self.edgc_spans.mark()
-        # Megatron would sum a whole bucket, also what is summed elsewhere
-        if reducer.plain and len(gradients) == sum(len(bucket.params_list) for bucket in self.buckets):
-            for bucket in self.buckets:
-                count_dense(reducer.communicator.traffic, self, bucket.grad_data)
+        sums.begin(self, gradients)
+        if sums.plain:
+            handle = self._start_plain(force_all_reduce, whole=len(gradients) == len(self.params))
             if overlapped:
-                own = partial(self._own_collective, force_all_reduce)
-                self.grad_reduce_handle = self.edgc_overlap.start_own(own, self.edgc_spans)
+                self.grad_reduce_handle = handle
             else:
-                self._own_collective(force_all_reduce)
+                handle.wait()
         else:
             self._check_and_scale()
-            shards = None if force_all_reduce else self.edgc_shards
-            reduction = reducer.reduce(gradients, step.iteration, step.loss_scale, shards)
+            sums.add(gradients, scatter=not force_all_reduce)
             if overlapped:
-                keep = reducer.state.state_dict()
-                self.grad_reduce_handle = self.edgc_overlap.start(reduction, keep, self.edgc_spans)
-            else:
-                with torch.no_grad():
-                    run(reduction)
-        if not overlapped:  # else the span would be that of starting it
-            self.edgc_spans.add(start)
+                self.grad_reduce_handle = GroupHandle(sums, gradients.keys())
+        sums.end(overlapped)
 
-    def _own_collective(self, force_all_reduce: bool | None) -> Work:
-        """Megatron's own reduction; with overlap, what to wait for."""
-        super().start_grad_sync(force_all_reduce=force_all_reduce)
-        under_way: Work = self.grad_reduce_handle
-        return under_way
+    def _start_plain(self, force_all_reduce: bool | None, whole: bool) -> Handle:
+        """Start Megatron's own reduction, or, where a bucket is not ``whole`` EDGC's, one of what is."""
+        sums = self.edgc_sums
+        if not whole:
+            self._check_and_scale()
+            return sums.overlap.start(self._sum_pieces(), spans=sums.spans)
+        for bucket in self.buckets:
+            count_dense(sums.communicator.traffic, self, bucket.grad_data)
+
+        def own_collective() -> Work:
+            super(EDGCBucketGroup, self).start_grad_sync(force_all_reduce=force_all_reduce)
+            under_way: Work = self.grad_reduce_handle or All([])  # None: it has already waited
+            return under_way
+
+        return sums.overlap.start_own(own_collective, sums.spans)
+
+    def _sum_pieces(self) -> Steps[None]:
+        """Sum the buckets without a tied embedding, which is summed with its other copies."""
+        pieces = []
+        for bucket in self.buckets:
+            apart = [bucket.param_to_index[p] for p in bucket.params_list if p not in self.edgc_names]
+            edges = [0, *(edge for start_end in sorted(apart) for edge in start_end), bucket.grad_data.numel()]
+            pieces += [bucket.grad_data[start:end] for start, end in batched(edges, 2) if start < end]
+        messages = [AllReduce(self.edgc_sums.communicator, piece) for piece in pieces]
+        yield Together(messages)
+        for piece, message in zip(pieces, messages, strict=True):
+            if message.result is not piece:
+                piece.copy_(message.result)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the weights that the distributed optimizer has updated: as Megatron does, or their differences."""
@@ -122,7 +196,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             all_shards, [_parts(bucket, weights.communicator.world_size) for bucket in self.buckets]
         )
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = self.edgc_overlap.start(gather, keep=weights.before)
+            self.param_gather_handle = self.edgc_sums.overlap.start(gather, keep=weights.before)
         else:
             with torch.no_grad():
                 run(gather)
@@ -146,7 +220,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         for bucket in self.buckets:
             factor = bucket.gradient_scaling_factor
             if config.average_in_collective:
-                factor /= self.edgc_reducer.communicator.world_size
+                factor /= self.edgc_sums.communicator.world_size
             if factor != 1.0:
                 with torch.no_grad():
                     bucket.grad_data *= factor
@@ -164,7 +238,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
     def _shard_bounds(self) -> dict[str, ShardBounds]:
         """Where in each flattened gradient the shards of the ranks begin and end."""
-        ranks = self.edgc_reducer.communicator.world_size
+        ranks = self.edgc_sums.communicator.world_size
         return {
             self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // ranks, ranks)
             for bucket in self.buckets

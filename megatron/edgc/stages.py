@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,12 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
+from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.allocation import allocate
 from edgc.plan.controller import RankPlan, smallest_rank
 from edgc.plan.run import Part, StageKey
 from edgc.specs import Parameter
-from megatron.edgc.data_parallel import EDGCBucketGroup, WeightGather, count_dense, process_group
+from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
@@ -35,11 +37,18 @@ def gradient_bytes(args: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Named:
-    """A bucket group of Megatron's and the names of its parameters, unique on this rank."""
+    """A bucket group of one model chunk and the names of its parameters, unique on this rank."""
 
     group: _ParamAndGradBucketGroup
+    chunk: int
     names: Names
     described: tuple[Parameter, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients."""
+        found: torch.dtype = self.group.buckets[0].grad_data.dtype
+        return found
 
 
 class MegatronStage(Stage):
@@ -60,15 +69,24 @@ class MegatronStage(Stage):
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []
+        self.units = Units([])
 
     @property
     def parameters(self) -> list[Parameter]:
         return [parameter for one in self.named for parameter in one.described]
 
     @property
+    def units_of_parameters(self) -> list[list[Parameter]]:
+        """What is reduced together: of one chunk, whose gradients come together, and of one type."""
+        sizes = [(one, [(p, p.elements * one.dtype.itemsize) for p in one.described]) for one in self.named]
+        least = max(LEAST_BYTES, -(-sum(nbytes for _, own in sizes for _, nbytes in own) // MOST))
+        alike = groupby(sizes, key=lambda pair: (pair[0].chunk, pair[0].dtype))
+        return [unit for _, run in alike for unit in cut((one for _, own in run for one in own), least)]
+
+    @property
     def reducers(self) -> list[GradientReducer]:
-        """In the order of the bucket groups."""
-        return [group.edgc_reducer for group in self.groups]
+        """In the order in which gradients come."""
+        return [unit.reducer for unit in self.units]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -77,14 +95,17 @@ class MegatronStage(Stage):
     def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
         """Take over the collectives of every bucket group."""
         param_wire = None if config.formats.param_wire is None else wire(config.formats.param_wire)
-        for one in self.named:
-            allocation = allocate(one.described, config, smallest_rank(config))
-            communicator = Communicator(self.process_group, self.traffic)
+        communicator = Communicator(self.process_group, self.traffic)
+        units = []
+        for parameters in self.units_of_parameters:
+            allocation = allocate(parameters, config, smallest_rank(config))
             reducer = GradientReducer(allocation, config, communicator, self.device, repeatable)
+            units.append(Unit([parameter.name for parameter in parameters], reducer))
+        self.units = Units(units)
+        sums = StageSums(self.units, communicator, self.spans, overlap, step)
+        for one in self.named:
             weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_dense, param_wire)
-            self.groups.append(
-                EDGCBucketGroup.attach(one.group, reducer, weights, one.names, self.spans, overlap, step)
-            )
+            self.groups.append(EDGCBucketGroup.attach(one.group, sums, weights, one.names))
 
     def end_step(self) -> None:
         """Megatron's sum of a tied embedding's two copies is sent beside the buckets."""
@@ -166,7 +187,8 @@ def _named(
             if parameter is not apart
         }
         described = tuple(describe(prefix, name, parameter) for parameter, name in names.items())
-        named.append(Named(group, {parameter: prefix + name for parameter, name in names.items()}, described))
+        prefixed = {parameter: prefix + name for parameter, name in names.items()}
+        named.append(Named(group, place, prefixed, described))
     return named
 
 

@@ -157,7 +157,7 @@ class Session:
         layers = self.stages[0]
         # probing is no training traffic
         communicator = Communicator(layers.process_group, Traffic())
-        cost = reduction_cost([one.described for one in layers.named], self.config, self.run, communicator, device)
+        cost = reduction_cost(layers.units_of_parameters, self.config, self.run, communicator, device)
         plan = plan_run(self.config, self.run, self._known(cost))
         if not plan.compresses and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
             # then Megatron's own sums will do, overlapped and scattered

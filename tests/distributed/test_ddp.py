@@ -170,7 +170,7 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
 
     def noting(unit: Any) -> None:
         reduce(unit)
-        under_way.append(sum(unit.missing != set() for unit in several.state.stage.units))  # type: ignore[union-attr]
+        under_way.append(sum(not unit.complete for unit in several.state.stage.units))  # type: ignore[union-attr]
 
     several.state._reduce = noting  # type: ignore[method-assign]
     several.train(6)

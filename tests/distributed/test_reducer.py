@@ -2,7 +2,10 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -306,6 +309,39 @@ def formats_of_parameters(rank: int) -> tuple[float, float, dict[str, float]]:
         lost = max(lost, float(missing.abs().max() / whole.abs().max()))
     errors = {name: float(kept[name].norm() / whole.norm()) for name, whole in put_in.items()}
     return lost, under_test.communicator.traffic.bytes, errors
+
+
+def collectives(rank: int) -> list[int]:
+    """How many a step takes: with factors in fp32, in few bits, and in few bits where each process needs its half."""
+    calls: list[str] = []
+    halves = {"wide": [0, 1152, 2304], "conv": [0, 512, 1024], "bias": [0, 12, 24], "word": [0, 200, 400]}
+
+    def noted(name: str) -> Callable[..., Any]:
+        own = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        return call
+
+    counts = []
+    for settings, shards in ((SETTINGS[0], None), (SETTINGS[3], None), (SETTINGS[3], halves)):
+        under_test = reducer(**settings)
+        under_test.set_rank(4)
+        run(under_test.reduce(gradients(rank, 1), 1, shards=shards))
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor"):
+                patch.setattr(dist, name, noted(name))
+            run(under_test.reduce(gradients(rank, 3), 3, shards=shards))  # not a measured iteration
+        counts.append(len(calls))
+        calls.clear()
+    return counts
+
+
+def test_all_routes_of_a_step_share_their_messages() -> None:
+    """Two factors take two sums in fp32 and four messages in few bits. With halves one more tells what they hold."""
+    assert run_on_ranks(collectives, 2) == [[2, 4, 5]] * 2
 
 
 def test_every_parameter_travels_in_its_own_format() -> None:

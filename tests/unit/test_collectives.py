@@ -1,17 +1,34 @@
-"""Taking several sequences of collectives at once, with works that only note when they are waited for."""
+"""Taking several sequences of messages at once, with messages that only note when they are sent and waited for."""
 
-from edgc.comm.collectives import Steps, interleave, run
+import torch
+from torch import Tensor
+
+from edgc.comm.collectives import JOINED, Collective, Steps, Work, interleave, run
 
 
 class Note:
-    """A collective that writes down when it is started and waited for."""
+    """A message that writes down when it is started and waited for."""
 
     def __init__(self, log: list[str], name: str):
         self.log, self.name = log, name
-        log.append(f"start {name}")
+
+    def start(self) -> Work:
+        self.log.append(f"start {self.name}")
+        return self
 
     def wait(self) -> None:
         self.log.append(f"wait {self.name}")
+
+
+class Doubled(Collective):
+    """A collective whose result is twice the tensor; ``sent`` has what travelled."""
+
+    sent: list[Tensor] = []  # noqa: RUF012 - cleared by the test
+
+    def start(self) -> Work:
+        self.sent.append(self.tensor)
+        self.result = 2 * self.tensor
+        return Note([], "doubled")
 
 
 def steps(log: list[str], name: str, count: int) -> Steps[str]:
@@ -20,13 +37,52 @@ def steps(log: list[str], name: str, count: int) -> Steps[str]:
     return name.upper()
 
 
-def test_messages_of_others_travel_while_one_waits() -> None:
-    log: list[str] = []
-    results: list[list[str]] = []
+def results(several: list[Steps[str]]) -> list[str]:
+    found: list[str] = []
 
     def whole() -> Steps[None]:
-        results.append((yield from interleave([steps(log, "a", 2), steps(log, "b", 1), steps(log, "c", 0)])))
+        found.extend((yield from interleave(several)))
 
     run(whole())
-    assert results == [["A", "B", "C"]]
-    assert log == ["start a0", "start b0", "wait a0", "start a1", "wait b0", "wait a1"]
+    return found
+
+
+def test_messages_of_a_round_are_under_way_at_the_same_time() -> None:
+    log: list[str] = []
+    assert results([steps(log, "a", 2), steps(log, "b", 1), steps(log, "c", 0)]) == ["A", "B", "C"]
+    assert log == ["start a0", "start b0", "wait a0", "wait b0", "start a1", "wait a1"]
+
+
+def doubled(tensor: Tensor, communicator: object) -> Steps[Tensor]:
+    message = Doubled(communicator, tensor)  # type: ignore[arg-type]
+    yield message
+    return message.result
+
+
+def test_small_messages_of_a_kind_travel_as_one() -> None:
+    """Also those that an interleave within an interleave asks for; not large ones, nor of another group or type."""
+    Doubled.sent.clear()
+    one, other = object(), object()
+    tensors = [torch.full((2, n), float(n)) for n in (3, 1, 5)]
+    large, integers = torch.ones(2, JOINED // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
+
+    def within() -> Steps[list[Tensor]]:
+        return (yield from interleave([doubled(tensors[1], one), doubled(tensors[2], one)]))
+
+    def flat() -> Steps[list[Tensor]]:
+        first, inner, *others = yield from interleave(
+            [
+                doubled(tensors[0], one),
+                within(),
+                doubled(large, one),
+                doubled(integers, one),
+                doubled(tensors[0], other),
+            ]  # type: ignore[list-item]
+        )
+        return [first, *inner, *others]
+
+    found = run(flat())
+    for own, result in zip([*tensors, large, integers, tensors[0]], found, strict=True):
+        torch.testing.assert_close(result, 2 * own)
+        assert result.is_contiguous()
+    assert sorted(tuple(tensor.shape) for tensor in Doubled.sent) == [(2, 3), (2, 4), (2, 9), tuple(large.shape)]

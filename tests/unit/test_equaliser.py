@@ -12,7 +12,7 @@ def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Ten
 
 
 def scale(equaliser: Equaliser, like: torch.Tensor) -> torch.Tensor:
-    rows, cols = equaliser.scales({"w": like})["w"]
+    rows, cols = equaliser.scales(["w"]).get("w", (torch.ones(like.shape[0], 1), torch.ones(1, like.shape[1])))
     return rows * cols
 
 

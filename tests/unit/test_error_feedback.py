@@ -13,45 +13,45 @@ def feedback_of(rule: ErrorRule | None = None) -> ErrorFeedback:
 def test_an_error_is_added_until_something_else_is_stored() -> None:
     feedback = feedback_of()
     gradient = torch.ones(2, 3)
-    feedback.add_to("w", gradient)
+    feedback.add_to({"w": gradient})
     assert torch.equal(gradient, torch.ones(2, 3))
-    feedback.store("w", torch.full((2, 3), 2.0), YES, 0)
+    feedback.store({"w": torch.full((2, 3), 2.0)}, YES, 0)
     for expected in (3.0, 5.0):
-        feedback.add_to("w", gradient)
+        feedback.add_to({"w": gradient})
         assert torch.equal(gradient, torch.full((2, 3), expected))
     assert feedback.squared_norm() == 24.0
     flat = torch.zeros(6)
-    feedback.add_to("w", flat)  # an engine that works on vectors finds what another left as a matrix
+    feedback.add_to({"w": flat})  # an engine that works on vectors finds what another left as a matrix
     assert torch.equal(flat, torch.full((6,), 2.0))
     feedback.clear("w")
-    feedback.add_to("w", flat)
+    feedback.add_to({"w": flat})
     assert torch.equal(flat, torch.full((6,), 2.0)) and not feedback.packed
 
 
 def test_errors_are_kept_in_the_type_that_was_asked_for() -> None:
     feedback = feedback_of(ErrorRule(wire("bf16")))
-    feedback.store("w", torch.full((4,), 1.001), YES, 0)
+    feedback.store({"w": torch.full((4,), 1.001)}, YES, 0)
     gradient = torch.zeros(4)
-    feedback.add_to("w", gradient)
+    feedback.add_to({"w": gradient})
     assert torch.equal(gradient, torch.ones(4))
 
 
 def test_a_moving_average_takes_in_new_errors_by_and_by() -> None:
     feedback = feedback_of(ErrorRule(FP32, average=0.75))
-    feedback.store("w", torch.full((2, 3), 8.0), YES, 0)
+    feedback.store({"w": torch.full((2, 3), 8.0)}, YES, 0)
     assert torch.equal(feedback.packed["w"].values(), torch.full((2, 3), 2.0))
-    feedback.store("w", torch.full((6,), 4.0), YES, 0)
+    feedback.store({"w": torch.full((6,), 4.0)}, YES, 0)
     assert torch.equal(feedback.packed["w"].values(), torch.full((6,), 2.5))
 
 
 def test_what_was_not_finite_leaves_the_older_error_bit_for_bit() -> None:
     for name in ("fp32", "bf16", "fp16", "fp8", "int8"):
         feedback = feedback_of(ErrorRule(wire(name, stochastic=name != "fp32")))
-        feedback.store("w", torch.randn(5, 7), YES, 0)
+        feedback.store({"w": torch.randn(5, 7)}, YES, 0)
         before = feedback.packed["w"].message.clone()
-        feedback.store("w", torch.full((5, 7), torch.nan), NO, 1)
+        feedback.store({"w": torch.full((5, 7), torch.nan)}, NO, 1)
         assert torch.equal(feedback.packed["w"].message, before)
-        feedback.store("v", torch.full((5, 7), torch.nan), NO, 1)
+        feedback.store({"v": torch.full((5, 7), torch.nan)}, NO, 1)
         assert torch.equal(feedback.packed["v"].values(), torch.zeros(5, 7))
 
 
@@ -60,11 +60,11 @@ def test_a_small_error_is_not_lost_in_a_large_one() -> None:
     grown = {}
     for stochastic in (False, True):
         feedback = feedback_of(ErrorRule(wire("bf16", stochastic=stochastic)))
-        feedback.store("w", torch.ones(4096), YES, 0)
+        feedback.store({"w": torch.ones(4096)}, YES, 0)
         for step in range(200):
             error = torch.full((4096,), 0.001)
-            feedback.add_to("w", error)
-            feedback.store("w", error, YES, step)
+            feedback.add_to({"w": error})
+            feedback.store({"w": error}, YES, step)
         grown[stochastic] = float(feedback.packed["w"].values().mean())
     assert grown[False] == 1.0
     assert abs(grown[True] - 1.2) < 0.005
@@ -73,11 +73,11 @@ def test_a_small_error_is_not_lost_in_a_large_one() -> None:
 def test_errors_are_dropped_at_times_if_the_rule_says_so() -> None:
     feedback = feedback_of()
     rule = ErrorRule(wire("int8"), reset_every=3)
-    feedback.store("w", torch.ones(4), YES, 0)  # by the own rule
+    feedback.store({"w": torch.ones(4)}, YES, 0)  # by the own rule
     for iteration, expected in ((1, 2.0), (2, 0.0), (3, 2.0)):
-        feedback.store("w", torch.full((4,), 2.0), YES, iteration, rule)
+        feedback.store({"w": torch.full((4,), 2.0)}, YES, iteration, rule)
         assert torch.allclose(feedback.packed["w"].values(), torch.full((4,), expected), rtol=0.01)
-    feedback.store("w", torch.ones(4), NO, 4)  # another format is no reason to lose it
+    feedback.store({"w": torch.ones(4)}, NO, 4)  # another format is no reason to lose it
     assert torch.allclose(feedback.packed["w"].values(), torch.full((4,), 2.0), rtol=0.01)
 
 
@@ -86,7 +86,7 @@ def test_every_process_draws_its_own_rounding_and_draws_it_again() -> None:
     kept = []
     for process in (0, 0, 1):
         feedback = ErrorFeedback(rule, torch.device("cpu"), 1234, process)
-        feedback.store("w", torch.full((256,), 1.001), YES, 5)
+        feedback.store({"w": torch.full((256,), 1.001)}, YES, 5)
         kept.append(feedback.packed["w"].values())
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])
 
@@ -96,7 +96,7 @@ def test_rounding_at_random_differs_from_step_to_step_and_has_no_bias() -> None:
     kept = []
     for iteration in range(400):
         feedback = ErrorFeedback(ErrorRule(wire("bf16", stochastic=True)), torch.device("cpu"), 1234, 0)
-        feedback.store("w", torch.full((16,), 1.002), YES, iteration)
+        feedback.store({"w": torch.full((16,), 1.002)}, YES, iteration)
         kept.append(feedback.packed["w"].values())
     assert not torch.equal(kept[0], kept[1])
     # bf16 has steps of 1/128 here: each mean is of 400 draws of 1 or 1.0078, and 1.002 within 4 standard errors

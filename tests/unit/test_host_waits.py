@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import Packed
+from edgc.comm.wire import pack_all
 from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer
 from edgc.config import PRESETS, EDGCConfig
@@ -36,7 +36,7 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     if under_test.engine is not None:
         under_test.engine.device = META
     # the device "meta" has no generator of random numbers
-    under_test.state.feedback._packed = lambda name, error, kept_in, *occasion: Packed(error, kept_in)
+    under_test.state.feedback._packed = lambda names, errors, kept_in, *occasion: pack_all(errors, kept_in)
     return under_test
 
 

@@ -123,7 +123,7 @@ def test_a_rank_is_limited_by_the_matrix_and_must_be_at_least_1() -> None:
 
 def test_a_product_gives_rows_and_mean_squares_of_its_matrix() -> None:
     torch.manual_seed(0)
-    product = lowrank.Product(torch.randn(7, 3), torch.randn(3, 5)).scaled(torch.rand(7, 1), torch.rand(1, 5))
+    product = lowrank.Product(torch.randn(7, 3) * torch.rand(7, 1), torch.randn(3, 5) * torch.rand(1, 5))
     matrix = product.left @ product.right
     written = torch.zeros(5, 7)
     product.T.write(written, slice(1, 3))

@@ -10,9 +10,14 @@ from edgc.observe.timing import Spans
 
 
 class Message:
+    """A message, and what is waited for once it is under way."""
+
     def __init__(self, log: list[str], name: str):
         self.log, self.name = log, name
-        log.append(f"{name} leaves")
+
+    def start(self) -> "Message":
+        self.log.append(f"{self.name} leaves")
+        return self
 
     def wait(self) -> None:
         self.log.append(f"{self.name} is there")
@@ -30,13 +35,27 @@ def test_messages_leave_in_the_order_of_the_program_and_before_anyone_waits() ->
     a = overlap.start(reduction(log, "a", 2))
     assert log == ["a0 leaves"] and not a.done
     b = overlap.start(reduction(log, "b", 3))
-    assert log[1:] == ["a0 is there", "a1 leaves", "b0 leaves"]
+    assert log[1:] == ["b0 leaves", "a0 is there", "a1 leaves"], "the one that waits for nothing goes first"
     b.wait()  # finished in another order than started
-    assert log[4:] == ["b0 is there", "b1 leaves", "b1 is there", "b2 leaves", "b2 is there", "b ends"] and b.done
+    assert log[4:6] == ["b0 is there", "b1 leaves"]
+    assert log[6:8] == ["a1 is there", "a ends"], "while a message of b is under way"
+    assert log[8:] == ["b1 is there", "b2 leaves", "b2 is there", "b ends"] and b.done
     a.wait()
-    assert log[10:] == ["a1 is there", "a ends"] and a.done
-    a.wait()
-    assert len(log) == 12, "waiting twice does nothing"
+    b.wait()
+    assert a.done and len(log) == 12, "waiting for what has ended does nothing"
+
+
+def test_reductions_take_turns_and_two_at_most_are_under_way() -> None:
+    log: list[str] = []
+    overlap = Overlap(torch.device("cpu"))
+    handles = [overlap.start(reduction(log, name, 4)) for name in "abc"]
+    assert handles[0].done, "the third one needs its memory"
+    handles[1].wait()
+    leaving = [entry.split()[0] for entry in log if entry.endswith("leaves")]
+    assert leaving == ["a0", "b0", "a1", "c0", "a2", "b1", "a3", "b2", "c1", "b3", "c2", "c3"]
+    for handle in handles:
+        handle.wait()
+    assert log[-1] == "c ends" and len(log) == 3 * 9
 
 
 def test_a_reduction_that_has_ended_is_left_alone() -> None:
@@ -46,7 +65,7 @@ def test_a_reduction_that_has_ended_is_left_alone() -> None:
     for name in "bcd":
         overlap.start(reduction(log, name, 1))
     assert a.done and log.count("a ends") == 1
-    assert len(overlap._pending) == 1, "and forgotten"
+    assert len(overlap._under_way) == 1, "and forgotten"
 
 
 def test_the_reduction_runs_without_autograd() -> None:
@@ -82,9 +101,10 @@ def test_a_reduction_is_timed_by_its_own_work_and_waits_and_by_nothing_in_betwee
     log += ["backward"] * 10
     b = overlap.start(reduction(log, "b", 1), spans=others)  # takes the first one message further
     log += ["backward"] * 10
-    overlap.start(reduction(log, "weights", 1)).wait()
+    weights = overlap.start(reduction(log, "weights", 1))
     a.wait()
     b.wait()
+    weights.wait()
     for one in (spans, others):
         one.close()
     own = sum(entry.startswith("a") for entry in log)
@@ -96,7 +116,7 @@ def test_a_collective_of_the_hosts_is_timed_and_left_alone_until_it_is_waited_fo
     log: list[str] = []
     spans = EventSpans(log)
     overlap = Overlap(torch.device("cpu"))
-    own = overlap.start_own(lambda: Message(log, "own"), spans)
+    own = overlap.start_own(Message(log, "own").start, spans)
     a = overlap.start(reduction(log, "a", 1))
     assert log == ["own leaves", "a0 leaves"]
     own.wait()
@@ -158,17 +178,16 @@ def marks(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Marks:
     return Marks(log, streams)
 
 
-def test_on_cuda_a_reduction_is_timed_on_the_side_stream(log: list[str], marks: Marks) -> None:
+def test_on_cuda_a_reduction_runs_and_is_timed_on_the_side_stream(log: list[str], marks: Marks) -> None:
     Overlap(torch.device("cuda")).start(reduction(log, "a", 1), spans=marks).wait()
     assert log == [
         "side stream waits for backward's",
-        "event on the side stream",
-        *("a0 leaves", "a0 is there", "a ends"),
-        "event on the side stream",
+        *("event on the side stream", "a0 leaves", "event on the side stream"),
+        *("event on the side stream", "a0 is there", "a ends", "event on the side stream"),
         "backward's stream waits for the side stream",
     ]
     marks.close()
-    assert marks.take_seconds() == [4]
+    assert marks.take_seconds() == [2 + 3]
 
 
 def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed_on_the_side_stream(
@@ -178,7 +197,9 @@ def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed
         def wait(self) -> None:
             log.append(f"{marks.streams.now} stream waits for own")
 
-    Overlap(torch.device("cuda")).start_own(lambda: Own(log, f"own on the {marks.streams.now} stream"), marks).wait()
+    Overlap(torch.device("cuda")).start_own(
+        lambda: Own(log, f"own on the {marks.streams.now} stream").start(), marks
+    ).wait()
     assert log == [
         "side stream waits for backward's",
         "event on the side stream",

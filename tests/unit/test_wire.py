@@ -106,3 +106,13 @@ def test_the_rotation_spreads_an_outlier_over_its_group() -> None:
 
     assert lost(wire("int4")) > 0.9  # one step is 14: all others become 0
     assert lost(wire("int4", hadamard=True)) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("int5", 0.01), ("int4", 0.01), ("int3", 0.1), ("int2", 0.3), ("int1", 0.7)]
+)
+def test_the_rotation_loses_no_more_of_a_constant_group(name: str, most: float) -> None:
+    under_test = wire(name, hadamard=True)
+    values = torch.ones(1, GROUP)
+    error = under_test.decode(under_test.encode(values)) - values
+    assert error.square().mean() < most

@@ -30,7 +30,7 @@ class Passes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _is_view(func) or func.namespace != "aten":
+        if is_view(func) or func.namespace != "aten":
             return result
         self.operations += 1
         name = func._schema.name.partition("::")[2]
@@ -54,7 +54,7 @@ class Passes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [x for x in tree_leaves(list(values)) if isinstance(x, Tensor) and x.numel() >= self.least]
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether what it returns is memory that it was handed, unchanged."""
     returns = func._schema.returns
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)

@@ -65,8 +65,7 @@ class Alternating(LowRank):
         C, C_own = yield from communicator.sum(batch.times([basis.T for basis in bases]), self.wire)  # noqa: N806
         finite = all_finite(C)
         learned, strengths = self.principal([c.T for c in or_zeros(finite, C)])
-        sums = {name: batch[name].restored(b, c) for name, b, c in zip(batch, bases, C, strict=True)}
-        shares = {name: batch[name].restored(b, c) for name, b, c in zip(batch, bases, C_own, strict=True)}
+        sums, shares = batch.restored(bases, C, C_own)
         return FactoredSums(sums, shares, finite, learned, strengths)
 
     def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:

@@ -6,6 +6,7 @@ follows the iteration, so that a step can be repeated. The host never waits for 
 on any process makes ``finite`` false, a boolean on the device, and then the rest means nothing.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from edgc.compress.error_feedback import ErrorRule
 from edgc.compress.lowrank import Product
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
-from edgc.stacking import by_shape, map_stacked, stacked_view
+from edgc.stacking import map_stacked
 
 
 class Engine:
@@ -99,7 +100,9 @@ class LowRank(Engine, ABC):
         super().__init__(matrices, config, device)
         # (rank,) norms of the columns of each last Q, sorted: about its singular values
         self.strengths: dict[str, Tensor] = {}
-        self._orthonormalise = lowrank.cholesky_basis if config.study.kernels == "fused" else lowrank.orthonormalise
+        # A GPU does Cholesky factorisations of many matrices at once, and Householder's QR one after another.
+        many = device.type == "cuda" or config.study.kernels == "fused"
+        self._orthonormalise = lowrank.cholesky_basis if many else lowrank.orthonormalise
 
     def orthonormal(self, factors: Sequence[Tensor]) -> list[Tensor]:
         """Orthonormal bases of the columns of (n x rank) factors; those of equal shapes are one operation."""
@@ -132,12 +135,8 @@ class LowRank(Engine, ABC):
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
-    seen = []
-    for places in by_shape(tensors):
-        view = stacked_view([tensors[place] for place in places])
-        whole = [tensors[place] for place in places] if view is None else [view]  # not worth a copy
-        seen += [torch.isfinite(tensor).all() for tensor in whole]
-    return torch.stack(seen).all()
+    largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
+    return (largest < math.inf).all()  # NaN is not
 
 
 def or_zeros(finite: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

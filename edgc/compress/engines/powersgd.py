@@ -102,8 +102,7 @@ class PowerSGD(LowRank):
             learned, strengths = self.principal([q.T for q in or_zeros(finite, Q)])
         if not self.config.study.local_error:
             Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
-        sums = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q, strict=True)}
-        shares = {name: M[name].restored(p, q) for name, p, q in zip(M, P, Q_own, strict=True)}
+        sums, shares = M.restored(P, Q, Q_own)
         return FactoredSums(sums, shares, finite, learned, strengths)
 
     def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:
@@ -120,13 +119,13 @@ class PowerSGD(LowRank):
         """The sums of (r x m) factors, whose rows are sorted by strength."""
         strong = [math.ceil(len(factor) * STRONG_SHARE) for factor in factors]
         if len(self.p_wires) == 1 or strong == [len(factor) for factor in factors]:
-            sums, _ = yield from communicator.sum(factors, self.p_wires[0])
+            sums = yield from communicator.sum_alone(factors, self.p_wires[0])
             return sums
         parts = (
             [factor[:count] for factor, count in zip(factors, strong, strict=True)],
             [factor[count:] for factor, count in zip(factors, strong, strict=True)],
         )
-        (heads, _), (tails, _) = yield from interleave(
-            [communicator.sum(part, p_wire) for part, p_wire in zip(parts, self.p_wires, strict=True)]
+        heads, tails = yield from interleave(
+            [communicator.sum_alone(part, p_wire) for part, p_wire in zip(parts, self.p_wires, strict=True)]
         )
         return [torch.cat(pair) for pair in zip(heads, tails, strict=True)]

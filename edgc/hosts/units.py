@@ -1,0 +1,86 @@
+"""Units of reduction: the gradients of a stage that are reduced together, whatever pieces they come in."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from edgc.compress.reducer import GradientReducer
+
+# A step of a unit costs several hundred launches and up to five messages, however little it holds. More units would
+# start earlier in the backward pass; of three, the last one, which starts when that pass ends, has a third.
+MOST = 3
+LEAST_BYTES = 25 * 2**20  # DDP's own bucket size
+
+T = TypeVar("T")
+
+
+def cut(gradients: Iterable[tuple[T, int]], least: int = LEAST_BYTES) -> list[list[T]]:
+    """Cut what comes in this order, each with its bytes, into units: three at most, alike in bytes, or fewer of
+    about ``least`` bytes.
+    """
+    listed = list(gradients)
+    size = max(least, -(-sum(nbytes for _, nbytes in listed) // MOST))
+    units: list[list[T]] = []
+    before, last = 0, -1
+    for one, nbytes in listed:
+        if before // size > last:
+            units.append([])
+            last = before // size
+        units[-1].append(one)
+        before += nbytes
+    return units
+
+
+class Unit:
+    """Gradients that are reduced together, by name, in the order in which they come."""
+
+    def __init__(self, names: Sequence[str], reducer: GradientReducer):
+        self.names = names
+        self.reducer = reducer
+        self.gradients: dict[str, Tensor] = {}  # that have come in this step
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return len(self.gradients) == len(self.names)
+
+
+class Units:
+    """The units of one stage, and what has come of their gradients in the step under way."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self._units = units
+        self._of = {name: unit for unit in units for name in unit.names}
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def begin(self) -> None:
+        """A step begins: no gradient has come."""
+        for unit in self._units:
+            unit.gradients = {}
+
+    def add(self, gradients: Mapping[str, Tensor]) -> list[Unit]:
+        """These have come; the units that they complete, in order.
+
+        Every process must add them in the same order.
+        """
+        for name, gradient in gradients.items():
+            self._of[name].gradients[name] = gradient
+        complete = [unit for unit in self.of(gradients) if unit.complete]
+        for unit in complete:
+            unit.gradients = {name: unit.gradients[name] for name in unit.names}
+        return complete
+
+    def of(self, names: Iterable[str]) -> list[Unit]:
+        """The units in which these are."""
+        return list(dict.fromkeys(self._of[name] for name in names))
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of those that have not come."""
+        return sorted(name for unit in self._units for name in unit.names if name not in unit.gradients)
