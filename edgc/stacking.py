@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 SMALL = 2**18  # values of which a copy costs less than a launch or two: a megabyte
+TOGETHER = 2**22  # values of small tensors that are handled at once
 
 
 def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -45,10 +46,18 @@ def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Places of tensors to be handled at once: the small ones together, and each large one alone, for the memory."""
-    small = [place for place, tensor in enumerate(tensors) if tensor.numel() <= SMALL]
-    large = [[place] for place, tensor in enumerate(tensors) if tensor.numel() > SMALL]
-    return [small, *large] if small else large
+    """Places of tensors to be handled at once, few enough for the memory: small ones together, each large one alone."""
+    found = [[place] for place, tensor in enumerate(tensors) if tensor.numel() > SMALL]
+    room = 0
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() > SMALL:
+            continue
+        if tensor.numel() > room:
+            found.append([])
+            room = max(TOGETHER, tensor.numel())
+        found[-1].append(place)
+        room -= tensor.numel()
+    return found
 
 
 def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:

@@ -254,38 +254,47 @@ class Communicator:
         if wire.exact:
             parts = [tensor.reshape(-1) for tensor in tensors]
             total = yield from self.all_reduce(torch.cat(parts))  # a copy, also of a single tensor
-            return _cut(total, parts, tensors), list(tensors)
-        parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
-        message, own_sum, gathered = yield from self._sum_rounded(torch.cat(parts), wire, generator)
+            return _cut(total, [tensor.shape for tensor in tensors]), list(tensors)
+        message = self._rounded(tensors, wire, generator)
+        shapes = [tensor.shape for tensor in tensors]
+        del tensors  # memory for others, while messages are under way
+        own_sum, gathered = yield from self._sum_rounded(message, wire, generator)
         with record_function("edgc/round"):
             total, share = wire.decode(gathered), wire.decode(message)
             share[self.process] += total[self.process] - own_sum
-        return _cut(total.view(-1), parts, tensors), _cut(share.view(-1), parts, tensors)
+        return _cut(total, shapes, GROUP), _cut(share, shapes, GROUP)
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
         """As ``sum``, where nobody wants the shares."""
         if wire.exact:
             sums, _ = yield from self.sum(tensors, wire)
             return sums
-        parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
-        _, _, gathered = yield from self._sum_rounded(torch.cat(parts), wire)
+        message = self._rounded(tensors, wire)
+        shapes = [tensor.shape for tensor in tensors]
+        del tensors
+        _, gathered = yield from self._sum_rounded(message, wire)
         with record_function("edgc/round"):
             total = wire.decode(gathered)
-        return _cut(total.view(-1), parts, tensors)
+        return _cut(total, shapes, GROUP)
+
+    def _rounded(self, tensors: Sequence[Tensor], wire: Wire, generator: torch.Generator | None = None) -> Tensor:
+        """This process's message: one row for each process."""
+        parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
+        padding = -sum(map(len, parts)) % (GROUP * self.world_size)
+        shards = torch.cat([*parts, parts[0].new_zeros(padding)]).view(self.world_size, -1)
+        with record_function("edgc/round"):
+            return wire.encode(shards, generator)
 
     def _sum_rounded(
-        self, flat: Tensor, wire: Wire, generator: torch.Generator | None = None
-    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """This process's message, one row for each process; the sum of its own shard before rounding; all shards."""
-        shards = torch.nn.functional.pad(flat, (0, -len(flat) % (GROUP * self.world_size))).view(self.world_size, -1)
-        with record_function("edgc/round"):
-            message = wire.encode(shards, generator)
+        self, message: Tensor, wire: Wire, generator: torch.Generator | None = None
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        """The sum of this process's own shard before it was rounded, and all shards."""
         received = yield from self.all_to_all(message)
         with record_function("edgc/round"):
             own_sum = wire.decode(received).sum(dim=0)
             rounded = wire.encode(own_sum.unsqueeze(0), generator)
         gathered = yield from self.all_gather(rounded[0])
-        return message, own_sum, gathered
+        return own_sum, gathered
 
     def sum_shards(
         self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
@@ -295,8 +304,7 @@ class Communicator:
         Returns (this process's sums, shares of all that was put in). Shards are padded to the size of the largest one.
         """
         none = next(tensor for shard in shards for tensor in shard).new_empty(0)  # a shard may hold nothing
-        parts = [[in_groups(tensor.reshape(-1)) for tensor in shard] for shard in shards]
-        flat = [torch.cat([none, *pieces]) for pieces in parts]
+        flat = [torch.cat([none, *(in_groups(tensor.reshape(-1)) for tensor in shard)]) for shard in shards]
         length = max(map(len, flat))
         with record_function("edgc/round"):
             values = torch.stack([torch.nn.functional.pad(shard, (0, length - len(shard))) for shard in flat])
@@ -305,15 +313,16 @@ class Communicator:
         received = yield from self.all_to_all(message)
         with record_function("edgc/round"):
             total = wire.decode(received).sum(dim=0)
-        shares = [_cut(row, *pieces) for row, *pieces in zip(share, parts, shards, strict=True)]
-        return _cut(total, parts[self.process], shards[self.process]), shares
+        shapes = [[tensor.shape for tensor in shard] for shard in shards]
+        shares = [_cut(row, own, GROUP) for row, own in zip(share, shapes, strict=True)]
+        return _cut(total, shapes[self.process], GROUP), shares
 
 
-def _cut(flat: Tensor, parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The flat tensor of all ``parts`` as tensors shaped as ``like``, without what was padded."""
-    lengths = [len(part) for part in parts]
-    pieces = torch.split(flat[: sum(lengths)], lengths)
-    return [piece[: tensor.numel()].view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+def _cut(joined: Tensor, shapes: Sequence[torch.Size], multiple: int = 1) -> list[Tensor]:
+    """Tensors of these shapes that follow each other in a message, each padded to a ``multiple`` of values."""
+    lengths = [shape.numel() + -shape.numel() % multiple for shape in shapes]
+    pieces = torch.split(joined.view(-1)[: sum(lengths)], lengths)
+    return [piece[: shape.numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _member(work: Work | None) -> Work:

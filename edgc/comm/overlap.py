@@ -1,9 +1,10 @@
 """Reductions that run beside the backward pass and beside each other, message by message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from edgc.comm.collectives import Steps, Work
 from edgc.observe.timing import Spans
@@ -26,17 +27,24 @@ class Overlap:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._under_way: list[Handle] = []
 
-    def start(self, reduction: Steps[None], keep: object = None, spans: Spans | None = None) -> "Handle":
+    def start(
+        self, reduction: Steps[None], reads: Iterable[Tensor] = (), spans: Spans | None = None, alone: bool = False
+    ) -> "Handle":
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
-        ``keep``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
+        ``reads``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
         them long before the side stream is, and their memory must not be given away so early.
 
         ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.
+        ``alone``: it needs so much memory that those under way have to end before it starts.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-        handle = Handle(reduction, self, keep, spans)
+            for tensor in reads:
+                tensor.record_stream(self.stream)
+        while alone and self._under_way:
+            self.advance()
+        handle = Handle(reduction, self, spans)
         handle.advance()  # before the others: it has no message to wait for
         self.advance()
         self._under_way.append(handle)
@@ -58,7 +66,7 @@ class Overlap:
     def start_own(self, collective: Callable[[], Work], spans: Spans) -> "Handle":
         """Start a collective of the host's, where the host would: nothing but its time is taken, as by ``start``."""
         if self.stream is None:
-            handle = Handle(_one_message(collective), self, None, spans)
+            handle = Handle(_one_message(collective), self, spans)
             handle.advance()
             return handle
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -68,7 +76,7 @@ class Overlap:
         with self.queue():
             work.wait()
             spans.add(begin)
-        return Handle(None, self, work, None)
+        return Handle(None, self, None)
 
 
 class _Own:
@@ -85,10 +93,9 @@ def _one_message(collective: Callable[[], Work]) -> Steps[None]:
 class Handle:
     """A reduction under way."""
 
-    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, keep: object, spans: Spans | None):
+    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, spans: Spans | None):
         self._reduction = reduction
         self._overlap = overlap
-        self._keep = keep
         self._spans = spans
         self._work: Work | None = None  # the message under way
 
@@ -119,4 +126,3 @@ class Handle:
             self._overlap.advance(but=self)
         if self._overlap.stream is not None:
             torch.cuda.current_stream().wait_stream(self._overlap.stream)
-        self._keep = None

@@ -28,6 +28,7 @@ _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
 _FEW = 2**15  # codes for which a launch costs more than going over them
+_MANY = 2**22  # codes, of which words take eight bytes each
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,10 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     rows, (count, length, word) = codes.shape[0], _word(bits)
+    if codes.numel() > _MANY:
+        return torch.cat(
+            [_pack(part, bits) for part in torch.split(codes, max(_MANY // rows // count, 1) * count, dim=1)], dim=1
+        )
     parts = codes.view(rows, -1, count).to(word)
     if _at_once(codes, count):
         words = (parts << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
@@ -302,6 +307,10 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     rows, (count, length, word) = packed.shape[0], _word(bits)
+    most = _MANY // count * length
+    if packed.numel() > most:
+        parts = torch.split(packed, max(most // rows // length, 1) * length, dim=1)
+        return torch.cat([_unpack(part, bits).to(torch.uint8) for part in parts], dim=1)
     whole = packed.reshape(rows, -1, length)
     if length < word.itemsize:
         whole = torch.nn.functional.pad(whole, (0, word.itemsize - length))

@@ -83,6 +83,11 @@ class Assignment:
         """Whether all sums are those of fp32."""
         return not self.ranks and all(self.elementwise(name).exact for name in self.specs)
 
+    def errors_at_once(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether a reduction holds the new errors of all these gradients at once, not of one matrix after another."""
+        one_by_one = isinstance(self.engine, LowRank) and bool(self.ranks)
+        return not self.exact and not (one_by_one and all(one.dtype == torch.float32 for one in gradients.values()))
+
     def routes(self, gradients: Mapping[str, Tensor], step: Step, measured: bool) -> list[Route]:
         """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}

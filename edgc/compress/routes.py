@@ -31,7 +31,7 @@ from edgc.specs import MatrixSpec, ShardBounds
 from edgc.stacking import batches, map_stacked
 
 # Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
-PORTION = 2**24
+PORTION = 2**22
 MeanSquares = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the columns of sums, by name
 
 

@@ -48,9 +48,13 @@ class CompressionState:
 
     def bytes(self) -> int:
         """Memory between two reductions, that of a kept state included."""
+        return sum(message.nbytes for message in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All of it, that of a kept state included, each once."""
         states = [self.state_dict(), self._before]
         messages = {id(p.message): p.message for state in states for part in state.values() for p in part.values()}
-        return sum(message.nbytes for message in messages.values())
+        return list(messages.values())
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
         """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""

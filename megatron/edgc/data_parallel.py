@@ -63,7 +63,9 @@ class StageSums:
         for unit in self.units.add(gradients):
             reducer, shards = unit.reducer, self.shards if scatter else None
             reduction = reducer.reduce(unit.gradients, step.iteration, step.loss_scale, shards)
-            self._handles[unit] = self.overlap.start(reduction, reducer.state.state_dict(), self.spans)
+            self._handles[unit] = self.overlap.start(
+                reduction, reducer.state.tensors(), self.spans, reducer.errors_at_once(unit.gradients)
+            )
 
     def end(self, overlapped: bool) -> None:
         """A group has handed over its gradients. If it was the last of the pass, and reductions are not to run beside
@@ -144,7 +146,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
                 handle.wait()
         else:
             self._check_and_scale()
-            sums.add(gradients, scatter=not force_all_reduce)
+            sums.add(gradients, scatter=self.ddp_config.use_distributed_optimizer and not force_all_reduce)
             if overlapped:
                 self.grad_reduce_handle = GroupHandle(sums, gradients.keys())
         sums.end(overlapped)
@@ -196,7 +198,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             all_shards, [_parts(bucket, weights.communicator.world_size) for bucket in self.buckets]
         )
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = self.edgc_sums.overlap.start(gather, keep=weights.before)
+            self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=weights.before)
         else:
             with torch.no_grad():
                 run(gather)

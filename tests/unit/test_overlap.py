@@ -1,5 +1,5 @@
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,6 +56,14 @@ def test_reductions_take_turns_and_two_at_most_are_under_way() -> None:
     for handle in handles:
         handle.wait()
     assert log[-1] == "c ends" and len(log) == 3 * 9
+
+
+def test_a_reduction_that_needs_much_memory_starts_when_those_under_way_have_ended() -> None:
+    log: list[str] = []
+    overlap = Overlap(torch.device("cpu"))
+    a = overlap.start(reduction(log, "a", 2))
+    overlap.start(reduction(log, "b", 2), alone=True).wait()
+    assert a.done and log.index("a ends") < log.index("b0 leaves")
 
 
 def test_a_reduction_that_has_ended_is_left_alone() -> None:
@@ -188,6 +196,13 @@ def test_on_cuda_a_reduction_runs_and_is_timed_on_the_side_stream(log: list[str]
     ]
     marks.close()
     assert marks.take_seconds() == [2 + 3]
+
+
+def test_on_cuda_memory_that_a_reduction_may_drop_waits_for_the_side_stream(log: list[str], marks: Marks) -> None:
+    overlap = Overlap(torch.device("cuda"))
+    read = SimpleNamespace(record_stream=lambda stream: log.append("recorded" if stream is overlap.stream else "other"))
+    overlap.start(reduction(log, "a", 1), reads=[cast(torch.Tensor, read)])
+    assert log == ["side stream waits for backward's", "recorded", "a0 leaves"]
 
 
 def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed_on_the_side_stream(

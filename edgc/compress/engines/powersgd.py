@@ -87,16 +87,14 @@ class PowerSGD(LowRank):
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
     ) -> Steps[FactoredSums]:
         M = batch  # noqa: N806 - the letters of the paper; a factor travels as its transpose, (r x m) or (r x n)
-        V = unpack_all([self.basis(self.matrices[name], ranks[name], iteration) for name in M])  # noqa: N806
-        with record_function("edgc/project"):
-            P_own = M.T.times([v.T for v in V])  # noqa: N806
-        P_sum = yield from self._sum_first_factors(P_own, communicator)  # noqa: N806
+        bases = [self.basis(self.matrices[name], ranks[name], iteration) for name in M]
+        # What is only handed on has no name here: it would stay in memory while messages are under way.
+        P_sum = yield from self._sum_first_factors(_projected(M.T, unpack_all(bases)), communicator)  # noqa: N806
         finite = all_finite(P_sum)
         with record_function("edgc/orthonormalise"):
             P = self.orthonormal([p.T for p in or_zeros(finite, P_sum)])  # noqa: N806
-        with record_function("edgc/project"):
-            Q_own = M.times([p.T for p in P])  # noqa: N806
-        Q, Q_own = yield from communicator.sum(Q_own, self.q_wire)  # noqa: N806
+        del P_sum
+        Q, Q_own = yield from communicator.sum(_projected(M, P), self.q_wire)  # noqa: N806
         finite = finite & all_finite(Q)
         with record_function("edgc/next basis"):
             learned, strengths = self.principal([q.T for q in or_zeros(finite, Q)])
@@ -119,13 +117,19 @@ class PowerSGD(LowRank):
         """The sums of (r x m) factors, whose rows are sorted by strength."""
         strong = [math.ceil(len(factor) * STRONG_SHARE) for factor in factors]
         if len(self.p_wires) == 1 or strong == [len(factor) for factor in factors]:
-            sums = yield from communicator.sum_alone(factors, self.p_wires[0])
-            return sums
+            exchange = communicator.sum_alone(factors, self.p_wires[0])
+            del factors  # the exchange drops them as soon as it can
+            return (yield from exchange)
         parts = (
             [factor[:count] for factor, count in zip(factors, strong, strict=True)],
             [factor[count:] for factor, count in zip(factors, strong, strict=True)],
         )
-        heads, tails = yield from interleave(
-            [communicator.sum_alone(part, p_wire) for part, p_wire in zip(parts, self.p_wires, strict=True)]
-        )
+        exchanges = [communicator.sum_alone(part, p_wire) for part, p_wire in zip(parts, self.p_wires, strict=True)]
+        del factors, parts
+        heads, tails = yield from interleave(exchanges)
         return [torch.cat(pair) for pair in zip(heads, tails, strict=True)]
+
+
+def _projected(batch: Batch, bases: Sequence[Tensor]) -> list[Tensor]:
+    with record_function("edgc/project"):
+        return batch.times([basis.T for basis in bases])

@@ -1,0 +1,57 @@
+"""Units of reduction: how a stage is cut, and when a unit is complete."""
+
+from itertools import permutations
+from typing import Any, cast
+
+import pytest
+import torch
+
+from edgc.compress.reducer import GradientReducer
+from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
+
+
+@pytest.mark.parametrize("sizes", [[100] * 30, [1000, *[10] * 50], [*[10] * 50, 1000], [7, 300, 1, 1, 299, 300]])
+def test_a_stage_is_cut_in_order_into_three_units_that_are_about_alike(sizes: list[int]) -> None:
+    units = cut(enumerate(sizes), least=1)
+    assert [place for unit in units for place in unit] == list(range(len(sizes)))
+    assert 2 <= len(units) <= MOST and all(units)
+    within = [sum(sizes[place] for place in unit) for unit in units]
+    assert max(within) < sum(sizes) / MOST + max(sizes) + 1
+
+
+def test_a_small_stage_is_one_unit() -> None:
+    assert cut([("a", LEAST_BYTES // 2), ("b", LEAST_BYTES // 4)]) == [["a", "b"]]
+    assert cut([("a", LEAST_BYTES), ("b", LEAST_BYTES)]) == [["a"], ["b"]]
+    assert cut([]) == []
+
+
+def units_of(*names: str) -> Units:
+    reducer = cast(GradientReducer, cast(Any, None))
+    return Units([Unit(list(each), reducer) for each in names])
+
+
+def test_a_unit_is_complete_when_its_last_gradient_has_come_in_whatever_order() -> None:
+    gradients = {name: torch.full((1,), float(place)) for place, name in enumerate("abcd")}
+    for order in permutations("abcd"):
+        units = units_of("ab", "cd")
+        for _ in range(2):  # each step anew
+            units.begin()
+            seen: list[str] = []
+            for name in order:
+                assert name in units.missing
+                complete = units.add({name: gradients[name]})
+                seen.append(name)
+                expected = [unit for unit in ("ab", "cd") if name in unit and set(unit) <= set(seen)]
+                assert ["".join(unit.names) for unit in complete] == expected
+                for unit in complete:
+                    assert list(unit.gradients) == list(unit.names), "in the order of the unit, whatever came first"
+            assert units.missing == []
+
+
+def test_gradients_that_come_at_once_may_complete_several_units() -> None:
+    units = units_of("ab", "cd")
+    units.begin()
+    assert units.add({"a": torch.ones(1)}) == []
+    complete = units.add({name: torch.ones(1) for name in "dcb"})
+    assert {"".join(unit.names) for unit in complete} == {"ab", "cd"}
+    assert [unit.names for unit in units.of("db")] == [["c", "d"], ["a", "b"]]

@@ -1,0 +1,70 @@
+"""A model of the time that counted operations take on a named GPU. It computes times; it measures none."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tools.benchmarks.step_counts import Operation, StepCounts
+
+# Assumptions, none of them measured here. A kernel takes the host as long as an operator of torch does, and the GPU at
+# least as long as an empty one. Kernels reach these shares of the memory's speed and of the arithmetic's.
+HOST_SECONDS = 6e-6
+LEAST_SECONDS = 2.5e-6
+MEMORY_SHARE, FLOPS_SHARE = 0.75, 0.6
+COLUMN_SECONDS = 2e-6  # of a batched factorisation, each of whose columns needs the one before
+MESSAGE_SECONDS = 40e-6  # latency of a collective among nodes
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Peaks by the vendor's data sheet: bytes/s of memory, and flop/s in fp32 without TF32 and in float64."""
+
+    name: str
+    memory: float
+    fp32: float
+    fp64: float
+
+
+GPUS = {
+    "v100": GPU("V100 SXM2", 900e9, 15.7e12, 7.8e12),
+    "a100": GPU("A100 SXM 80 GB", 2039e9, 19.5e12, 19.5e12),  # float64 on tensor cores
+    "h100": GPU("H100 SXM", 3350e9, 67e12, 67e12),  # float64 on tensor cores
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one step, alone: nothing of it is hidden behind the backward pass. ``host`` and ``device`` overlap."""
+
+    host: float
+    device: float
+    latency: float
+    wire: float
+
+    @property
+    def compute(self) -> float:
+        """Compressing and decompressing."""
+        return max(self.host, self.device)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.latency + self.wire
+
+
+def step_time(counts: StepCounts, gpu: GPU, link_gbps: float) -> StepTime:
+    """``link_gbps``: Gbit/s of one process to the others."""
+    return StepTime(
+        host=counts.launches * HOST_SECONDS,
+        device=device_seconds(counts.listed, gpu),
+        latency=counts.collectives * MESSAGE_SECONDS,
+        wire=counts.sent * 8 / (link_gbps * 1e9),
+    )
+
+
+def device_seconds(operations: Iterable[Operation], gpu: GPU) -> float:
+    """Of these operations, one after another."""
+    total = 0.0
+    for one in operations:
+        peak = gpu.fp64 if one.double else gpu.fp32
+        work = max(one.nbytes / (MEMORY_SHARE * gpu.memory), one.flops / (FLOPS_SHARE * peak))
+        total += max(work, one.launches * LEAST_SECONDS, one.columns * COLUMN_SECONDS)
+    return total

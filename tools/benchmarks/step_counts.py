@@ -1,0 +1,200 @@
+"""What one step of a pipeline stage asks of a GPU and a network, counted on a device without values.
+
+No GPU is needed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import flop_registry
+
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.overlap import Overlap
+from edgc.compress import lowrank
+from edgc.compress.engines.base import LowRank
+from edgc.compress.reducer import GradientReducer
+from edgc.config import EDGCConfig
+from edgc.hosts.units import cut
+from edgc.plan.allocation import allocate
+from edgc.specs import Parameter
+from tools.benchmarks.operations import Passes, TensorMemory, is_view
+from tools.benchmarks.stage import Stage
+
+META = torch.device("meta")
+# Of torch's fused kernels for lists: tensors and values that one launch takes at the most.
+_LIST_TENSORS, _LIST_VALUES = 48, 320 * 65536
+_WITHOUT_LAUNCH = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view")
+
+
+class Operation(NamedTuple):
+    """One operator: kernels, bytes that it reads and writes, floating-point operations.
+
+    ``columns``: of a factorisation, each of which needs the one before. ``double``: whether it computes in float64.
+    """
+
+    name: str
+    launches: int
+    nbytes: int
+    flops: int
+    columns: int
+    double: bool
+
+
+class StepCounts(Passes):  # type: ignore[no-untyped-call]
+    """Lists the operators that launch kernels, one each or more, and counts the collectives."""
+
+    def __init__(self) -> None:
+        super().__init__(least=0)
+        self.listed: list[Operation] = []
+        self.collectives = 0
+        self.sent = 0.0  # bytes, by one process
+
+    @property
+    def launches(self) -> int:
+        return sum(one.launches for one in self.listed)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.listed)
+
+    @property
+    def flops(self) -> int:
+        return sum(one.flops for one in self.listed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self.read + self.written
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            self.collectives += 1
+        elif func.namespace == "aten" and not is_view(func) and name not in _WITHOUT_LAUNCH:
+            launches = _of_list(args[0]) if name.startswith("_foreach") else 1
+            flops, columns = _work(func, name, args, kwargs or {}, result)
+            double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in args)
+            self.listed.append(Operation(name, launches, self.read + self.written - before, flops, columns, double))
+        return result
+
+
+def _of_list(tensors: Sequence[Tensor]) -> int:
+    values = sum(tensor.numel() for tensor in tensors)
+    return max(math.ceil(len(tensors) / _LIST_TENSORS), math.ceil(values / _LIST_VALUES))
+
+
+def _work(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
+    """Floating-point operations of products and factorisations, and the columns of a factorisation."""
+    if name == "linalg_cholesky_ex":
+        columns = args[0].shape[-1]
+        return args[0].numel() * columns // 3, columns
+    if name == "linalg_solve_triangular":
+        columns = args[0].shape[-1]
+        return args[1].numel() * columns, columns
+    if func._overloadpacket in flop_registry:
+        kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+        return flop_registry[func._overloadpacket](*args, **kwargs, out_val=result), 0
+    return 0, 0
+
+
+def parameters(stage: Stage) -> list[Parameter]:
+    """Of the stage's layers, in the order of a backward pass: matrices, their biases, and two norms a layer."""
+    found: list[Parameter] = []
+    for matrix in reversed(stage.matrices):
+        layer, _, kind = matrix.name.partition(".")
+        found += [Parameter(matrix.name, (matrix.rows, matrix.cols)), Parameter(f"{matrix.name}.bias", (matrix.rows,))]
+        if kind in ("qkv", "fc1"):  # a norm comes before both
+            width = (matrix.cols,)
+            found += [Parameter(f"{layer}.{kind}.norm.{part}", width) for part in ("weight", "bias")]
+    return found
+
+
+def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix: bool = False) -> StepCounts:
+    """One step in which nothing is measured, with Cholesky factorisations as on CUDA.
+
+    Code that made the host wait for a value would fail here, where there are none.
+
+    ``ranks``: of the matrices, in turn over the layers. ``by_matrix``: a reduction for each matrix and what follows it,
+    as Megatron's buckets of a wide model are, in the place of units.
+    """
+    with _reducers(stage, config, ranks, by_matrix) as (traffic, reducers):
+        counted = StepCounts()
+        # until there are errors, scales, and the bases of a whole cycle
+        for iteration in range(config.basis_cycle + 2):
+            counted = StepCounts()
+            before = traffic.bytes
+            with torch.no_grad(), counted:
+                for reducer, own in reducers:
+                    reducer.begin(iteration)
+                    run(reducer.reduce(own, iteration))
+            counted.sent = traffic.bytes - before
+        return counted
+
+
+def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int] | None) -> int:
+    """The most that a step in units takes beside gradients and state, as the hosts overlap them.
+
+    ``ranks``: as of ``count_step``; None: not compressed yet.
+    """
+    with _reducers(stage, config, ranks, by_matrix=False) as (_, reducers), torch.no_grad(), TensorMemory() as memory:
+        overlap = Overlap(META)
+        most = 0
+        for iteration in range(config.basis_cycle + 2):
+            memory.peak = memory.now
+            handles = []
+            for reducer, own in reducers:
+                reducer.begin(iteration)
+                handles.append(overlap.start(reducer.reduce(own, iteration), alone=reducer.errors_at_once(own)))
+            for handle in handles:
+                handle.wait()
+            most = memory.peak - memory.now
+        return most
+
+
+@contextmanager
+def _reducers(
+    stage: Stage, config: EDGCConfig, ranks: Sequence[int] | None, by_matrix: bool
+) -> Iterator[tuple[Traffic, list[tuple[GradientReducer, dict[str, Tensor]]]]]:
+    """What counts the bytes, and reducers with their gradients."""
+    listed = parameters(stage)
+    if by_matrix:
+        units: list[list[Parameter]] = []
+        for parameter in listed:
+            if len(parameter.shape) > 1:
+                units.append([])
+            units[-1].append(parameter)
+    else:
+        units = cut((parameter, 4 * parameter.elements) for parameter in listed)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=stage.data_parallel)
+    try:
+        assert dist.group.WORLD is not None
+        traffic = Traffic()
+        communicator = Communicator(dist.group.WORLD, traffic)
+        flat = torch.empty(sum(parameter.elements for parameter in listed), device=META)
+        parts = torch.split(flat, [parameter.elements for parameter in listed])
+        gradients = {one.name: part.view(one.shape) for one, part in zip(listed, parts, strict=True)}
+        reducers = []
+        for unit in units:
+            # built on the CPU: a device without values has no random numbers
+            allocation = allocate(unit, config, min(ranks or [1]))
+            reducer = GradientReducer(allocation, config, communicator, torch.device("cpu"))
+            reducer.device = META
+            if isinstance(reducer.engine, LowRank):
+                reducer.engine.device, reducer.engine._orthonormalise = META, lowrank.cholesky_basis
+            if ranks is not None:
+                reducer.set_rank(max(ranks), _by_layer(stage, ranks))
+            reducers.append((reducer, {parameter.name: gradients[parameter.name] for parameter in unit}))
+        yield traffic, reducers
+    finally:
+        dist.destroy_process_group()
+
+
+def _by_layer(stage: Stage, ranks: Sequence[int]) -> dict[str, int]:
+    layers = list(dict.fromkeys(matrix.name.partition(".")[0] for matrix in stage.matrices))
+    turn = {layer: ranks[place % len(ranks)] for place, layer in enumerate(layers)}
+    return {matrix.name: turn[matrix.name.partition(".")[0]] for matrix in stage.matrices}

@@ -1,0 +1,204 @@
+"""Count what a step of one pipeline stage asks of a GPU and a network, and compute what that would take on one.
+
+    python tools/count_step.py [--models gpt2_12.1b gpt2_2.5b] [--output docs/bench/steps]
+
+Writes OUTPUT.json and OUTPUT.md: kernel launches, bytes, floating-point operations, messages and memory, once with a
+reduction for each matrix and once in units. No GPU is needed. Times are those of a model, whose assumptions the page
+names.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    import _root  # noqa: F401
+
+from edgc.comm.collectives import all_reduce_bytes
+from edgc.compress.engines.powersgd import PowerSGD
+from edgc.config import PRESETS, EDGCConfig
+from tools.benchmarks import gpu_model
+from tools.benchmarks.common import BALANCED, versions
+from tools.benchmarks.gpu_model import GPUS, step_time
+from tools.benchmarks.stage import Stage
+from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.shared.command import command_parser
+from tools.shared.files import write, write_json
+from tools.shared.markdown import header, row
+
+GPU_OF = {"7.0": "v100", "8.0": "a100", "9.0": "h100"}  # by the cluster's compute capability
+RANK = 64
+MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
+
+
+@dataclass(frozen=True)
+class Count:
+    """One way to reduce, and what a step of it takes; seconds by the model."""
+
+    model: str
+    gpu: str
+    link_gbps: float
+    method: str
+    ranks: tuple[int, ...]
+    units: bool
+    launches: int
+    collectives: int
+    gradient_bytes: int  # of the stage, in fp32
+    moved_bytes: int
+    flops: int
+    sent_bytes: float
+    transient_bytes: int | None  # the most beside gradients and state; of units
+    host_seconds: float
+    device_seconds: float
+    latency_seconds: float
+    wire_seconds: float
+    dense_seconds: float  # of an all-reduce in fp32
+    warm_up_transient_bytes: int
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=["gpt2_12.1b", "gpt2_2.5b"], help="names in configs/models/")
+    parser.add_argument("--output", type=Path, default=Path("docs/bench/steps"), help="of both files, without ending")
+    options = parser.parse_args(argv)
+    counts = [one for name in options.models for one in counted(name)]
+    write_json(
+        options.output.with_suffix(".json"), {"versions": versions(), "rows": [asdict(one) for one in counts]}, indent=1
+    )
+    write(options.output.with_suffix(".md"), page(counts, options.output.name).encode())
+    print(f"written: {options.output}.json, {options.output}.md")
+
+
+def counted(name: str) -> list[Count]:
+    """The rows of one model."""
+    model = read(Model, MODELS, name)
+    cluster = read(Cluster, CLUSTERS, model.cluster)
+    stage = Stage.of(name, None)
+    paper = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
+    balanced = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
+    found = []
+    warm_up = transient_bytes(stage, balanced, None)
+    for method, config, ranks in (
+        ("paper", paper, (RANK,)),
+        ("balanced", balanced, (RANK,)),
+        ("balanced", balanced, MIXED),
+        ("balanced", balanced, (rank_of_volume(stage, balanced, PRESETS["balanced"]["volume"]),)),
+    ):
+        for units in (False, True):
+            if not units and ranks != (RANK,):
+                continue
+            found.append(_count(model.title, stage, cluster, method, config, ranks, units, warm_up))
+    return found
+
+
+def rank_of_volume(stage: Stage, config: EDGCConfig, volume: float) -> int:
+    """The rank that, given to every matrix, sends so many times fewer bytes than an all-reduce in fp32."""
+    return int(4 * stage.elements / volume / sum(PowerSGD.bytes_per_rank(one, config) for one in stage.matrices))
+
+
+def _count(
+    title: str,
+    stage: Stage,
+    cluster: Cluster,
+    method: str,
+    config: EDGCConfig,
+    ranks: Sequence[int],
+    units: bool,
+    warm_up: int,
+) -> Count:
+    gpu = GPUS[GPU_OF[str(cluster.compute_capability)]]
+    assert cluster.link_gbps is not None
+    counts = count_step(stage, config, ranks, by_matrix=not units)
+    time = step_time(counts, gpu, cluster.link_gbps)
+    gradient_bytes = 4 * sum(parameter.elements for parameter in parameters(stage))
+    dense = all_reduce_bytes(gradient_bytes, stage.data_parallel)
+    return Count(
+        model=title,
+        gpu=gpu.name,
+        link_gbps=cluster.link_gbps,
+        method=method,
+        ranks=tuple(ranks),
+        units=units,
+        launches=counts.launches,
+        collectives=counts.collectives,
+        gradient_bytes=gradient_bytes,
+        moved_bytes=counts.nbytes,
+        flops=counts.flops,
+        sent_bytes=counts.sent,
+        transient_bytes=transient_bytes(stage, config, ranks) if units else None,
+        host_seconds=time.host,
+        device_seconds=time.device,
+        latency_seconds=time.latency,
+        wire_seconds=time.wire,
+        dense_seconds=dense * 8 / (cluster.link_gbps * 1e9),
+        warm_up_transient_bytes=warm_up,
+    )
+
+
+def page(counts: Sequence[Count], raw: str) -> str:
+    """The page of these rows."""
+    told = ", ".join(f"{name} {number}" for name, number in versions().items())
+    lines = [
+        "# A step on a GPU, counted",
+        "",
+        f"Made by `tools/count_step.py` ({told}); raw figures in [{raw}.json]({raw}.json).",
+        "One step of one pipeline stage of the paper's models, without embeddings, in which nothing is measured.",
+        "Launches, bytes and messages are counted from what torch is asked to do, on a device without values and with",
+        "a process group that sends nothing. The host waits for nothing: asking for a value would be an error there.",
+        "*By matrix*: a reduction for each matrix and the vectors after it, as Megatron's buckets of these models are.",
+        "*Units*: [three for each stage](../algorithm.md). The last row of a model has the rank that the volume of",
+        "`balanced` pays for. Several ranks are given to the layers in turn, so fewer matrices are handled at once.",
+        "Memory: the most that a step takes beside gradients, errors and factors, in units of the gradients, with two",
+        "units under way.",
+        "",
+        "**Times are computed, not measured**; no GPU was there. Host: a launch takes",
+        f"{gpu_model.HOST_SECONDS * 1e6:g} µs. Device: each operator takes as long as its bytes at",
+        f"{gpu_model.MEMORY_SHARE:.0%} of the data sheet's memory speed, or its arithmetic at",
+        f"{gpu_model.FLOPS_SHARE:.0%} of the peak in fp32 or float64, whichever is longer, and at least",
+        f"{gpu_model.LEAST_SECONDS * 1e6:g} µs; a factorisation at least {gpu_model.COLUMN_SECONDS * 1e6:g} µs",
+        "a column. Both overlap, so the longer one counts.",
+        f"Messages: {gpu_model.MESSAGE_SECONDS * 1e6:g} µs each and their bytes over the link. Dense: the bytes",
+        "of an all-reduce in fp32 over the link. Nothing is hidden behind the backward pass in any column.",
+        "",
+    ]
+    for title in dict.fromkeys(one.model for one in counts):
+        own = [one for one in counts if one.model == title]
+        first = own[0]
+        lines += [
+            f"## {title}",
+            "",
+            f"{first.gradient_bytes / 2**30:.2f} GiB of gradients in fp32, {first.gpu}, {first.link_gbps:g} Gbit/s a "
+            f"process; dense {1e3 * first.dense_seconds:.0f} ms. The warm-up of `balanced`, in int8,",
+            f"takes {first.warm_up_transient_bytes / first.gradient_bytes:.2f} of the gradients' memory for its time.",
+            "",
+            *header(
+                ["method", "ranks", "reductions", "launches", "messages", "passes over the gradient", "Tflop", "memory"]
+                + ["host, ms", "device, ms", "messages, ms", "in all, ms"]
+            ),
+            *(row(_cells(one)) for one in own),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _cells(one: Count) -> list[Any]:
+    messages = one.latency_seconds + one.wire_seconds
+    seconds = (one.host_seconds, one.device_seconds, messages, max(one.host_seconds, one.device_seconds) + messages)
+    return [
+        f"`{one.method}`",
+        ", ".join(map(str, one.ranks)),
+        "units" if one.units else "by matrix",
+        f"{one.launches:,}",
+        one.collectives,
+        f"{one.moved_bytes / one.gradient_bytes:.1f}",
+        f"{one.flops / 1e12:.2f}",
+        "" if one.transient_bytes is None else f"{one.transient_bytes / one.gradient_bytes:.2f}",
+        *(f"{1e3 * value:.0f}" for value in seconds),
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
