@@ -38,11 +38,15 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Places at which the tensors of all lists have equal shapes, in the order of the last list's in memory."""
+    """Places at which the tensors of all lists have equal shapes.
+
+    They stay in their order, wherever they lie: what a tensor becomes may depend on its place among others in the last
+    bit, and after a resume it must be the same.
+    """
     groups: dict[Any, list[int]] = defaultdict(list)
     for place, tensors in enumerate(zip(*lists, strict=True)):
         groups[tuple(tensor.shape for tensor in tensors)].append(place)
-    return [sorted(places, key=lambda place: lists[-1][place].storage_offset()) for places in groups.values()]
+    return list(groups.values())
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -57,6 +57,7 @@ class Batch(Mapping[str, Operand]):
         )
         products = list(divided)
         for places in by_shape(divided, matrices):
+            places.sort(key=lambda place: matrices[place].storage_offset())  # a view cannot run backwards
             view = stacked_view([matrices[place] for place in places])
             if view is None:  # not worth a copy of whole matrices
                 parts = [divided[place] @ matrices[place] for place in places]

@@ -44,6 +44,21 @@ def test_a_function_is_called_once_for_each_shape_and_results_keep_their_places(
     assert calls == [(3, 2, 3), (2, 4)]
 
 
+def test_tensors_are_stacked_in_their_order_wherever_they_lie() -> None:
+    """Else a resumed run, whose tensors lie elsewhere, would add up in another order."""
+    buffer = torch.randn(4, 3)
+    seen = []
+
+    def noted(several: Tensor) -> Tensor:
+        seen.append(several.clone())
+        return several
+
+    backwards = [buffer[3], torch.randn(3), buffer[0], buffer[2]]
+    map_stacked(noted, backwards)
+    map_stacked(noted, [tensor.clone() for tensor in backwards])
+    assert torch.equal(seen[0], torch.stack(backwards)) and torch.equal(seen[0], seen[1])
+
+
 def test_many_are_packed_and_chosen_as_each_is() -> None:
     tensors = [torch.randn(9, 5), torch.randn(30), torch.randn(9, 5), torch.randn(5, 9)]
     for name in WIRES:

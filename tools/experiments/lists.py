@@ -103,7 +103,7 @@ def load_list(path: Path) -> RunList:
             model = {"flags": model}
         if not isinstance(model, dict) or set(model) - {"flags", "corpus"} or "flags" not in model:
             raise ListError(f"{path}, model {entry['model']}: needs flags, or a mapping with flags and perhaps corpus")
-        data = _data(model.get("corpus") or content.get("corpus") or "runs/data/stdlib")
+        data = data_flags(model.get("corpus") or content.get("corpus") or "runs/data/stdlib")
         shared = " ".join((content.get("flags", ""), model["flags"], data))
         for seed in entry["seeds"]:
             trials.append(
@@ -137,7 +137,7 @@ def load_list(path: Path) -> RunList:
     return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, trends)
 
 
-def _data(corpus: str) -> str:
+def data_flags(corpus: str) -> str:
     """Megatron's flags of a data set with its tokenizer, by the prefix of their files."""
     return (
         f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
