@@ -25,11 +25,12 @@ if __name__ == "__main__":
 from edgc.observe.events import read_events
 from tools._root import REPOSITORY
 from tools.benchmarks.common import versions
-from tools.experiments.lists import data_flags
+from tools.shared.checkout import commit
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
+from tools.shared.megatron import data_flags
 
 CORPUS = REPOSITORY / "runs" / "data" / "python512"
 FLAGS = shlex.split(
@@ -81,20 +82,6 @@ def main(argv: list[str] | None = None) -> int:
     before, after = checkouts
     write(options.output.with_suffix(".md"), page(timings, before, after, machine, options.output.name).encode())
     return 0
-
-
-def commit(folder: Path) -> str:
-    """Of a checkout, with a + if files differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    changed = [
-        line for line in git("status", "--porcelain", "--untracked-files=no").splitlines() if "docs/" not in line
-    ]
-    return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
 
 
 def step_seconds(checkout: Path, width: int, contender: str, iterations: int) -> float:

@@ -18,6 +18,7 @@ ARROWS = {
     "shared": set(),
     "launching": {"shared"},
     "benchmarks": {"shared", "launching"},
+    "network": {"shared"},
     **dict.fromkeys(("data", "evaluation", "experiments", "export", "reports"), {"shared"}),
 }
 # What starts a run on a login node, where there is an old Python and no package.

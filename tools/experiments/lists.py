@@ -14,7 +14,7 @@ from edgc.config import EDGCConfig
 from tools._root import REPOSITORY
 from tools.experiments.entries import setting
 from tools.experiments.studies import STUDIES
-from tools.shared.megatron import data_flag, data_path
+from tools.shared.megatron import data_flags
 
 RUNS = REPOSITORY / "runs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
@@ -135,12 +135,3 @@ def load_list(path: Path) -> RunList:
     ):
         raise ListError(f"{path}: trends name what is not listed: {'; '.join(unknown)}")
     return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, trends)
-
-
-def data_flags(corpus: str) -> str:
-    """Megatron's flags of a data set with its tokenizer, by the prefix of their files."""
-    return (
-        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
-        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
-        f"--data-cache-path {Path(corpus).parent}/cache"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of checkpoints: names the newest
 
 
@@ -13,3 +15,12 @@ def data_path(prefix: object, split: str) -> str:
 def data_flag(split: str) -> str:
     """The flag that takes a split's ``data_path``."""
     return "--data-path" if split == "all" else f"--{split}-data-path"
+
+
+def data_flags(corpus: str) -> str:
+    """Megatron's flags of a data set with its tokenizer, by the prefix of their files."""
+    return (
+        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
+        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
+        f"--data-cache-path {Path(corpus).parent}/cache"
+    )

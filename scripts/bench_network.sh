@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Time real runs on limited links:  bash scripts/bench_network.sh [--quick] [flags of tools/bench_network.py]
+# Needs root and iproute2: each process gets a network namespace whose link is limited.
+set -euo pipefail
+
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
+if ((EUID != 0)) || ! command -v tc >/dev/null; then
+    echo "bench_network.sh: error: limiting links needs root and iproute2" >&2
+    exit 2
+fi
+bash scripts/setup_env.sh
+if [[ ! -f runs/data/network.model ]]; then
+    .venv/bin/python tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
+        --output-prefix runs/data/network >/dev/null
+fi
+exec .venv/bin/python tools/bench_network.py "$@"

@@ -1,0 +1,131 @@
+"""Time real Megatron runs between processes whose links are limited.
+
+    bash scripts/bench_network.sh [--quick] [--rates 20 60 135 400 0] [--modes plain ...]
+        [--contenders dense balanced ...] [--repetitions 1] [--output docs/network]
+
+Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
+go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
+runs/network/points.jsonl, and a run that is there is not repeated with the same code. At the end OUTPUT/README.md,
+OUTPUT/points.json and OUTPUT/step.png hold all of today's points.
+
+With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":
+    import _root  # noqa: F401
+
+from tools._root import REPOSITORY
+from tools.network.links import Links, LinksUnavailable, check
+from tools.network.page import markdown, picture, table
+from tools.network.runs import CONTENDERS, CORPUS, MODES, Point, RunFailed, measure
+from tools.shared.checkout import commit
+from tools.shared.command import command_parser, say_error
+from tools.shared.files import write, write_json
+from tools.shared.machine import device_name
+from tools.shared.megatron import data_flags
+
+POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
+QUICK = REPOSITORY / "runs" / "network" / "quick.json"
+QUICK_RATE = 135.0
+RATES = (20.0, 60.0, 135.0, 400.0, 0.0)
+RANGE = ("dense", "int8", "powersgd", "balanced")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time what the command line asks for; returns the exit status."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["plain"])
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=RANGE)
+    parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
+    parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
+    options = parser.parse_args(argv)
+    try:
+        if options.quick:
+            quick(options.windows)
+        else:
+            if not options.report:
+                sweep(options.rates, options.modes, options.contenders, options.windows, options.repetitions)
+            report(options.output)
+    except (LinksUnavailable, RunFailed) as error:
+        say_error("bench_network", error)
+        return 1
+    return 0
+
+
+def quick(windows: int) -> None:
+    """The point at which dense spends about a third of a step on communication."""
+    points = [timed(QUICK_RATE, "plain", contender, 0, windows) for contender in ("dense", "balanced")]
+    QUICK.parent.mkdir(parents=True, exist_ok=True)
+    write_json(QUICK, {"machine": device_name(on_gpu=False), "points": [asdict(point) for point in points]})
+    print("\n".join(table(points)))
+    print(f"written: {QUICK.relative_to(REPOSITORY)}")
+
+
+def sweep(
+    rates: Sequence[float], modes: Sequence[str], contenders: Sequence[str], windows: int, repetitions: int
+) -> None:
+    """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
+    check()
+    kept = {(p.mbit, p.mode, p.contender, p.repetition, p.commit) for p in read()}
+    now = commit(REPOSITORY)
+    for repetition in range(repetitions):
+        for mode in modes:
+            for rate in rates:
+                for contender in contenders[:: -1 if repetition % 2 else 1]:
+                    if (rate or None, mode, contender, repetition, now) in kept:
+                        continue
+                    point = timed(rate or None, mode, contender, repetition, windows)
+                    POINTS.parent.mkdir(parents=True, exist_ok=True)
+                    with POINTS.open("a") as lines:
+                        lines.write(json.dumps(asdict(point)) + "\n")
+
+
+def timed(rate: float | None, mode: str, contender: str, repetition: int, windows: int) -> Point:
+    """One run."""
+    started = round(time.time())
+    with Links([rate] * MODES[mode].processes) as links:
+        found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows)
+    point = Point(rate, mode, contender, repetition, commit=commit(REPOSITORY), started=started, **found)
+    link = "no limit" if rate is None else f"{rate:g} Mbit/s"
+    print(
+        f"{mode}, {link}, {contender}: {point.step_seconds:.2f} s a step, of it {point.communication_seconds:.2f} s "
+        f"communication ({time.time() - started:.0f} s)",
+        flush=True,
+    )
+    return point
+
+
+def read() -> list[Point]:
+    """The points kept."""
+    if not POINTS.is_file():
+        return []
+    lines = [json.loads(line) for line in POINTS.read_text().splitlines()]
+    return [Point(**{**line, "ranks": tuple(line["ranks"])}) for line in lines]
+
+
+def report(output: Path) -> None:
+    """The page of all points of the newest code."""
+    points = read()
+    newest = max(points, key=lambda point: point.started).commit if points else ""
+    points = [point for point in points if point.commit == newest]
+    output.mkdir(parents=True, exist_ok=True)
+    machine = device_name(on_gpu=False)
+    write_json(output / "points.json", {"machine": machine, "points": [asdict(point) for point in points]}, indent=1)
+    write(output / "step.png", picture(points))
+    write(output / "README.md", markdown(points, machine).encode())
+    print(f"written: {output}/README.md, points.json, step.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

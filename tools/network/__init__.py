@@ -1,0 +1,1 @@
+"""Real runs between network namespaces whose links are limited."""

@@ -1,0 +1,184 @@
+"""One real Megatron run between limited links: its step time and its bytes, counted and by the interfaces."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from edgc.observe.events import EventLog, read_events
+from tools._root import REPOSITORY
+from tools.network.links import INTERFACE, Links
+
+CORPUS = REPOSITORY / "runs" / "data" / "network"
+WINDOW = 7  # iterations; the first one is the warm-up of most contenders and is not measured
+PLANNED = 40 * WINDOW  # of the run that is begun: the warm-up of ``balanced`` is one window of it
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 8 --lr 1e-3 --min-lr 0 --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 "
+    f"--eval-interval 100000 --log-interval 1000 --seed 1 --train-iters {PLANNED} "
+    f"--edgc --edgc-cpu --edgc-window {WINDOW} --edgc-iteration-sampling-rate 0.2"
+)
+SEQUENCES = 32  # of a data-parallel process and step: 4,096 tokens
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a model is trained. ``pipeline``: stages, each of ``replicas`` processes."""
+
+    flags: str
+    replicas: int = 2
+    pipeline: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.pipeline
+
+
+MODES = {
+    "plain": Mode(""),
+    "overlapped": Mode("--overlap-grad-reduce"),
+    "distributed optimizer": Mode("--use-distributed-optimizer"),
+    "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
+    "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
+    "four workers": Mode("", replicas=4),
+}
+_EIGHT_BITS = "--edgc-basis-wire int8 --edgc-wire int8 --edgc-rest-wire int8 --edgc-dense-wire int8"
+CONTENDERS = {
+    "dense": "--edgc-engine dense",
+    "bf16": "--edgc-engine bf16 --edgc-warmup-fraction 0.025",
+    "int8": "--edgc-engine int8 --edgc-dense-wire int8 --edgc-warmup-fraction 0.025",
+    "int4": "--edgc-engine int4 --edgc-dense-wire int8 --edgc-warmup-fraction 0.025",
+    "powersgd": "--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025",  # in fp32, as torch's hook
+    "powersgd-int8": f"--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025 {_EIGHT_BITS}",
+    "optimus": "--edgc-preset optimus --edgc-static-rank 64 --edgc-warmup-fraction 0.025",
+    "paper": "--edgc-preset paper",
+    "safe": "--edgc-preset safe",
+    "balanced": "--edgc-preset balanced",
+    "fast": "--edgc-preset fast",
+}
+
+
+class RunFailed(Exception):
+    """A run has ended with an error; the message has the end of its output."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one run showed. Seconds are medians of steps; bytes are means over processes, of one step.
+
+    ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
+    ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
+    of the last window, None for a stage that was not compressed.
+    """
+
+    mbit: float | None
+    mode: str
+    contender: str
+    repetition: int
+    step_seconds: float
+    communication_seconds: float
+    counted_bytes: float
+    interface_bytes: float
+    start_bytes: float
+    steps: int
+    ranks: tuple[int | None, ...]
+    commit: str
+    started: int
+
+
+def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], steps: int) -> list[str]:
+    """Everything after ``pretrain_gpt.py``."""
+    return [
+        *MODEL,
+        *data,
+        *("--global-batch-size", str(SEQUENCES * mode.replicas), "--exit-interval", str(steps)),
+        *("--edgc-log-dir", str(folder)),
+        *shlex.split(mode.flags),
+        *shlex.split(CONTENDERS[contender]),
+    ]
+
+
+def measure(
+    links: Links,
+    mode_name: str,
+    contender: str,
+    data: Sequence[str],
+    windows: int,
+    during: Callable[[int], None] = lambda window: None,
+) -> dict[str, Any]:
+    """Train for one window and so many more, which are measured; fields of a ``Point``.
+
+    ``during`` is called when a window has ended, with its number from 1. Raises ``RunFailed``.
+    """
+    mode = MODES[mode_name]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = arguments(mode, contender, folder, data, (1 + windows) * WINDOW)
+        processes = [
+            _start(links, place, mode.processes, given, folder / f"{place}.log") for place in range(mode.processes)
+        ]
+        try:
+            sent = [_sent(links, mode)]
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):  # has failed: the others would wait for it
+                    break
+                closed = _windows(folder)
+                while len(sent) <= len(closed):
+                    sent.append(_sent(links, mode))
+                    during(len(sent) - 1)
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.terminate()
+        if any(process.wait() for process in processes) or len(sent) < 2 + windows:
+            ends = [(folder / f"{place}.log").read_text()[-1500:] for place in range(mode.processes)]
+            raise RunFailed(f"{mode_name}, {contender}: " + "\n".join(ends))
+        closed = _windows(folder)
+    first, last = closed[0], closed[windows]
+    steps = windows * WINDOW
+    return {
+        "step_seconds": median(float(window["step_seconds"]) for window in closed[1 : 1 + windows]),
+        "communication_seconds": median(
+            max(float(stage["reduce_seconds"] or 0) for stage in window["stages"]) for window in closed[1 : 1 + windows]
+        ),
+        "counted_bytes": (float(last["total_bytes"]) - float(first["total_bytes"])) / steps,
+        "interface_bytes": (sent[1 + windows] - sent[1]) / steps,
+        "start_bytes": sent[1] - sent[0],
+        "steps": steps,
+        "ranks": tuple(last["ranks"]),
+    }
+
+
+def _start(links: Links, place: int, processes: int, given: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    own = {
+        **{"RANK": str(place), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
+        **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
+    }
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            links.command(place, [sys.executable, "pretrain_gpt.py", *given]),
+            cwd=REPOSITORY,
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _windows(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / EventLog.FILE).is_file():
+        return []
+    return [event for event in read_events(folder) if event["event"] == "window"]
+
+
+def _sent(links: Links, mode: Mode) -> float:
+    return fmean(links.sent(place) for place in range(mode.processes))
