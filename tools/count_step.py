@@ -85,6 +85,7 @@ def counted(name: str) -> list[Count]:
         ("paper", paper, (RANK,)),
         ("balanced", balanced, (RANK,)),
         ("balanced", balanced, MIXED),
+        ("balanced", balanced, (max(MIXED),)),
         ("balanced", balanced, (rank_of_volume(stage, balanced, PRESETS["balanced"]["volume"]),)),
     ):
         for units in (False, True):

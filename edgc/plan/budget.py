@@ -458,9 +458,12 @@ def is_rows(choice: str) -> bool:
 
 
 def ranks_to_try(directions: int) -> list[int]:
-    """Multiples of 4 up to half of full rank, beyond 64 about a twelfth apart."""
+    """Multiples of 4 up to half of full rank; beyond 96 of 16 and a sixth apart.
+
+    Matrices of one shape and rank are handled at once. Where ranks are large, few of them would be equal by chance.
+    """
     ranks, rank = [], RANK_MULTIPLE
     while rank <= directions // 2:
         ranks.append(rank)
-        rank += RANK_MULTIPLE * max(1, rank // (12 * RANK_MULTIPLE))
+        rank += RANK_MULTIPLE if rank < 96 else 16 * (rank // 96)
     return ranks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, spend, way_of, worth_of
+from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
 from edgc.plan.controller import Controller, StageObservation
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.specs import MatrixSpec
@@ -350,3 +350,10 @@ def test_a_state_of_other_parameters_or_without_a_budget_is_refused() -> None:
 def test_formats_that_lose_nothing_that_counts() -> None:
     assert noise_of_format("fp32") == noise_of_format("bf16") == 0
     assert noise_of_format("int2") > noise_of_format("int3") > noise_of_format("int4") > noise_of_format("int8") > 0
+
+
+def test_large_ranks_to_try_are_few_so_that_matrices_share_them() -> None:
+    assert ranks_to_try(64) == list(range(4, 33, 4))
+    large = [rank for rank in ranks_to_try(4480) if rank >= 96]
+    assert len(large) < 25 and all(rank % 16 == 0 for rank in large)
+    assert all(1.08 < after / before <= 7 / 6 for before, after in itertools.pairwise(large))
