@@ -111,8 +111,8 @@ def page(timings: list[Timing], before: str, after: str, machine: dict[str, str]
         f"Made by `tools/bench_training.py` ({told});",
         f"every run in [{raw}.json]({raw}.json). What `balanced` takes on top of a dense step of the same",
         f"checkout, at commit {before} and at commit {after}: GPTs of 4 layers, DP = 2 on two cores, 16",
-        "sequences of 128 tokens a step. Times are medians over runs, with the shortest and the longest. Over loopback a",
-        "network costs almost nothing.",
+        "sequences of 128 tokens a step. Times are medians over runs, with the shortest and the longest. Over loopback",
+        "a network costs almost nothing.",
         "",
         *header(["width", "commit", "dense, ms", "balanced, ms", "on top, ms", "of what it was"]),
     ]
