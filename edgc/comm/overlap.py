@@ -41,7 +41,8 @@ class Overlap:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             for tensor in reads:
-                tensor.record_stream(self.stream)
+                if tensor.is_cuda:
+                    tensor.record_stream(self.stream)
         while alone and self._under_way:
             self.advance()
         handle = Handle(reduction, self, spans)

@@ -200,8 +200,10 @@ def test_on_cuda_a_reduction_runs_and_is_timed_on_the_side_stream(log: list[str]
 
 def test_on_cuda_memory_that_a_reduction_may_drop_waits_for_the_side_stream(log: list[str], marks: Marks) -> None:
     overlap = Overlap(torch.device("cuda"))
-    read = SimpleNamespace(record_stream=lambda stream: log.append("recorded" if stream is overlap.stream else "other"))
-    overlap.start(reduction(log, "a", 1), reads=[cast(torch.Tensor, read)])
+    read = SimpleNamespace(
+        is_cuda=True, record_stream=lambda stream: log.append("recorded" if stream is overlap.stream else "other")
+    )
+    overlap.start(reduction(log, "a", 1), reads=[cast(torch.Tensor, read), torch.zeros(1)])
     assert log == ["side stream waits for backward's", "recorded", "a0 leaves"]
 
 

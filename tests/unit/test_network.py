@@ -1,0 +1,93 @@
+"""Limited links between processes, and the page of what was timed on them."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from tools.network.links import Links, LinksUnavailable, check
+from tools.network.page import markdown, picture, table
+from tools.network.runs import CONTENDERS, MODES, Point
+
+SERVER = """
+import socket
+with socket.create_server(("", 5000)) as server:
+    print("listening", flush=True)
+    connection = server.accept()[0]
+    while connection.recv(1 << 16):
+        pass
+    connection.sendall(b"!")
+"""
+CLIENT = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+begin = time.perf_counter()
+connection.sendall(b"x" * int(sys.argv[2]))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+print(time.perf_counter() - begin)
+"""
+SIZE = 3_000_000
+
+
+def seconds(links: Links) -> float:
+    """That it takes to send 3 MB from the first namespace to the second."""
+    command = links.command(1, [sys.executable, "-c", SERVER])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "listening\n"
+        client = links.command(0, [sys.executable, "-c", CLIENT, links.address(1), str(SIZE)])
+        return float(subprocess.run(client, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_link_is_as_slow_as_asked_and_counts_what_it_carries() -> None:
+    try:
+        check()
+    except LinksUnavailable as why:
+        pytest.skip(f"links cannot be limited here: {why}")
+    with Links([20.0, None]) as links:
+        before = links.sent(0)
+        # 1.2 s at 20 Mbit/s; the bucket lets the first 256 KB pass at once
+        slow = seconds(links)
+        assert slow > 0.9
+        assert 1.0 < (links.sent(0) - before) / SIZE < 1.15, "with headers"
+        links.limit(0, 200.0)
+        assert seconds(links) < 0.75 * slow
+        links.limit(0, None)
+        links.limit(1, 20.0)
+        assert seconds(links) > 0.9, "the receiver's link limits, too"
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "edgc-" not in listed, "nothing is left"
+
+
+POINT = Point(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time()))
+
+
+def test_the_table_compares_with_dense_on_the_same_link() -> None:
+    slow = replace(POINT, mbit=20.0, step_seconds=6.0, communication_seconds=4.8)
+    points = [
+        *(
+            POINT,
+            slow,
+            replace(POINT, contender="int8", step_seconds=1.5, communication_seconds=0.2, counted_bytes=3.6e6),
+        ),
+        replace(slow, contender="balanced", step_seconds=3.0, communication_seconds=1.2, ranks=(40,)),
+        replace(slow, contender="balanced", step_seconds=3.4, communication_seconds=1.2, ranks=(40,), repetition=1),
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(points)[2:]]
+    assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
+        ("20 Mbit/s", "dense", "6.00", ""),
+        ("20 Mbit/s", "balanced", "3.20 (3.00 to 3.40)", "-47%"),
+        ("135 Mbit/s", "dense", "2.00", ""),
+        ("135 Mbit/s", "int8", "1.50", "-25%"),
+    ]
+    assert rows[0][4] == "4.80 (80%)" and rows[1][5] == "-75%" and rows[3][6] == "3.60" and rows[1][8] == "40"
+    page = markdown(points, "a machine")
+    assert "## Plain" in page and "abc1234" in page
+    assert picture(points).startswith(b"\x89PNG")
+
+
+def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:
+    assert all(flags.startswith("--edgc-") for flags in CONTENDERS.values())
+    assert MODES["pipeline"].processes == 4 and MODES["four workers"].processes == 4
