@@ -6,7 +6,7 @@
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
 go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
 runs/network/points.jsonl, and a run that is there is not repeated with the same code. At the end OUTPUT/README.md,
-OUTPUT/points.json and OUTPUT/step.png hold all of today's points.
+OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point.
 
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
@@ -33,6 +33,7 @@ from tools.shared.megatron import data_flags
 
 POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
 QUICK = REPOSITORY / "runs" / "network" / "quick.json"
+CODE = ("edgc", "megatron", "tools/network", "pretrain_gpt.py")  # what times depend on
 QUICK_RATE = 135.0
 RATES = (20.0, 60.0, 135.0, 400.0, 0.0)
 RANGE = ("dense", "int8", "powersgd", "balanced")
@@ -78,7 +79,7 @@ def sweep(
     """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
     check()
     kept = {(p.mbit, p.mode, p.contender, p.repetition, p.commit) for p in read()}
-    now = commit(REPOSITORY)
+    now = commit(REPOSITORY, *CODE)
     for repetition in range(repetitions):
         for mode in modes:
             for rate in rates:
@@ -96,7 +97,7 @@ def timed(rate: float | None, mode: str, contender: str, repetition: int, window
     started = round(time.time())
     with Links([rate] * MODES[mode].processes) as links:
         found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows)
-    point = Point(rate, mode, contender, repetition, commit=commit(REPOSITORY), started=started, **found)
+    point = Point(rate, mode, contender, repetition, commit=commit(REPOSITORY, *CODE), started=started, **found)
     link = "no limit" if rate is None else f"{rate:g} Mbit/s"
     print(
         f"{mode}, {link}, {contender}: {point.step_seconds:.2f} s a step, of it {point.communication_seconds:.2f} s "
@@ -115,10 +116,9 @@ def read() -> list[Point]:
 
 
 def report(output: Path) -> None:
-    """The page of all points of the newest code."""
-    points = read()
-    newest = max(points, key=lambda point: point.started).commit if points else ""
-    points = [point for point in points if point.commit == newest]
+    """The page of the newest of each point."""
+    newest = {(point.mode, point.mbit, point.contender, point.repetition): point for point in read()}
+    points = list(newest.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)
     write_json(output / "points.json", {"machine": machine, "points": [asdict(point) for point in points]}, indent=1)

@@ -12,8 +12,7 @@ from types import TracebackType
 
 INTERFACE = "eth0"  # inside a namespace
 ADDRESS = "10.213.0.{}"
-# A bucket has to hold what leaves at once: several segments of 64 KB.
-BURST_BYTES = 256 * 1024
+BURST_SECONDS, LEAST_BURST = 0.001, 16 * 1024  # what a bucket lets pass at once: little beside any message
 QUEUE_SECONDS = 0.5  # what waits longer is dropped
 
 
@@ -85,7 +84,8 @@ class Links:
                     capture_output=True,
                 )
                 continue
-            limits = ("rate", f"{rate}mbit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_SECONDS * 1e3:g}ms")
+            burst = max(LEAST_BURST, round(rate * 1e6 / 8 * BURST_SECONDS))
+            limits = ("rate", f"{rate}mbit", "burst", str(burst), "latency", f"{QUEUE_SECONDS * 1e3:g}ms")
             _inside(name, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limits)
 
     def command(self, place: int, command: Sequence[str]) -> list[str]:
