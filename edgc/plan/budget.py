@@ -14,6 +14,7 @@ from edgc.specs import MatrixSpec
 
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
+NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which every parameter travels as it does now
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
@@ -68,13 +69,18 @@ class Candidate:
     def elements(self) -> int:
         return self.matrix.rows * self.matrix.cols
 
-    def choices(self, formats: Collection[str]) -> list[Choice]:
-        """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing."""
+    def choices(self, formats: Collection[str], same_way: bool = False) -> list[Choice]:
+        """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing.
+
+        ``same_way``: only those of its present way. Rounding is one way, whatever the format.
+        """
         found: list[Choice] = [name for name in formats if self.directions is not None or bits_of(name) >= FINE]
         if self.directions is not None:
             found += ranks_to_try(self.directions.spread.parts)
         if self.rows is not None:
             found += [f"rows:{share:g}" for share in ROW_SHARES]
+        if same_way:
+            return [choice for choice in found if _kind(way_of(choice)) == _kind(self.way)]
         return found
 
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
@@ -142,11 +148,11 @@ class Option:
     noise: float
 
 
-def options(candidate: Candidate, bytes_per_value: Mapping[str, float]) -> list[Option]:
+def options(candidate: Candidate, bytes_per_value: Mapping[str, float], same_way: bool = False) -> list[Option]:
     """The ways to send a parameter that lie on the lower convex hull of noise over bytes, fewest bytes first."""
     found = [
         Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice))
-        for choice in candidate.choices(bytes_per_value)
+        for choice in candidate.choices(bytes_per_value, same_way)
     ]
     hull: list[Option] = []
     for option in sorted(found, key=lambda option: (option.size, option.noise)):
@@ -162,13 +168,17 @@ def _slope(first: Option, second: Option) -> float:
     return (second.noise - first.noise) / (second.size - first.size)
 
 
-def spend(candidates: Sequence[Candidate], bytes_per_value: Mapping[str, float], budget: float) -> list[Choice]:
+def spend(
+    candidates: Sequence[Candidate], bytes_per_value: Mapping[str, float], budget: float, same_ways: bool = False
+) -> list[Choice]:
     """For each parameter the choice with which all together have the least weighted noise in ``budget`` bytes.
+
+    ``same_ways``: each travels as it does now, with more or less of it.
 
     All start at their smallest option. Steps up the hulls are taken in falling order of noise saved per byte, as long
     as they fit. If not even the smallest options fit, they are the choice.
     """
-    ways = [options(candidate, bytes_per_value) for candidate in candidates]
+    ways = [options(candidate, bytes_per_value, same_ways) for candidate in candidates]
     places = [0] * len(ways)
     left = budget - sum(way[0].size for way in ways)
     steps = sorted(
@@ -301,7 +311,9 @@ class BudgetPlanner:
         elif self.fidelity > ENOUGH * self.least_fidelity:
             self.relief = max(self.relief / 2, 1.0)
         budget = self.budget(iteration)
-        best = self._best(budget)
+        usual, best = self._best(budget, same_ways=True), self._best(budget)
+        if self._size(usual) <= budget and self._noise(best) > (1 - NEW_WAYS_GAIN) * self._noise(usual):
+            best = usual
         size, noise = self._size(self.choices), self._noise(self.choices)
         fits = LEAST_USED * budget <= size <= budget
         before = self.choices
@@ -316,12 +328,12 @@ class BudgetPlanner:
             for place in self.places
         }
 
-    def _best(self, budget: float) -> dict[int, list[Choice]]:
+    def _best(self, budget: float, same_ways: bool = False) -> dict[int, list[Choice]]:
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         if self.choices:
             ways = [way_of(choice) for place in self.places for choice in self.choices[place]]
             every = [replace(candidate, way=way) for candidate, way in zip(every, ways, strict=True)]
-        found = iter(spend(every, self.bytes_per_value, budget))
+        found = iter(spend(every, self.bytes_per_value, budget, same_ways))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
         self.short, self.bounded = self._size(best) > budget, budget == self.most
         return best
@@ -451,6 +463,10 @@ def worth_of(learning_rate: Callable[[int], float], iterations: int, power: floa
     rates = [learning_rate(iteration) for iteration in range(iterations)]
     largest = max(rates, default=0.0) or 1.0
     return [max(rate / largest, LEAST_RATE) ** power for rate in rates]
+
+
+def _kind(way: str) -> str:
+    return way if way in ("rank", "rows") else "rounding"
 
 
 def is_rows(choice: str) -> bool:

@@ -297,6 +297,21 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
     assert isinstance(planner.choices[0][-1], int)
 
 
+@pytest.mark.parametrize(("energy", "moves"), [(0.04, False), (20.0, True)])
+def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, moves: bool) -> None:
+    """What an embedding gains by another way may be little beside the noise of the layers."""
+    layers = [candidate(str(place), 128, 512).fitted(28, 1.0) for place in range(6)]
+    words = candidate("words", 1024, 128, by_rows=1.3)
+    planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    assert way_of(planner.choices[0][-1]) == "rank"
+    few = candidate("words", 1024, 128, by_rows=2.5).rows
+    planner.candidates[0][-1] = replace(words.fitted(16, 4.0), rows=few).weighed(energy)
+    usual, best = planner._best(planner.budget(10), same_ways=True), planner._best(planner.budget(10))
+    assert way_of(best[0][-1]) == "rows" and planner._noise(best) < 0.99 * planner._noise(usual)
+    planner.decide(10)
+    assert planner.choices == (best if moves else usual)
+
+
 def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]

@@ -22,6 +22,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("errors of spikes limited", lambda engine, *_: engine != "dense"),
     ("rank by descent", lambda engine, _, arguments: has_rank(engine) and _fills(arguments)),
     ("signs before few bits", lambda engine, _, arguments: has_rank(engine) and _few_bits(arguments)),
+    ("ways kept", lambda engine, _, arguments: has_rank(engine) and _has_volume(arguments)),
 )
 
 
@@ -78,6 +79,12 @@ def _fills(arguments: Sequence[str]) -> bool:
     """Whether ranks are shared out by water-filling."""
     given = [value for flag, value in pairwise(arguments) if flag == "--edgc-allocation"]
     return (given[-1] if given else preset(arguments).get("allocation")) == "waterfill"
+
+
+def _has_volume(arguments: Sequence[str]) -> bool:
+    """Whether a run has a budget."""
+    given = {flag for flag, _ in pairwise(arguments)}
+    return "--edgc-volume" in given or ("--edgc-static-rank" not in given and "volume" in preset(arguments))
 
 
 def _few_bits(arguments: Sequence[str]) -> bool:
