@@ -260,8 +260,9 @@ class Communicator:
         del tensors  # memory for others, while messages are under way
         own_sum, gathered = yield from self._sum_rounded(message, wire, generator)
         with record_function("edgc/round"):
-            total, share = wire.decode(gathered), wire.decode(message)
+            total, share = wire.unrotated.decode(gathered), wire.unrotated.decode(message)
             share[self.process] += total[self.process] - own_sum
+            total, share = wire.restored(total), wire.restored(share)
         return _cut(total, shapes, GROUP), _cut(share, shapes, GROUP)
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
@@ -288,11 +289,11 @@ class Communicator:
     def _sum_rounded(
         self, message: Tensor, wire: Wire, generator: torch.Generator | None = None
     ) -> Steps[tuple[Tensor, Tensor]]:
-        """The sum of this process's own shard before it was rounded, and all shards."""
+        """The sum of this process's own shard before it was rounded, in rotated values, and all shards."""
         received = yield from self.all_to_all(message)
         with record_function("edgc/round"):
-            own_sum = wire.decode(received).sum(dim=0)
-            rounded = wire.encode(own_sum.unsqueeze(0), generator)
+            own_sum = wire.unrotated.decode(received).sum(dim=0)
+            rounded = wire.unrotated.encode(own_sum.unsqueeze(0), generator)
         gathered = yield from self.all_gather(rounded[0])
         return own_sum, gathered
 
@@ -312,7 +313,7 @@ class Communicator:
             share = wire.decode(message)
         received = yield from self.all_to_all(message)
         with record_function("edgc/round"):
-            total = wire.decode(received).sum(dim=0)
+            total = wire.restored(wire.unrotated.decode(received).sum(dim=0))
         shapes = [[tensor.shape for tensor in shard] for shard in shards]
         shares = [_cut(row, own, GROUP) for row, own in zip(share, shapes, strict=True)]
         return _cut(total, shapes[self.process], GROUP), shares

@@ -27,8 +27,8 @@ GROUP = 128
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
-_FEW = 2**15  # codes for which a launch costs more than going over them
-_MANY = 2**22  # codes, of which words take eight bytes each
+_FEW = 2**15  # codes for which starting an operation costs more than going over them
+_MANY = 2**23  # codes, of which words take eight bytes each
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,10 @@ class Wire:
             return values.contiguous().view(torch.uint8)
         if not self.scaled:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
-        groups = values.view(rows, -1, GROUP)
-        if self.hadamard and not self.floating:
-            groups = groups @ _rotation(self.bits, values.device)[0]
+        groups = self.rotated(values).view(rows, -1, GROUP)
         scale = self._scale(groups)
         # a group of zeros has scale 0; its codes do not matter
-        scaled = groups / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
+        scaled = groups / scale.clamp_min(torch.finfo(scale.dtype).tiny)
         if self.floating:
             codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
         else:
@@ -96,15 +94,32 @@ class Wire:
             return message.view(torch.bfloat16).float()
         groups = message.shape[1] // self.message_bytes(GROUP)
         packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
-        scales = scale.contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+        scales = scale.contiguous().view(torch.bfloat16).unsqueeze(-1)
         if self.floating:
-            values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float() * scales
+            values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float().mul_(scales)
         else:
-            values = (_unpack(packed, self.bits).view(rows, groups, GROUP).float() - self._centre) * scales
-            if self.hadamard:
-                values = values @ _rotation(self.bits, message.device)[1]
-        result: Tensor = values.view(rows, -1)
-        return result
+            codes = _unpack(packed, self.bits).view(rows, groups, GROUP)
+            values = codes.to(torch.float32).sub_(self._centre).mul_(scales)
+        return self.restored(values.view(rows, -1))
+
+    @property
+    def unrotated(self) -> "Wire":
+        """The format of what ``rotated`` gives. Sums of rotated values are rotated sums, so they are added up in it."""
+        return replace(self, hadamard=False)
+
+    def rotated(self, values: Tensor) -> Tensor:
+        """(rows, n) values as they are rounded: with ``hadamard`` each group is rotated."""
+        return self._turned(values, 0)
+
+    def restored(self, values: Tensor) -> Tensor:
+        """The inverse of ``rotated``."""
+        return self._turned(values, 1)
+
+    def _turned(self, values: Tensor, way: int) -> Tensor:
+        if not self.hadamard or not self.scaled or self.floating:
+            return values
+        turned: Tensor = values.view(-1, GROUP) @ _rotation(self.bits, values.device)[way]
+        return turned.view(values.shape)
 
     @property
     def _centre(self) -> float:
@@ -122,12 +137,13 @@ class Wire:
         return (largest * (1.004 / last)).to(torch.bfloat16)
 
     def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
-        shifted = scaled + self._centre
         if self.stochastic and self.bits >= 4:
-            shifted = torch.floor(shifted + _drawn(torch.rand, shifted, generator))
+            shifted = scaled.add_(self._centre).add_(_drawn(torch.rand, scaled, generator))
         else:
-            shifted = torch.round(shifted)
-        return torch.nan_to_num(shifted).clamp_(0, 2**self.bits - 1).to(torch.uint8)
+            shifted = scaled.add_(self._centre + 0.5)
+        # Integers cut off what is behind the point. Of NaN they make any number: such a group has no finite scale, and
+        # no code shares a word with one of another group.
+        return shifted.clamp_(0, 2**self.bits - 1).to(torch.int32)
 
     def _numbers(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         """fp32 -> fp16 or fp8 of the same shape."""
@@ -286,20 +302,22 @@ def _rotation(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 (rows, n) with values below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
+    """Integers (rows, n) below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
     if bits == 8:
-        return codes
+        return codes.to(torch.uint8)
     rows, (count, length, word) = codes.shape[0], _word(bits)
-    if codes.numel() > _MANY:
-        return torch.cat(
-            [_pack(part, bits) for part in torch.split(codes, max(_MANY // rows // count, 1) * count, dim=1)], dim=1
-        )
-    parts = codes.view(rows, -1, count).to(word)
-    if _at_once(codes, count):
-        words = (parts << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
+    if _folds(codes):
+        words = codes.to(torch.uint8)
+        for joined, step in _joints(bits):
+            words = words.view(joined)
+            mask, half = 2**step - 1, 4 * joined.itemsize
+            words = (words >> (half - step)).bitwise_and_(mask << step).bitwise_or_(words & mask)
+    elif codes.numel() > _MANY:
+        parts = torch.split(codes, max(_MANY // rows // count, 1) * count, dim=1)
+        return torch.cat([_pack(part, bits) for part in parts], dim=1)
     else:
-        words = functools.reduce(torch.bitwise_or, [parts[..., i] << (i * bits) for i in range(count)])
-    return words.view(torch.uint8).view(rows, -1, word.itemsize)[..., :length].reshape(rows, -1)
+        words = (codes.view(rows, -1, count).to(word) << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
+    return words.view(torch.uint8).view(rows, -1, words.itemsize)[..., :length].reshape(rows, -1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -307,24 +325,29 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     rows, (count, length, word) = packed.shape[0], _word(bits)
-    most = _MANY // count * length
-    if packed.numel() > most:
+    if not _folds(packed) and packed.numel() > (most := _MANY // count * length):
         parts = torch.split(packed, max(most // rows // length, 1) * length, dim=1)
         return torch.cat([_unpack(part, bits).to(torch.uint8) for part in parts], dim=1)
+    size = _joints(bits)[-1][0].itemsize if _folds(packed) else word.itemsize
     whole = packed.reshape(rows, -1, length)
-    if length < word.itemsize:
-        whole = torch.nn.functional.pad(whole, (0, word.itemsize - length))
-    words = whole.view(word)
-    if _at_once(words, count):
-        codes = (words >> _shifts(bits, count, packed.device)).bitwise_and_(2**bits - 1)
-    else:
-        codes = torch.cat([(words >> (i * bits)).bitwise_and_(2**bits - 1) for i in range(count)], dim=-1)
-    return codes.view(rows, -1)
+    if length < size:
+        whole = torch.nn.functional.pad(whole, (0, size - length))
+    if not _folds(packed):
+        words = whole.view(word)
+        return (words >> _shifts(bits, count, packed.device)).bitwise_and_(2**bits - 1).view(rows, -1)
+    words = whole
+    for joined, step in reversed(_joints(bits)):
+        words = words.view(joined)
+        mask, half = 2**step - 1, 4 * joined.itemsize
+        words = (words << (half - step)).bitwise_and_(mask << half).bitwise_or_(words & mask)
+    return words.view(torch.uint8).view(rows, -1)
 
 
-def _at_once(tensor: Tensor, count: int) -> bool:
-    """Whether all codes of the words are shifted in one launch: one after another is faster for few codes of many."""
-    return count == 8 or tensor.numel() <= _FEW
+def _folds(tensor: Tensor) -> bool:
+    """Whether codes are joined in pairs, then pairs of pairs, until they fill whole bytes: a CPU goes over many of them
+    faster so than in one operation on words of eight bytes each. On a GPU each operation costs a launch.
+    """
+    return tensor.device.type == "cpu" and tensor.numel() > _FEW
 
 
 @functools.cache
@@ -337,3 +360,9 @@ def _word(bits: int) -> tuple[int, int, torch.dtype]:
     """So many codes fill so many whole bytes of an integer of this type."""
     whole = math.lcm(bits, 8)
     return whole // bits, whole // 8, {8: torch.uint8, 24: torch.int32, 40: torch.int64, 56: torch.int64}[whole]
+
+
+def _joints(bits: int) -> list[tuple[torch.dtype, int]]:
+    """The words in which codes are joined until they fill whole bytes, and the bits that each half of a word holds."""
+    steps = zip((torch.int16, torch.int32, torch.int64), (bits, 2 * bits, 4 * bits), strict=True)
+    return [(word, step) for word, step in steps if step < math.lcm(bits, 8)]

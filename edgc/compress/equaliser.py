@@ -6,23 +6,23 @@ second moment of each entry is taken as the product of its row's and its column'
 arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them, so no scale travels.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from edgc.comm.wire import FP32, Packed
-from edgc.stacking import map_stacked
+from edgc.stacking import by_shape, map_stacked, stacked
 
 DECAY = 0.95  # of the moving averages, per step
-LARGEST = 10.0  # times the average is the most that the mean square of one sum counts as: else a spike sets the scales
+LARGEST = 10.0  # times the average is the most that the squared norm of one sum counts as: else a spike sets the scales
 SIDES = "rows", "columns"
 FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
 
 
 class Equaliser:
-    """Moving averages of the mean square of each row and column, by parameter name."""
+    """Moving averages of the squared norm of each row and column, by parameter name."""
 
     def __init__(self) -> None:
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -34,22 +34,43 @@ class Equaliser:
         return {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
 
     def update(self, squares: Mapping[str, tuple[Tensor, Tensor]], finite: Tensor) -> None:
-        """Take in the mean squares of sums' rows (rows,) and columns (cols,), by name.
+        """Take in the squared norms of sums' rows (rows,) and columns (cols,), by name.
 
         Not if ``finite`` is false, a boolean on the device, and none that are not finite themselves.
         """
-        known = [name for name in squares if name in self._moments]
-        moved = map_stacked(
-            partial(_average, finite),
-            *([self._moments[name][side] for name in known] for side in (0, 1)),
-            *([squares[name][side] for name in known] for side in (0, 1)),
+        if not squares:
+            return
+        names = list(squares)
+        sums = [[squares[name][side] for name in names] for side in (0, 1)]
+        # zeros stand for "nothing is known"
+        moments = [
+            [
+                self._moments[name][side] if name in self._moments else torch.zeros_like(one)
+                for name, one in zip(names, own, strict=True)
+            ]
+            for side, own in enumerate(sums)
+        ]
+        groups = by_shape(*sums)
+        of_rows, of_cols, before = (
+            torch.cat([stacked([own[place] for place in places]).sum(dim=-1) for places in groups])
+            for own in (*sums, moments[0])
         )
-        for name, (rows, cols) in squares.items():
-            if name in self._moments:
-                continue
-            # zeros stand for "nothing is known"
-            self._moments[name] = _average(finite, torch.zeros_like(rows), torch.zeros_like(cols), rows, cols)
-        self._moments.update(zip(known, moved, strict=True))
+        # Squares may overflow, in the sums of rows, of columns or of both.
+        taken = finite & (of_rows + of_cols < math.inf)
+        # Only ratios matter: there is no bias of a start at the first value to correct.
+        known, most = before > 0, LARGEST * before
+        fresh = torch.where(known, (1 - DECAY) * most / torch.maximum(of_rows, most), 1.0)
+        weights = [taken, fresh, known * DECAY]
+        per_group = zip(*(torch.split(one.unsqueeze(-1), [len(g) for g in groups]) for one in weights), strict=True)
+        for places, (own_taken, own_fresh, own_kept) in zip(groups, per_group, strict=True):
+            rows, cols = (
+                _moved(
+                    own_taken, own_fresh, own_kept, *(stacked([one[p] for p in places]) for one in (new, old))
+                ).unbind()
+                for new, old in zip(sums, moments, strict=True)
+            )
+            for place, of_row, of_col in zip(places, rows, cols, strict=True):
+                self._moments[names[place]] = (of_row, of_col)
 
     def state_dict(self) -> dict[str, Packed]:
         """By parameter name and side; its tensors are replaced, never changed: no copies."""
@@ -67,8 +88,10 @@ class Equaliser:
         }
 
 
-def mean_squares(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """Of each row (rows,) and column (cols,), with zeros for what lies outside ``part`` of the flattened matrix."""
+def squared_norms(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Squares of them, of each row (rows,) and column (cols,), without what lies outside ``part`` of the flattened
+    matrix.
+    """
     rows, cols = matrix.shape
     start, stop = part or (0, rows * cols)
     first, last = start // cols, -(-stop // cols)
@@ -78,23 +101,14 @@ def mean_squares(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[T
     flat[stop - first * cols :] = 0
     of_rows = squares.new_zeros(rows)
     of_rows[first:last] = squares.sum(dim=1)
-    return of_rows / cols, squares.sum(dim=0) / rows
+    return of_rows, squares.sum(dim=0)
 
 
-def _average(
-    finite: Tensor, rows_before: Tensor, cols_before: Tensor, rows: Tensor, cols: Tensor
-) -> tuple[Tensor, Tensor]:
-    # Squares may overflow, in the sums of rows, of columns or of both.
-    taken = (finite & torch.isfinite(rows.sum(dim=-1) + cols.sum(dim=-1))).unsqueeze(-1)
-    # Only ratios matter: there is no bias of a start at the first value to correct.
-    unknown = (rows_before.sum(dim=-1) == 0).unsqueeze(-1)
-    most, mean = LARGEST * rows_before.mean(dim=-1, keepdim=True), rows.mean(dim=-1, keepdim=True)
-    share = torch.where(mean > most, most / mean, 1.0)
-    moved_rows = torch.where(unknown, rows, torch.lerp(rows * share, rows_before, DECAY))
-    moved_cols = torch.where(unknown, cols, torch.lerp(cols * share, cols_before, DECAY))
-    return torch.where(taken, moved_rows, rows_before), torch.where(taken, moved_cols, cols_before)
+def _moved(taken: Tensor, fresh: Tensor, kept: Tensor, squares: Tensor, moments: Tensor) -> Tensor:
+    """(count, n) moments with (count, 1) weights of them and of these squares, where these are ``taken``."""
+    return torch.where(taken, torch.addcmul(moments * kept, squares, fresh), moments)
 
 
 def _relative(moments: Tensor) -> Tensor:
-    mean = moments.mean(dim=-1, keepdim=True)
-    return torch.where(mean > 0, (moments / mean).sqrt().clamp_min(FLOOR), 1.0)
+    """Scales; ones where nothing is known."""
+    return (moments / moments.mean(dim=-1, keepdim=True)).nan_to_num_(1.0).clamp_min_(FLOOR**2).sqrt_()

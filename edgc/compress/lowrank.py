@@ -31,17 +31,20 @@ class Product:
         """Compute these rows of the matrix, into those of ``matrix``."""
         torch.mm(self.left[rows], self.right, out=matrix[rows])
 
-    def mean_squares(self) -> tuple[Tensor, Tensor]:
-        """Of each row (... x rows) and column (... x cols) of the matrix, without computing it."""
-        rows = ((self.left @ (self.right @ self.right.mT)) * self.left).sum(dim=-1) / self.right.shape[-1]
-        cols = ((self.left.mT @ self.left @ self.right) * self.right).sum(dim=-2) / self.left.shape[-2]
-        return rows.clamp_min(0), cols.clamp_min(0)  # rounding may leave a little below 0
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Squares of them, of each row (... x rows) and column (... x cols) of the matrix, without computing it.
+
+        Rounding may leave a little below 0.
+        """
+        rows = ((self.left @ (self.right @ self.right.mT)) * self.left).sum(dim=-1)
+        cols = ((self.left.mT @ self.left @ self.right) * self.right).sum(dim=-2)
+        return rows, cols
 
 
-def mean_squares_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``Product.mean_squares`` of each, by name, those of equal shapes at once."""
+def squared_norms_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``Product.squared_norms`` of each, by name, those of equal shapes at once."""
     pairs = map_stacked(
-        lambda left, right: Product(left, right).mean_squares(),
+        lambda left, right: Product(left, right).squared_norms(),
         [product.left for product in products.values()],
         [product.right for product in products.values()],
     )
@@ -73,14 +76,15 @@ def cholesky_basis(p: Tensor) -> Tensor:
     leaves a condition number that the other two are good for.
     """
     columns = p.double()
-    norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows, rank = p.shape[-2:]
     completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
-    basis = columns / torch.where(norms > 0, norms, 1.0) + 1e-6 * completion.double()
+    basis = torch.add(columns / norms, completion, alpha=1e-6)
     shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
     for added in (shift, 0.0, 0.0):
         gram = basis.mT @ basis
-        gram.diagonal(dim1=-2, dim2=-1).add_(added)
+        if added:
+            gram.diagonal(dim1=-2, dim2=-1).add_(added)
         factor, _ = torch.linalg.cholesky_ex(gram)  # does not make the host wait to see whether it failed
         basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
     return basis.float()
@@ -88,9 +92,9 @@ def cholesky_basis(p: Tensor) -> Tensor:
 
 @functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
 def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
-    """Random columns of norm about 1, the same on every rank."""
+    """Random columns of norm about 1 in float64, the same on every rank."""
     columns = random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)
-    return columns.to(device)
+    return columns.double().to(device)
 
 
 def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:
@@ -100,7 +104,7 @@ def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = or
     orthogonal, so this comes close to singular vectors and values, and no kernel of it makes the host wait.
     """
     strengths, order = torch.linalg.vector_norm(factor.float(), dim=-2).sort(descending=True, stable=True)
-    return orthonormalise(factor.take_along_dim(order.unsqueeze(-2), dim=-1)), strengths
+    return orthonormalise(factor.gather(-1, order.unsqueeze(-2).expand_as(factor))), strengths
 
 
 def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:

@@ -107,10 +107,10 @@ class GradientReducer(Assignment):
 
         yield from interleave(exchanges)
         # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
-        finite, mean_squares = yield from agree(routes, self.communicator)
+        finite, squared_norms = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(finite)
-        state.equaliser.update(mean_squares, finite)
+        state.equaliser.update(squared_norms, finite)
         if spikes is not None:
             state.norms.keep(fed_back)
             state.norms.update(spikes, finite)

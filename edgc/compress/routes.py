@@ -24,15 +24,15 @@ from edgc.comm.replicas import digest
 from edgc.comm.wire import GROUP, Packed
 from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
-from edgc.compress.equaliser import Equaliser, mean_squares
+from edgc.compress.equaliser import Equaliser, squared_norms
 from edgc.compress.error_feedback import ErrorFeedback
-from edgc.compress.lowrank import Product, mean_squares_of
+from edgc.compress.lowrank import Product, squared_norms_of
 from edgc.specs import MatrixSpec, ShardBounds
 from edgc.stacking import batches, map_stacked
 
 # Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
 PORTION = 2**22
-MeanSquares = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the columns of sums, by name
+SquaredNorms = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the columns of sums, by name
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Route(ABC):
         self.step = step
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
         self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
-        self.mean_squares: MeanSquares = {}  # after the exchange, with an equaliser; of sharded sums those of own parts
+        self.squared_norms: SquaredNorms = {}  # after the exchange; of sharded sums those of own parts
         self.excess: Mapping[str, Tensor] = {}
         self.errors: dict[str, Tensor] = {}  # what the sums do not hold of this process
         self.narrow: dict[str, Tensor] = {}  # sums as gradients of 16 bits hold them
@@ -93,7 +93,7 @@ class Route(ABC):
 
     def commit(self, finite: Tensor) -> None:
         """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
-        feedback, gain = self.step.feedback, torch.where(finite, 1.0, math.nan)
+        feedback = self.step.feedback
         if self.errors:
             self._keep(self.errors, finite)
             self.errors = {}
@@ -104,10 +104,11 @@ class Route(ABC):
                     feedback.clear(name)
         if self.narrow:
             sums = [self.gradients[name].view_as(total) for name, total in self.narrow.items()]
+            gain = torch.where(finite, 1.0, math.nan)  # the loss scale is in them
             torch._foreach_copy_(sums, torch._foreach_mul(list(self.narrow.values()), gain))
         wide = [matrix for name, matrix in self.matrices.items() if name not in self.narrow]
         if wide:
-            torch._foreach_mul_(wide, self._scale(finite) * gain)
+            torch._foreach_mul_(wide, self._gain(finite))
 
     def digests(self) -> dict[str, Tensor]:
         """After ``commit``: hashes of what must be the same on all processes, by name."""
@@ -116,12 +117,16 @@ class Route(ABC):
     def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
         self.step.feedback.store(errors, finite, self.step.iteration, divisors=self.excess)
 
-    def _scale(self, finite: Tensor) -> Tensor:
-        return torch.ones_like(finite, dtype=torch.float32) if self.step.loss_scale is None else self.step.loss_scale
+    def _scale(self) -> Tensor | float:
+        return 1.0 if self.step.loss_scale is None else self.step.loss_scale
+
+    def _gain(self, finite: Tensor) -> Tensor:
+        """What sums are multiplied with, 0-dimensional: the loss scale, or NaN."""
+        return torch.where(finite, self._scale(), math.nan)
 
     def _round_narrow(self) -> None:
         """Sums of gradients in 16 bits as their buffers will hold them; what that cuts off goes into the errors."""
-        scale = self._scale(self.finite)
+        scale = self._scale()
         for name, gradient in self.gradients.items():
             if gradient.dtype == torch.float32:
                 continue
@@ -133,14 +138,14 @@ class Route(ABC):
             self.finite = self.finite & all_finite(list(self.narrow.values()))
 
 
-def agree(routes: Sequence[Route], communicator: Communicator) -> Steps[tuple[Tensor, MeanSquares]]:
-    """After the exchanges: whether all sums are finite on all processes, and the mean squares of whole sums.
+def agree(routes: Sequence[Route], communicator: Communicator) -> Steps[tuple[Tensor, SquaredNorms]]:
+    """After the exchanges: whether all sums are finite on all processes, and the squared norms of whole sums.
 
     Only of sums in parts does a process not know this by itself.
     """
     finite = torch.stack([route.finite for route in routes]).all()
-    known = {name: pair for route in routes if not route.sharded for name, pair in route.mean_squares.items()}
-    parts = {name: pair for route in routes if route.sharded for name, pair in route.mean_squares.items()}
+    known = {name: pair for route in routes if not route.sharded for name, pair in route.squared_norms.items()}
+    parts = {name: pair for route in routes if route.sharded for name, pair in route.squared_norms.items()}
     if not any(route.sharded for route in routes):
         return finite, known
     sides = [side for pair in parts.values() for side in pair]
@@ -178,8 +183,8 @@ class ElementwiseRoute(Route):
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
         if step.equaliser is not None:
-            self.mean_squares = {
-                name: mean_squares(matrix, step.own_part(name) if self.sharded else None)
+            self.squared_norms = {
+                name: squared_norms(matrix, step.own_part(name) if self.sharded else None)
                 for name, matrix in matrices.items()
                 if matrix.shape[0] > 1
             }
@@ -273,7 +278,7 @@ class FactorRoute(Route):
         finite = [factored.finite, *(torch.isfinite(total).all() for total in self.first_sums.values())]
         self.factored, self.finite = factored, torch.stack(finite).all()
         if step.equaliser is not None:
-            self.mean_squares = mean_squares_of(factored.sums)
+            self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
                 self.errors[name] = factored.shares[name].residual_of(matrix)
@@ -288,7 +293,7 @@ class FactorRoute(Route):
         if self.narrow:
             super().commit(finite)
             return
-        self._write(self.factored, finite, self._scale(finite) * torch.where(finite, 1.0, math.nan))
+        self._write(self.factored, finite, self._gain(finite))
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums

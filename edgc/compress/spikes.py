@@ -12,6 +12,7 @@ The running norm begins with the first gradient that is compressed: a spike in t
 collectives here.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float) -> Tenso
     """
     after = torch.lerp(torch.minimum(norms, limit * running), running, DECAY)
     after = torch.where(running > 0, after, norms)
-    return torch.where(finite & (norms > 0) & torch.isfinite(after), after, running)
+    return torch.where(finite & (norms > 0) & (after < math.inf), after, running)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,10 @@ class RunningNorms:
         self._running.update(zip(spikes.names, running.unbind(), strict=True))
 
     def _stacked(self, names: Sequence[str] | Mapping[str, Tensor], like: Tensor) -> Tensor:
-        unknown = like.new_zeros(())
-        return torch.stack([self._running.get(name, unknown) for name in names])
+        known: Mapping[str, Tensor] = self._running
+        if not known.keys() >= set(names):
+            known = {**dict.fromkeys(names, like.new_zeros(())), **known}
+        return torch.stack([known[name] for name in names])
 
     def keep(self, names: Collection[str]) -> None:
         """Forget the others: what they have seen is old by the time they are compressed again."""

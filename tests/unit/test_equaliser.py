@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.compress.equaliser import FLOOR, Equaliser, mean_squares
+from edgc.compress.equaliser import FLOOR, Equaliser, squared_norms
 
 
 def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
     rows, cols = torch.logspace(-2, 2, 40), torch.logspace(-1, 1, 60)
     equaliser = Equaliser()
     for step in range(20):
-        update(equaliser, mean_squares(scaled_noise(rows, cols, step)))
+        update(equaliser, squared_norms(scaled_noise(rows, cols, step)))
     fresh = scaled_noise(rows, cols, 99)
     equal = fresh / scale(equaliser, fresh)
     for dim in (0, 1):
@@ -36,14 +36,14 @@ def test_dividing_by_the_scale_makes_rows_and_columns_alike() -> None:
 def test_scales_are_ones_before_anything_is_known_and_after_zeros() -> None:
     equaliser, like = Equaliser(), torch.randn(3, 5)
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
-    update(equaliser, mean_squares(torch.zeros(3, 5)))
+    update(equaliser, squared_norms(torch.zeros(3, 5)))
     assert torch.equal(scale(equaliser, like), torch.ones(3, 5))
 
 
 def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
     equaliser, total = Equaliser(), torch.ones(10, 6)
     total[4] = 0
-    update(equaliser, mean_squares(total))
+    update(equaliser, squared_norms(total))
     found = scale(equaliser, total)
     assert torch.allclose(found[4], torch.full((6,), FLOOR)) and (found[0] > 1).all()
 
@@ -51,13 +51,13 @@ def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sum_that_is_not_finite_is_left_out(bad: float) -> None:
     equaliser, total = Equaliser(), torch.randn(4, 4)
-    update(equaliser, mean_squares(total))
+    update(equaliser, squared_norms(total))
     before = scale(equaliser, total)
     broken = total.clone()
     broken[1, 1] = bad
-    update(equaliser, mean_squares(broken))
+    update(equaliser, squared_norms(broken))
     assert torch.equal(scale(equaliser, total), before)
-    update(equaliser, mean_squares(10 * torch.randn(4, 4)), finite=False)
+    update(equaliser, squared_norms(10 * torch.randn(4, 4)), finite=False)
     assert torch.equal(scale(equaliser, total), before)
 
 
@@ -65,9 +65,9 @@ def test_a_sum_that_is_not_finite_is_left_out(bad: float) -> None:
 def test_squares_that_overflow_on_one_side_only_are_left_out(shape: tuple[int, int]) -> None:
     """Of a matrix with a norm of 3e20 the mean squares are finite for rows or for columns, and infinite for others."""
     equaliser, total = Equaliser(), torch.randn(shape)
-    update(equaliser, mean_squares(total))
+    update(equaliser, squared_norms(total))
     before = scale(equaliser, total)
-    squares = mean_squares(total)
+    squares = squared_norms(total)
     for overflowing in ((squares[0] * math.inf, squares[1]), (squares[0], squares[1] * math.inf)):
         update(equaliser, overflowing)
         assert torch.equal(scale(equaliser, total), before)
@@ -76,11 +76,11 @@ def test_squares_that_overflow_on_one_side_only_are_left_out(shape: tuple[int, i
 def test_zeros_and_failed_steps_leave_nothing_behind() -> None:
     """A state of zeros must act as none, bit for bit: later averages start at the first value."""
     fresh, failed, total = Equaliser(), Equaliser(), torch.randn(5, 7)
-    update(failed, mean_squares(total * math.nan), finite=False)
-    update(failed, mean_squares(torch.zeros(5, 7)))
+    update(failed, squared_norms(total * math.nan), finite=False)
+    update(failed, squared_norms(torch.zeros(5, 7)))
     for factor in (1.0, 2.0):
         for equaliser in (fresh, failed):
-            update(equaliser, mean_squares(total * factor))
+            update(equaliser, squared_norms(total * factor))
         assert torch.equal(scale(fresh, total), scale(failed, total))
         for key, moment in fresh.state_dict().items():
             assert torch.equal(moment.message, failed.state_dict()[key].message)
@@ -90,7 +90,7 @@ def test_equal_matrices_are_averaged_as_each_is() -> None:
     together, matrices = Equaliser(), {name: torch.randn(5, 4) for name in "abc"} | {"d": torch.randn(4, 5)}
     alone = {name: Equaliser() for name in matrices}
     for step in range(3):
-        squares = {name: mean_squares(matrix + step) for name, matrix in matrices.items()}
+        squares = {name: squared_norms(matrix + step) for name, matrix in matrices.items()}
         together.update(squares, torch.tensor(True))
         for name, equaliser in alone.items():
             equaliser.update({name: squares[name]}, torch.tensor(True))
@@ -102,29 +102,29 @@ def test_equal_matrices_are_averaged_as_each_is() -> None:
 def test_averages_forget() -> None:
     equaliser = Equaliser()
     rows = torch.tensor([1.0, 10.0])
-    update(equaliser, mean_squares(rows[:, None].expand(2, 3)))
+    update(equaliser, squared_norms(rows[:, None].expand(2, 3)))
     for _ in range(200):
-        update(equaliser, mean_squares(rows.flip(0)[:, None].expand(2, 3)))
+        update(equaliser, squared_norms(rows.flip(0)[:, None].expand(2, 3)))
     found = scale(equaliser, torch.empty(2, 3))
     assert found[0, 0] / found[1, 0] == pytest.approx(10, rel=0.01)
 
 
-def test_mean_squares_of_parts_add_up_to_those_of_the_whole() -> None:
+def test_squared_norms_of_parts_add_up_to_those_of_the_whole() -> None:
     matrix = torch.randn(7, 5)
-    parts = [mean_squares(matrix, part) for part in ((0, 0), (0, 13), (13, 14), (14, 35), (35, 35))]
-    for side, whole in enumerate(mean_squares(matrix)):
+    parts = [squared_norms(matrix, part) for part in ((0, 0), (0, 13), (13, 14), (14, 35), (35, 35))]
+    for side, whole in enumerate(squared_norms(matrix)):
         assert torch.allclose(sum(part[side] for part in parts), whole)
-        assert torch.allclose(whole, matrix.square().mean(dim=1 - side))
+        assert torch.allclose(whole, matrix.square().sum(dim=1 - side))
 
 
 def test_one_large_sum_does_not_set_the_scales() -> None:
     equaliser, usual, spike = Equaliser(), torch.ones(20, 30), torch.zeros(20, 30)
     spike[:2] = 1000
     for _ in range(20):
-        update(equaliser, mean_squares(usual))
+        update(equaliser, squared_norms(usual))
     before = scale(equaliser, usual)
-    update(equaliser, mean_squares(spike))
+    update(equaliser, squared_norms(spike))
     # the rows of the spike weigh 10 times the average at a weight of 0.05, and not a million times
     assert (scale(equaliser, usual) / before)[:2].max() < 2.5
-    update(equaliser, mean_squares(2 * usual))  # a sum of twice the norm counts in full
+    update(equaliser, squared_norms(2 * usual))  # a sum of twice the norm counts in full
     assert (scale(equaliser, usual) / before)[:2].max() < 2.5

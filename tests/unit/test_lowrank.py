@@ -121,13 +121,13 @@ def test_a_rank_is_limited_by_the_matrix_and_must_be_at_least_1() -> None:
         lowrank.limited(0, 8, 6)
 
 
-def test_a_product_gives_rows_and_mean_squares_of_its_matrix() -> None:
+def test_a_product_gives_rows_and_squared_norms_of_its_matrix() -> None:
     torch.manual_seed(0)
     product = lowrank.Product(torch.randn(7, 3) * torch.rand(7, 1), torch.randn(3, 5) * torch.rand(1, 5))
     matrix = product.left @ product.right
     written = torch.zeros(5, 7)
     product.T.write(written, slice(1, 3))
     assert torch.allclose(written[1:3], matrix.T[1:3]) and not written[[0, 3, 4]].any()
-    rows, cols = product.mean_squares()
-    assert torch.allclose(rows, matrix.square().mean(dim=1), rtol=1e-4)
-    assert torch.allclose(cols, matrix.square().mean(dim=0), rtol=1e-4)
+    rows, cols = product.squared_norms()
+    assert torch.allclose(rows, matrix.square().sum(dim=1), rtol=1e-4)
+    assert torch.allclose(cols, matrix.square().sum(dim=0), rtol=1e-4)

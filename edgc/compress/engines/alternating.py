@@ -9,7 +9,7 @@ from edgc.comm.collectives import Communicator, Steps
 from edgc.comm.wire import FP32, Packed, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
-from edgc.compress.engines.base import FactoredSums, LowRank, all_finite, or_zeros
+from edgc.compress.engines.base import FactoredSums, LowRank, all_finite
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
 
@@ -64,7 +64,7 @@ class Alternating(LowRank):
         bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in batch]
         C, C_own = yield from communicator.sum(batch.times([basis.T for basis in bases]), self.wire)  # noqa: N806
         finite = all_finite(C)
-        learned, strengths = self.principal([c.T for c in or_zeros(finite, C)])
+        learned, strengths = self.principal([c.T for c in C], finite)
         sums, shares = batch.restored(bases, C, C_own)
         return FactoredSums(sums, shares, finite, learned, strengths)
 

@@ -104,14 +104,24 @@ class LowRank(Engine, ABC):
         many = device.type == "cuda" or config.study.kernels == "fused"
         self._orthonormalise = lowrank.cholesky_basis if many else lowrank.orthonormalise
 
-    def orthonormal(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """Orthonormal bases of the columns of (n x rank) factors; those of equal shapes are one operation."""
-        return map_stacked(self._orthonormalise, factors)
+    def orthonormal(self, factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
+        """Orthonormal bases of the columns of (n x rank) factors, if all are ``finite``, else anything.
 
-    def principal(self, factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """``lowrank.sorted_basis`` of (n x rank) factors: the bases and the norms."""
-        pairs = map_stacked(partial(lowrank.sorted_basis, orthonormalise=self._orthonormalise), factors)
+        Those of equal shapes are one operation.
+        """
+        return map_stacked(self._orthonormalise, self._usable(factors, finite))
+
+    def principal(self, factors: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """``lowrank.sorted_basis`` of (n x rank) factors, if all are ``finite``: the bases and the norms."""
+        orthonormalise, usable = self._orthonormalise, self._usable(factors, finite)
+        pairs = map_stacked(partial(lowrank.sorted_basis, orthonormalise=orthonormalise), usable)
         return [vectors for vectors, _ in pairs], [norms for _, norms in pairs]
+
+    def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
+        """Householder's QR refuses factors that are not finite: it gets zeros."""
+        if self._orthonormalise is lowrank.cholesky_basis:
+            return factors
+        return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 
     @classmethod
     @abstractmethod
@@ -137,8 +147,3 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
     largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
     return (largest < math.inf).all()  # NaN is not
-
-
-def or_zeros(finite: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, or zeros in their place if they are not finite: factorisations refuse what is not."""
-    return map_stacked(lambda tensor: torch.where(finite, tensor, 0.0), tensors)

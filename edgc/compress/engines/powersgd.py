@@ -11,7 +11,7 @@ from edgc.comm.collectives import Communicator, Steps, interleave
 from edgc.comm.wire import FP32, Packed, choose_all, pack_all, unpack_all, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
-from edgc.compress.engines.base import FactoredSums, LowRank, all_finite, or_zeros
+from edgc.compress.engines.base import FactoredSums, LowRank, all_finite
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
 
@@ -92,12 +92,12 @@ class PowerSGD(LowRank):
         P_sum = yield from self._sum_first_factors(_projected(M.T, unpack_all(bases)), communicator)  # noqa: N806
         finite = all_finite(P_sum)
         with record_function("edgc/orthonormalise"):
-            P = self.orthonormal([p.T for p in or_zeros(finite, P_sum)])  # noqa: N806
+            P = self.orthonormal([p.T for p in P_sum], finite)  # noqa: N806
         del P_sum
         Q, Q_own = yield from communicator.sum(_projected(M, P), self.q_wire)  # noqa: N806
         finite = finite & all_finite(Q)
         with record_function("edgc/next basis"):
-            learned, strengths = self.principal([q.T for q in or_zeros(finite, Q)])
+            learned, strengths = self.principal([q.T for q in Q], finite)
         if not self.config.study.local_error:
             Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
         sums, shares = M.restored(P, Q, Q_own)
