@@ -93,7 +93,10 @@ class GradientReducer(Assignment):
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
         spikes = state.norms.spikes(fed_back, loss_scale) if fed_back else None
         excess = {} if spikes is None else spikes.by_name()
-        samples = None
+        samples, rows = None, {}
+        if self.config.ranks.volume is not None and self.observer.measures(iteration) and not self.compressed:
+            rows = {m.name: gradients[m.name] for m in self.allocation.matrices if m.name in gradients}
+            rows = {name: _squared_rows(gradient, self.specs[name].rows) for name, gradient in rows.items()}
         if state.fidelity is not None and measured and fed_back:
             samples = SampledEntries(state.fidelity, fed_back, step)
         for route in routes:
@@ -101,6 +104,8 @@ class GradientReducer(Assignment):
         matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}
         energy = sum((matrices[name].square().sum() for name in gradients), torch.zeros(())) if measured else None
         exchanges = [route.exchange() for route in routes]
+        if rows:
+            exchanges.append(self._sum_rows(rows))
         if samples is not None:
             samples.prepare()
             exchanges.append(samples.exchange())
@@ -125,6 +130,12 @@ class GradientReducer(Assignment):
         if samples is not None:
             self.observer.add_fidelity((yield from samples.compare(gradients, finite)))
 
+    def _sum_rows(self, squares: Mapping[str, Tensor]) -> Steps[None]:
+        """Over the group, for the plan that follows the warm-up. Each process has seen other tokens."""
+        total = yield from self.communicator.all_reduce(torch.cat(list(squares.values())))
+        parts = torch.split(total, [len(own) for own in squares.values()])
+        self.observer.add_row_shares(dict(zip(squares, parts, strict=True)))
+
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the state and to the measurements. Needs ``repeatable``."""
         self.state.roll_back(iteration)
@@ -148,3 +159,9 @@ class GradientReducer(Assignment):
             self.device,
             iteration,
         )
+
+
+def _squared_rows(gradient: Tensor, rows: int) -> Tensor:
+    """Squared norms (rows,) in fp32."""
+    norms: Tensor = torch.linalg.vector_norm(gradient.view(rows, -1), dim=1, dtype=torch.float32)
+    return norms.square()

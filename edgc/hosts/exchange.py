@@ -125,6 +125,7 @@ class WindowExchange:
                     ranks.get(s.stage),
                     s.energies,
                     {name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
+                    s.row_shares,
                 )
                 for s in stages
             ],

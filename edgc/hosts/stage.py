@@ -61,6 +61,7 @@ class Stage(ABC):
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
             statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
             fidelity={name: seen for m in measurements for name, seen in m.total_fidelity().items()},
+            row_shares={name: shares for m in measurements for name, shares in m.mean_row_shares().items()},
         )
         self._window_start = (sent, dense)
         return window

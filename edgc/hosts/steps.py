@@ -80,8 +80,12 @@ class StepDriver:
             reducer.verify = self._verify
 
     def closes_window(self, iteration: int) -> bool:
-        """Whether this step is the last of a window."""
-        return (iteration + 1) % self.window == 0
+        """Whether this step is the last of a window, or of a warm-up after which a plan begins amid a window.
+
+        That plan is then made of what the warm-up has shown.
+        """
+        ends = self.plan.first_iteration if self.plan.version == 0 and self.plan.formats else 0
+        return (iteration + 1) % self.window == 0 or iteration + 1 == ends
 
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the reducers' state. Needs reducers that are ``repeatable``."""

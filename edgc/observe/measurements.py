@@ -1,6 +1,7 @@
 """What the reductions of one set of gradients have shown since somebody last asked."""
 
 import math
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ class Measurements:
     energies: list[dict[str, Tensor]] = field(default_factory=list)  # squared column norms of Q by matrix
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
     fidelity: list[dict[str, Tensor]] = field(default_factory=list)  # values of a ``Fidelity`` by name, if asked for
+    row_shares: list[dict[str, Tensor]] = field(default_factory=list)  # of warm-ups, if asked for: ``row_shares``
     spikes: float | Tensor = 0.0  # gradients of which the error was scaled down
     largest_spike: float | Tensor = 0.0  # times its running norm
     windows: int = 0  # how often ``take`` was called
@@ -50,16 +52,11 @@ class Measurements:
 
     def mean_energies(self) -> dict[str, list[float]]:
         """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
-        if not self.energies:
-            return {}
-        means = {}
-        for name, last in self.energies[-1].items():
-            # those of before a resume lie on the CPU
-            seen = [one[name].cpu() for one in self.energies if name in one and len(one[name]) == len(last)]
-            mean = torch.stack(seen).mean(dim=0).tolist()
-            if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
-                means[name] = mean
-        return means
+        return _means(self.energies)
+
+    def mean_row_shares(self) -> dict[str, list[float]]:
+        """Mean over the measured iterations."""
+        return _means(self.row_shares)
 
     def total_fidelity(self) -> dict[str, Fidelity]:
         """By parameter, over the measured iterations whose sums were finite."""
@@ -70,3 +67,23 @@ class Measurements:
                 if all(map(math.isfinite, numbers)):
                     seen.setdefault(name, []).append(Fidelity.of(numbers))
         return {name: Fidelity.total(several) for name, several in seen.items()}
+
+
+def _means(several: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
+    means = {}
+    for name, last in several[-1].items() if several else ():
+        # those of before a resume lie on the CPU
+        seen = [one[name].cpu() for one in several if name in one and len(one[name]) == len(last)]
+        mean = torch.stack(seen).mean(dim=0).tolist()
+        if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
+            means[name] = mean
+    return means
+
+
+def row_shares(squares: Tensor, parts: Sequence[float]) -> Tensor:
+    """Which share of the energy these parts of all rows hold, the largest ones: (parts,).
+
+    ``squares``: squared norms of the rows (rows,).
+    """
+    held = squares.sort(descending=True).values.cumsum(0) / squares.sum()
+    return torch.stack([held[math.ceil(part * len(squares)) - 1] for part in parts])

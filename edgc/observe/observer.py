@@ -7,8 +7,9 @@ from torch import Tensor
 
 from edgc.config import EDGCConfig
 from edgc.observe.entropy import GaussianPieces, GradientSampler, KeptPieces, pieces
-from edgc.observe.measurements import Measurements
+from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.moments import GradientStatistics
+from edgc.plan.budget import ROW_SHARES
 from edgc.specs import MatrixSpec
 
 
@@ -94,6 +95,10 @@ class GradientObserver:
     def add_fidelity(self, values: dict[str, Tensor]) -> None:
         """After the reduction of a measured iteration: what ``FidelitySampler.compare`` gives."""
         self.measurements.fidelity.append(values)
+
+    def add_row_shares(self, squares: Mapping[str, Tensor]) -> None:
+        """In a measured iteration of a warm-up: squared norms of the rows of gradients, by name."""
+        self.measurements.row_shares.append({name: row_shares(own, ROW_SHARES) for name, own in squares.items()})
 
     def roll_back(self, iteration: int) -> None:
         """Forget what this iteration has shown. Needs ``repeatable``."""

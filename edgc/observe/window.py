@@ -58,6 +58,7 @@ class RankWindow:
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     statistics: Mapping[str, GradientStatistics] = field(default_factory=dict, repr=False)  # by kind of layer
     fidelity: Mapping[str, Fidelity] = field(default_factory=dict, repr=False)  # by parameter
+    row_shares: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)  # see ``StageObservation``
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def merge(ranks: Sequence[RankWindow]) -> RankWindow:
         energies=_mean_energies([r.energies for r in ranks]),
         statistics=merge_statistics([r.statistics for r in ranks]),
         fidelity=_total_fidelity([r.fidelity for r in ranks]),
+        row_shares=_mean_energies([r.row_shares for r in ranks]),
     )
 
 

@@ -116,6 +116,14 @@ class Candidate:
             return replace(self, directions=fitted, rows=_grown(self.rows, parts, fitted, sent))
         return replace(self, rows=fitted, directions=_grown(self.directions, parts, fitted, sent))
 
+    def with_rows(self, shares: Sequence[float]) -> "Candidate":
+        """The same where the largest rows are known to hold these shares of the energy, at each of ``ROW_SHARES``."""
+        if self.rows is None or len(shares) != len(ROW_SHARES) or not all(0 < share <= 1.001 for share in shares):
+            return self
+        counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
+        held = {count: min(share, 1.0) for count, share in zip(counts, shares, strict=True)}
+        return replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
+
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
         return replace(self, energy=energy) if 0 < energy < math.inf else self
@@ -264,10 +272,22 @@ class BudgetPlanner:
         left = self.relief * unspent * share / (self.overhead or 1.0) - self.never
         return min(left, self.most)
 
-    def observe(self, noise: Sequence[Mapping[str, tuple[float, float]]], sent: float, dense: float) -> None:
+    def observe(
+        self,
+        noise: Sequence[Mapping[str, tuple[float, float]]],
+        sent: float,
+        dense: float,
+        rows: Sequence[Mapping[str, Sequence[float]]] = (),
+    ) -> None:
         """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
         far, and the host's.
+
+        ``rows``: of the warm-up, which share of a gradient's energy the largest ``ROW_SHARES`` of its rows hold.
         """
+        for place in self.places if rows else ():
+            self.candidates[place] = [
+                one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
+            ]
         dense *= 4 / self.host_bytes
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
         if dense > dense_before:
@@ -302,6 +322,10 @@ class BudgetPlanner:
     def decide(self, iteration: int) -> None:
         """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
         if iteration >= self.iterations:
+            return
+        if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
+            self.choices = {}
+            self.choices = self._best(self.budget(iteration))
             return
         first_window = self.overhead is None  # a part of it may have been warm-up
         if self.per_step is not None:
@@ -423,7 +447,7 @@ def _shape(candidate: Candidate) -> list[Any]:
 def _learned(candidate: Candidate) -> list[Any]:
     """What a candidate has been fitted to."""
     spreads = [None if way is None else way.spread for way in (candidate.directions, candidate.rows)]
-    return [None if one is None else [one.steepness, one.factor, one.times] for one in spreads] + [
+    return [None if one is None else [one.steepness, one.factor, one.times, one.held] for one in spreads] + [
         [candidate.rounding.factor, candidate.rounding.times],
         candidate.energy,
     ]
@@ -433,7 +457,11 @@ def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any,
     """``candidate`` with what ``_learned`` gave."""
 
     def way(parts: Parts | None, learned: Any) -> Parts | None:
-        return parts and replace(parts, spread=Spread(parts.spread.parts, *learned))
+        if parts is None:
+            return None
+        steepness, factor, times, held = learned
+        spread = Spread(parts.spread.parts, steepness, factor, times, tuple((count, share) for count, share in held))
+        return replace(parts, spread=spread)
 
     return replace(
         candidate,

@@ -43,7 +43,8 @@ class StageObservation:
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
     activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: in what
-    the optimizer got, by parameter, and the energy of an entry of its gradient (``edgc.plan.noise``).
+    the optimizer got, by parameter, and the energy of an entry of its gradient (``edgc.plan.noise``). ``row_shares``:
+    of the energy of a parameter's gradient, what its largest rows hold (``edgc.plan.budget.ROW_SHARES``), in a warm-up.
     """
 
     entropy: float = math.nan
@@ -52,6 +53,7 @@ class StageObservation:
     message_rank: int | None = None
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
     noise: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    row_shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class Controller:
         self.energies = [observation.energies for observation in observations]
         self.message_ranks = [observation.message_rank for observation in observations]
         if self.budget is not None:
-            self.budget.observe([observation.noise for observation in observations], *sent)
+            self.budget.observe([o.noise for o in observations], *sent, [o.row_shares for o in observations])
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
@@ -202,7 +204,7 @@ class Controller:
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
         if self.budget is not None:
-            if iteration > self.plan.first_iteration:  # in the warm-up nothing is measured
+            if iteration >= self.plan.first_iteration:  # in the warm-up nothing is compressed
                 self.budget.decide(iteration)
             changed = self._budgeted(self.budget)
             if any(getattr(self.plan, name) != value for name, value in changed.items()):

@@ -16,6 +16,8 @@ Adam lowers the loss.
   step sends as much energy as a gradient brings. So c(r) = sum_j G_j min(1, G_j / t) / sum_j G_j.
 - One measured noise gives a. Then a gives the noise at all other r. If the noise is larger than that of equal G_j, a
   factor multiplies the law.
+- Of rows the law is known before anything is compressed: the warm-up measures how much energy the largest rows of a
+  step's gradient hold. That is c. Rows differ from step to step, as tokens do, so nothing fills up.
 
 *Rounding*. Of normal values b bits lose a share d(b) of the energy. With error feedback the noise is d / (1 - d). A
 measured factor multiplies it, for outliers and for sums that are rounded twice.
@@ -36,6 +38,7 @@ LOST: Mapping[str, float] = {
 }
 STEEPEST = 4.0  # exponent of a power law
 LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
+LEAST_NOISE = 1e-3  # of parts that hold all energy of the gradients seen: later ones may have others
 LARGEST_NOISE = 1000.0  # where next to nothing of a gradient arrives
 NEWEST = 0.25  # least weight of a new measurement: a window has few samples of a small parameter
 
@@ -45,21 +48,33 @@ class Spread:
     """How the energy of a gradient is spread over its parts.
 
     ``steepness``: exponent of the power law. ``factor``: how many times the noise is that of the law. Both are guesses
-    until they have been measured, ``times`` times.
+    until they have been measured, ``times`` times. ``held``: what takes the place of the power law where it is known:
+    shares of a gradient's energy that so many of its largest parts hold, as pairs (parts, share) with both growing.
     """
 
     parts: int
     steepness: float
     factor: float = 1.0
     times: int = 0
+    held: tuple[tuple[int, float], ...] = ()
 
     def noise(self, sent: int) -> float:
         """Where each step sends so many parts."""
-        return self.factor * noise_of_parts(sent, self.parts, self.steepness)
+        return self.factor * self._law(sent)
+
+    def _law(self, sent: int) -> float:
+        if not self.held:
+            return noise_of_parts(sent, self.parts, self.steepness)
+        parts, shares = zip((0, 0.0), *self.held, (self.parts, 1.0), strict=True)
+        share = max(float(np.interp(sent, parts, shares)), 1e-2)
+        return max(1 / share**2 - 1, LEAST_NOISE)
 
     def fitted(self, sent: int, noise: float) -> "Spread":
         """The same as measured now and before."""
         noise = _averaged(noise, self.noise(sent), self.times)
+        if self.held:
+            factor = noise / self._law(sent)
+            return replace(self, factor=min(max(factor, 1 / LARGEST_FACTOR), LARGEST_FACTOR), times=self.times + 1)
         flat = noise_of_parts(sent, self.parts, 0.0)
         if flat == 0:  # all parts
             return self

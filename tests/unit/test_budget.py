@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
+from edgc.plan.budget import ROW_SHARES, BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
 from edgc.plan.controller import Controller, StageObservation
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.specs import MatrixSpec
@@ -242,6 +242,33 @@ def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
         assert replace(tried, way="int8").noise(choice) == pytest.approx(1.25, rel=0.02)
 
 
+def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
+    """An embedding of which a tenth of the rows hold nearly all energy, and one whose rows are alike."""
+    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+
+    def after_warmup(shares: list[float]) -> BudgetPlanner:
+        words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
+        planner = BudgetPlanner(24.0, 1000, 10, [[*layers, words]], (), BYTES, 1 + 1 / 64)
+        planner.observe([{}], 10 * planner.uncompressed, 10 * planner.dense, [{"words": shares}])
+        planner.decide(10)
+        return planner
+
+    held = [min(1.0, 10 * share) ** 0.5 for share in ROW_SHARES]
+    sparse = after_warmup(held)
+    assert sparse.choices[0][-1] in ("rows:0.07", "rows:0.1") and not sparse.changed[0]
+    assert sparse.candidates[0][-1].rows.spread.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
+    even = after_warmup(list(ROW_SHARES))
+    assert not str(even.choices[0][-1]).startswith("rows")
+    state = json.loads(json.dumps(sparse.state_dict()))
+    again = after_warmup(list(ROW_SHARES))
+    again.load_state_dict(state)
+    assert again.candidates == sparse.candidates and again.choices == sparse.choices
+    fitted = sparse.candidates[0][-1].fitted("rows:0.05", 2.0)
+    assert fitted.noise("rows:0.05") == pytest.approx(2.0, rel=0.02) and fitted.noise("rows:0.02") > 4
+    for nothing in ([], [math.nan] * 10, [0.0] * 10):
+        assert after_warmup(nothing).candidates[0][-1].rows.spread.held == ()
+
+
 def test_noise_that_grows_makes_the_other_way_no_better() -> None:
     word = candidate("word", 4096, 128, by_rows=1.3).fitted("rows:0.1", 0.2)
     first = word.noise(16) / word.noise("rows:0.1")
@@ -330,9 +357,10 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     assert (plan.version, plan.first_iteration, plan.reasons) == (0, 10, ("budget", "budget"))
     for ranks, formats in zip(plan.matrix_ranks, plan.formats, strict=True):
         assert ranks is not None and formats is not None and ranks.keys() | formats.keys() == {*ranks, "bias"}
-    under_test.observe(observed(5.0), None, (1e5, 2e6))
-    assert under_test.decide(10) == plan, "in the warm-up nothing is measured"
-    under_test.observe(observed(5.0), None, (1e5, 2e6))
+    dense = 10 * 4.0 * 2 * (128 * 256 + 128)
+    under_test.observe([StageObservation(-5.0)] * 2, None, (dense / 4, dense))
+    assert under_test.decide(10) == plan, "in the warm-up no noise is measured"
+    under_test.observe(observed(5.0), None, (0.26 * dense, 2 * dense))
     after = under_test.decide(20)
     assert (after.version, after.first_iteration) == (1, 20)
     again = controller()

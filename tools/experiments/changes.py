@@ -22,7 +22,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("errors of spikes limited", lambda engine, *_: engine != "dense"),
     ("rank by descent", lambda engine, _, arguments: has_rank(engine) and _fills(arguments)),
     ("signs before few bits", lambda engine, _, arguments: has_rank(engine) and _few_bits(arguments)),
-    ("ways kept", lambda engine, _, arguments: has_rank(engine) and _has_volume(arguments)),
+    ("rows measured first", lambda engine, _, arguments: has_rank(engine) and _has_volume(arguments)),
 )
 
 
