@@ -230,7 +230,8 @@ class Ranks:
         None,
         "largest rank, at which compression starts, where entropy sets the ranks; with --edgc-volume the largest mean "
         "rank; below 1 a share of the model's width, or the break-even rank if that is less (default: the break-even "
-        "rank, at which a compressed reduction takes as long as the host's own)",
+        "rank, at which a compressed reduction takes as long as the host's own; with --edgc-volume three quarters as "
+        "long)",
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )

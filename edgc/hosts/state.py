@@ -88,6 +88,7 @@ def plain(measurements: Measurements) -> dict[str, Any]:
         "residual": [float(value) for value in measurements.residual],
         "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
         "fidelity": [{name: values.cpu() for name, values in one.items()} for one in measurements.fidelity],
+        "row_shares": [{name: shares.cpu() for name, shares in one.items()} for one in measurements.row_shares],
         "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
         "spikes": float(measurements.spikes),
         "largest_spike": float(measurements.largest_spike),

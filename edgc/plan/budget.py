@@ -404,7 +404,7 @@ class BudgetPlanner:
         """Why the choices are as they are."""
         if self.relief > 1:
             return f"too little of the gradient arrived: {self.relief:g} times the budget"
-        return "the budget is too small" if self.short else "break-even rank" if self.bounded else "budget"
+        return "the budget is too small" if self.short else "link" if self.bounded else "budget"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""

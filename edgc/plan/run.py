@@ -17,6 +17,9 @@ from edgc.specs import MatrixSpec, Parameter
 # are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
 # rows of an embedding may have a token that occurs in a step.
 DIRECTIONS, ROWS, ROWS_OF_EMBEDDING = 1.7, 0.3, 1.3
+# With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
+# longer amid training than it did before.
+WORTH_IT = 0.75
 VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
@@ -183,9 +186,11 @@ def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: floa
     return min(_link_rank(cost), largest_rank(matrices, min_saving))
 
 
-def _link_rank(cost: StageCost) -> int:
-    """The largest rank, whatever it saves, at which a stage is not slower than the host's sum; 0 if none is."""
-    return RANK_MULTIPLE * (break_even_rank(cost.compressed, cost.host_seconds) // RANK_MULTIPLE)
+def _link_rank(cost: StageCost, share: float = 1.0) -> int:
+    """The largest rank, whatever it saves, at which a stage takes no longer than this share of the time of the host's
+    sum; 0 if none does.
+    """
+    return RANK_MULTIPLE * (break_even_rank(cost.compressed, share * cost.host_seconds) // RANK_MULTIPLE)
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
@@ -288,7 +293,7 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
         if stage.cost is None or dense_because(stage.key, config, run):
             continue
         if config.ranks.volume is not None:  # which itself says how much must be saved
-            lowest.append(_link_rank(stage.cost))
+            lowest.append(_link_rank(stage.cost, WORTH_IT))
         else:
             matrices = _allocated(stage, config, smallest_rank(config))
             lowest.append(break_even(stage.cost, matrices, config.study.min_saving))

@@ -13,6 +13,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FLOOR, Fidelity
 from edgc.plan.allocation import Allocation
+from edgc.plan.budget import ROW_SHARES
 from edgc.specs import MatrixSpec, Parameter
 from tests.distributed.gloo import run_on_ranks
 
@@ -231,3 +232,31 @@ def test_of_two_parts_the_sums_add_up() -> None:
 def test_a_share_below_zero_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="fidelity_share"):
         EDGCConfig.of(fidelity_share=share)
+
+
+def rows_seen(rank: int) -> tuple[list[float], float, int]:
+    """Shares of the energy that the largest rows hold, where each process has seen four rows of its own; what the
+    warm-up's step sent; how often a compressed step shows them.
+    """
+    under_test = reducer(volume=8.0, dense_wire="int8", warmup_fraction=0.1)
+    under_test.set_rank(None)
+    own = {"w": torch.zeros(64, 96), "bias": torch.ones(64)}
+    own["w"][8 * rank : 8 * rank + 4] = torch.randn(4, 96, generator=torch.Generator().manual_seed(rank))
+    under_test.begin(0)
+    run(under_test.reduce(own, 0))
+    sent = under_test.communicator.traffic.bytes
+    (shares,) = under_test.observer.measurements.row_shares
+    under_test.set_rank(8)
+    under_test.begin(1)
+    run(under_test.reduce(gradients(rank, 1), 1))
+    return shares["w"].tolist(), sent, len(under_test.observer.measurements.row_shares)
+
+
+def test_a_warm_up_shows_which_share_of_its_rows_holds_a_gradients_energy() -> None:
+    (shares, sent, seen), (others, _, _) = run_on_ranks(rows_seen, 2)
+    assert shares == others and seen == 1
+    largest = dict(zip(ROW_SHARES, shares, strict=True))
+    assert 0.45 < largest[0.05] < 0.65, "four rows of eight"
+    assert largest[0.14] == pytest.approx(1) and largest[0.01] == pytest.approx(1 / 8, rel=0.4)
+    rounded = (64 * 96 + 128) * (1 + 1 / 64)  # the matrix, and the bias in a whole group
+    assert sent == pytest.approx(rounded + 64 * 4, rel=0.02), "the norms of all rows are counted"

@@ -1,0 +1,199 @@
+"""A discrete-event model of one training step: passes, messages between stages, reductions, weight gathers.
+
+What it assumes:
+
+- A stage's passes run one after another. A message leaves when its pass has ended, and takes ``latency`` and its bytes
+  over the link. One link carries a process's messages one after another, those of reductions as well.
+- A unit of reduction goes through its phases in turn: compute, message, compute, message, compute. Of two units one
+  computes while the other's message is under way. The next unit starts when one of the two has ended.
+- With ``overlapped`` reductions a unit is ready when its share of the last backward pass is done, else when all of it
+  is. ``beside``: whether compressing runs beside the backward pass (a GPU's other stream) or takes its place (a CPU).
+- The step ends when the last stage has gathered its weights.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tools.planning.schedule import Work, one_forward_one_backward
+
+UNDER_WAY = 2  # units
+
+
+@dataclass(frozen=True)
+class Link:
+    """``gbps``: Gbit/s of one process to the others; ``latency``: seconds of a message; ``headers``: bytes on the wire
+    over those of messages.
+    """
+
+    gbps: float
+    latency: float = 0.0
+    headers: float = 1.0
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes * self.headers * 8 / (self.gbps * 1e9)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is reduced together: seconds of computing before, between and after its messages, whose bytes follow."""
+
+    computing: tuple[float, ...]
+    messages: tuple[float, ...]
+
+    @classmethod
+    def of(cls, computing: float, nbytes: float, messages: int) -> "Unit":
+        """Both spread evenly; the messages of a sum in few bits are an all-to-all and an all-gather each."""
+        return cls((computing / (messages + 1),) * (messages + 1), (nbytes / messages,) * messages)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
+
+    ``compressing``: of a message with activation gradients, before it leaves. ``units``: reductions, in the order in
+    which a backward pass completes them. ``gathered``: bytes of updated weights that come back. ``link``: its own.
+    """
+
+    forward: float
+    backward: float
+    link: Link
+    activations: float = 0.0
+    gradients: float = 0.0
+    compressing: float = 0.0
+    units: tuple[Unit, ...] = ()
+    gathered: float = 0.0
+    optimizer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stage does, or its link carries, from one second to another."""
+
+    stage: int
+    kind: str  # forward, backward, compress, message, reduce, optimizer, gather
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Step:
+    """The spans of a step."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return max(span.end for span in self.spans)
+
+    def exposed(self) -> float:
+        """Seconds that the stage which reduces longest spends after its last backward pass on reducing and gathering."""
+        found = []
+        for stage in {span.stage for span in self.spans}:
+            own = [span for span in self.spans if span.stage == stage]
+            backward = max(span.end for span in own if span.kind == "backward")
+            optimizer = sum(span.seconds for span in own if span.kind == "optimizer")
+            found.append(max(span.end for span in own) - backward - optimizer)
+        return max(found)
+
+
+def simulate(
+    stages: Sequence[StageTimes],
+    micro_batches: int,
+    chunks: int = 1,
+    overlapped: bool = False,
+    beside: bool = True,
+) -> Step:
+    """One step of a pipeline of these stages."""
+    step = Step()
+    count = len(stages)
+    orders = [one_forward_one_backward(place, count, micro_batches, chunks) for place in range(count)]
+    arrived: dict[tuple[int, Work], float] = {}  # when what a pass needs from its neighbour is there
+    ended: dict[tuple[int, Work], float] = {}
+    free, link_free, done = [0.0] * count, [0.0] * count, [0] * count
+
+    def needs(stage: int, work: Work) -> float | None:
+        """When a pass may begin; None: not known yet."""
+        virtual = work.chunk * count + stage
+        if not work.backward:
+            return 0.0 if virtual == 0 else arrived.get((stage, work))
+        own = ended.get((stage, Work(False, work.chunk, work.micro_batch)))
+        if virtual == count * chunks - 1 or own is None:
+            return own
+        came = arrived.get((stage, work))
+        return None if came is None else max(own, came)
+
+    while any(place < len(order) for place, order in zip(done, orders, strict=True)):
+        ready = [
+            (max(begin, free[stage]), stage)
+            for stage in range(count)
+            if done[stage] < len(orders[stage])
+            and (begin := needs(stage, orders[stage][done[stage]])) is not None
+        ]
+        start, stage = min(ready)
+        times, work = stages[stage], orders[stage][done[stage]]
+        end = start + (times.backward if work.backward else times.forward)
+        step.spans.append(Span(stage, "backward" if work.backward else "forward", start, end))
+        ended[stage, work] = end
+        virtual = work.chunk * count + stage + (-1 if work.backward else 1)
+        if 0 <= virtual < count * chunks:
+            nbytes = times.gradients if work.backward else times.activations
+            if work.backward and times.compressing:
+                step.spans.append(Span(stage, "compress", end, end + times.compressing))
+                end += times.compressing
+            if count > 1:
+                leaves = max(end, link_free[stage])
+                comes = link_free[stage] = leaves + times.link.seconds(nbytes)
+                step.spans.append(Span(stage, "message", leaves, comes))
+            else:
+                comes = end
+            chunk, receiver = divmod(virtual, count)
+            arrived[receiver, Work(work.backward, chunk, work.micro_batch)] = comes
+        free[stage] = end
+        done[stage] += 1
+    for stage, times in enumerate(stages):
+        end = _reduced(step, stage, times, free[stage], link_free[stage], overlapped, beside)
+        step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
+        if times.gathered:
+            begin = end + times.optimizer
+            step.spans.append(Span(stage, "gather", begin, begin + times.link.seconds(times.gathered)))
+    return step
+
+
+def _reduced(
+    step: Step, stage: int, times: StageTimes, backward_end: float, link_free: float, overlapped: bool, beside: bool
+) -> float:
+    """Adds the spans of a stage's reductions; when all have ended."""
+    units = times.units
+    if not units:
+        return backward_end
+    ready = [
+        backward_end - times.backward * (1 - (place + 1) / len(units)) if overlapped else backward_end
+        for place in range(len(units))
+    ]
+    computer, link = (0.0 if beside else backward_end), link_free
+    waiting = [(moment, place) for place, moment in enumerate(ready)]
+    under_way: list[tuple[float, int, int]] = []  # when its next phase may begin, unit, phase
+    last = backward_end
+    while waiting or under_way:
+        while waiting and len(under_way) < UNDER_WAY:
+            moment, place = waiting.pop(0)
+            heapq.heappush(under_way, (max(moment, last) if len(under_way) else moment, place, 0))
+        moment, place, phase = heapq.heappop(under_way)
+        unit = units[place]
+        begin = max(moment, computer)
+        computer = begin + unit.computing[phase]
+        if unit.computing[phase]:
+            step.spans.append(Span(stage, "compress", begin, computer))
+        if phase == len(unit.messages):
+            last = computer
+            continue
+        leaves = max(computer, link)
+        link = leaves + times.link.seconds(unit.messages[phase])
+        step.spans.append(Span(stage, "reduce", leaves, link))
+        heapq.heappush(under_way, (link, place, phase + 1))
+    return max(backward_end, last)
