@@ -81,9 +81,14 @@ def _means(several: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
 
 
 def row_shares(squares: Tensor, parts: Sequence[float]) -> Tensor:
-    """Which share of the energy these parts of all rows hold, the largest ones: (parts,).
+    """Which share of a gradient these parts of all rows hold, the largest ones, and how even rows are: (parts + 1,).
 
-    ``squares``: squared norms of the rows (rows,).
+    ``squares``: squared norms of the rows (rows,). A row counts by its norm, not by its energy: where a row's gradient
+    comes rarely, as that of a rare token, a step of Adam along it is longer. Rows are as even as a uniform choice among
+    this share of them.
     """
-    held = squares.sort(descending=True).values.cumsum(0) / squares.sum()
-    return torch.stack([held[math.ceil(part * len(squares)) - 1] for part in parts])
+    norms = squares.sqrt()
+    whole = norms.sum()
+    held = norms.sort(descending=True).values.cumsum(0) / whole
+    even = whole.square() / (len(norms) * squares.sum())
+    return torch.stack([*(held[math.ceil(part * len(norms)) - 1] for part in parts), even])

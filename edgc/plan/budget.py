@@ -117,12 +117,20 @@ class Candidate:
         return replace(self, rows=fitted, directions=_grown(self.directions, parts, fitted, sent))
 
     def with_rows(self, shares: Sequence[float]) -> "Candidate":
-        """The same where the largest rows are known to hold these shares of the energy, at each of ``ROW_SHARES``."""
-        if self.rows is None or len(shares) != len(ROW_SHARES) or not all(0 < share <= 1.001 for share in shares):
+        """The same where the largest rows are known to hold these shares of a gradient, at each of ``ROW_SHARES``.
+
+        The last number says how even rows are: 1 if they are alike, a tenth if a tenth of them has all. What low rank
+        leaves out spreads over all rows, so where few rows have a gradient it is much beside that of the others.
+        """
+        if self.rows is None or len(shares) != len(ROW_SHARES) + 1 or not all(0 < share <= 1.001 for share in shares):
             return self
+        *parts, even = shares
         counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
-        held = {count: min(share, 1.0) for count, share in zip(counts, shares, strict=True)}
-        return replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
+        held = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
+        known = replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
+        if self.directions is None or self.directions.spread.times:
+            return known
+        return replace(known, directions=replace(self.directions, spread=self.directions.spread.harder(1 / even)))
 
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
@@ -282,7 +290,7 @@ class BudgetPlanner:
         """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
         far, and the host's.
 
-        ``rows``: of the warm-up, which share of a gradient's energy the largest ``ROW_SHARES`` of its rows hold.
+        ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``).
         """
         for place in self.places if rows else ():
             self.candidates[place] = [

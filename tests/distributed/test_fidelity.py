@@ -255,6 +255,8 @@ def rows_seen(rank: int) -> tuple[list[float], float, int]:
 def test_a_warm_up_shows_which_share_of_its_rows_holds_a_gradients_energy() -> None:
     (shares, sent, seen), (others, _, _) = run_on_ranks(rows_seen, 2)
     assert shares == others and seen == 1
+    *shares, even = shares
+    assert even == pytest.approx(8 / 64, rel=0.05)
     largest = dict(zip(ROW_SHARES, shares, strict=True))
     assert 0.45 < largest[0.05] < 0.65, "four rows of eight"
     assert largest[0.14] == pytest.approx(1) and largest[0.01] == pytest.approx(1 / 8, rel=0.4)

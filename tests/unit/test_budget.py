@@ -246,15 +246,17 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     """An embedding of which a tenth of the rows hold nearly all energy, and one whose rows are alike."""
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
 
-    def after_warmup(shares: list[float]) -> BudgetPlanner:
+    def after_warmup(shares: list[float], even: float = 1.0) -> BudgetPlanner:
         words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
         planner = BudgetPlanner(24.0, 1000, 10, [[*layers, words]], (), BYTES, 1 + 1 / 64)
-        planner.observe([{}], 10 * planner.uncompressed, 10 * planner.dense, [{"words": shares}])
+        planner.observe([{}], 10 * planner.uncompressed, 10 * planner.dense, [{"words": [*shares, even]}])
         planner.decide(10)
         return planner
 
     held = [min(1.0, 10 * share) ** 0.5 for share in ROW_SHARES]
-    sparse = after_warmup(held)
+    sparse = after_warmup(held, 0.1)
+    low_rank = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
+    assert sparse.candidates[0][-1].noise(16) == pytest.approx(10 * low_rank.noise(16)), "what few rows have"
     assert sparse.choices[0][-1] in ("rows:0.07", "rows:0.1") and not sparse.changed[0]
     assert sparse.candidates[0][-1].rows.spread.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
     even = after_warmup(list(ROW_SHARES))
@@ -265,7 +267,7 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     assert again.candidates == sparse.candidates and again.choices == sparse.choices
     fitted = sparse.candidates[0][-1].fitted("rows:0.05", 2.0)
     assert fitted.noise("rows:0.05") == pytest.approx(2.0, rel=0.02) and fitted.noise("rows:0.02") > 4
-    for nothing in ([], [math.nan] * 10, [0.0] * 10):
+    for nothing in ([], [math.nan] * 10, [0.0] * 10, held[:9]):
         assert after_warmup(nothing).candidates[0][-1].rows.spread.held == ()
 
 
