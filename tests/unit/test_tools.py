@@ -19,6 +19,7 @@ ARROWS = {
     "launching": {"shared"},
     "benchmarks": {"shared", "launching"},
     "network": {"shared"},
+    "planning": {"shared", "launching"},
     **dict.fromkeys(("data", "evaluation", "experiments", "export", "reports"), {"shared"}),
 }
 # What starts a run on a login node, where there is an old Python and no package.

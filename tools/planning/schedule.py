@@ -18,11 +18,13 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks
     Raises ValueError for chunks whose micro-batches do not divide by the stages.
     """
     if chunks > 1 and micro_batches % stages:
-        raise ValueError(f"{micro_batches} micro-batches over {stages} stages: an interleaved schedule needs a multiple")
+        raise ValueError(
+            f"{micro_batches} micro-batches over {stages} stages: an interleaved schedule needs a multiple"
+        )
     whole = micro_batches * chunks
 
     def work(place: int, backward: bool) -> Work:
-        """The ``place``-th pass of a kind: of interleaved chunks each takes as many micro-batches as there are stages."""
+        """The ``place``-th pass of a kind. Interleaved chunks take turns, each with as many micro-batches as stages."""
         if chunks == 1:
             return Work(backward, 0, place)
         turn, within = divmod(place, stages * chunks)

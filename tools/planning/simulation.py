@@ -91,7 +91,7 @@ class Step:
         return max(span.end for span in self.spans)
 
     def exposed(self) -> float:
-        """Seconds that the stage which reduces longest spends after its last backward pass on reducing and gathering."""
+        """Seconds of reducing and gathering after the last backward pass, of the stage that takes longest."""
         found = []
         for stage in {span.stage for span in self.spans}:
             own = [span for span in self.spans if span.stage == stage]
@@ -131,8 +131,7 @@ def simulate(
         ready = [
             (max(begin, free[stage]), stage)
             for stage in range(count)
-            if done[stage] < len(orders[stage])
-            and (begin := needs(stage, orders[stage][done[stage]])) is not None
+            if done[stage] < len(orders[stage]) and (begin := needs(stage, orders[stage][done[stage]])) is not None
         ]
         start, stage = min(ready)
         times, work = stages[stage], orders[stage][done[stage]]
@@ -178,11 +177,11 @@ def _reduced(
     computer, link = (0.0 if beside else backward_end), link_free
     waiting = [(moment, place) for place, moment in enumerate(ready)]
     under_way: list[tuple[float, int, int]] = []  # when its next phase may begin, unit, phase
-    last = backward_end
+    ended = 0.0  # of the last unit that has
     while waiting or under_way:
         while waiting and len(under_way) < UNDER_WAY:
             moment, place = waiting.pop(0)
-            heapq.heappush(under_way, (max(moment, last) if len(under_way) else moment, place, 0))
+            heapq.heappush(under_way, (max(moment, ended), place, 0))
         moment, place, phase = heapq.heappop(under_way)
         unit = units[place]
         begin = max(moment, computer)
@@ -190,10 +189,10 @@ def _reduced(
         if unit.computing[phase]:
             step.spans.append(Span(stage, "compress", begin, computer))
         if phase == len(unit.messages):
-            last = computer
+            ended = computer
             continue
         leaves = max(computer, link)
         link = leaves + times.link.seconds(unit.messages[phase])
         step.spans.append(Span(stage, "reduce", leaves, link))
         heapq.heappush(under_way, (link, place, phase + 1))
-    return max(backward_end, last)
+    return max(backward_end, ended)

@@ -1,0 +1,155 @@
+"""The model of a step: schedules, links, reductions, and what the planner makes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import plan
+from tools.launching.configs import LaunchError
+from tools.planning.cluster import CONTENDERS, Compressing, Training, predict
+from tools.planning.page import recommended, timeline
+from tools.planning.schedule import Work, one_forward_one_backward
+from tools.planning.simulation import Link, StageTimes, Unit, simulate
+from tools.planning.validation import check
+
+FAST = Link(1e9)
+
+
+def stages(count: int, **settings: object) -> list[StageTimes]:
+    return [StageTimes(**{"forward": 1.0, "backward": 2.0, "link": FAST, **settings})] * count  # type: ignore[arg-type]
+
+
+def passes(order: list[Work]) -> str:
+    return " ".join(f"{'B' if work.backward else 'F'}{work.micro_batch}" for work in order)
+
+
+def test_stages_work_one_forward_one_backward() -> None:
+    assert passes(one_forward_one_backward(0, 4, 6)) == "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5"
+    assert passes(one_forward_one_backward(3, 4, 3)) == "F0 B0 F1 B1 F2 B2"
+    assert passes(one_forward_one_backward(0, 4, 2)) == "F0 F1 B0 B1", "fewer micro-batches than stages"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_each_pass_comes_once_and_backward_after_forward(stage: int, chunks: int) -> None:
+    order = one_forward_one_backward(stage, 4, 8, chunks)
+    assert len(set(order)) == len(order) == 2 * 8 * chunks
+    for work in order:
+        if work.backward:
+            assert order.index(Work(False, work.chunk, work.micro_batch)) < order.index(work)
+    with pytest.raises(ValueError, match="6 micro-batches over 4 stages"):
+        one_forward_one_backward(0, 4, 6, 2)
+
+
+def test_a_pipeline_takes_its_passes_and_its_bubble() -> None:
+    assert simulate(stages(1), 5).seconds == pytest.approx(5 * 3)
+    assert simulate(stages(4), 8).seconds == pytest.approx((8 + 3) * 3)  # Narayanan et al. 2021, section 2.2
+    interleaved = simulate(stages(4, forward=0.5, backward=1.0), 8, chunks=2).seconds
+    assert interleaved == pytest.approx((8 + 3 / 2) * 3), "the bubble shrinks by the number of chunks"
+    slow = stages(4, link=Link(1e-9, latency=0.1))
+    assert simulate(slow, 8).seconds == pytest.approx((8 + 3) * 3 + 6 * 0.1, rel=0.05)
+
+
+def test_reductions_follow_the_backward_pass_or_hide_behind_it() -> None:
+    dense = (Unit((0.0, 0.0), (1e9,)),) * 3
+    link = Link(8.0)  # one second for each unit
+    plain = simulate(stages(1, link=link, units=dense), 4)
+    assert plain.seconds == pytest.approx(4 * 3 + 3) and plain.exposed() == pytest.approx(3)
+    hidden = simulate(stages(1, link=link, units=dense), 4, overlapped=True)
+    # the units are ready 4/3, 2/3 and 0 seconds before the end
+    assert hidden.seconds == pytest.approx(4 * 3 - 4 / 3 + 3)
+    assert simulate(stages(1, link=Link(80.0, headers=1.1), units=dense), 4).exposed() == pytest.approx(0.33)
+    gathered = simulate(stages(1, link=link, units=dense, gathered=2e9, optimizer=0.5), 4)
+    assert gathered.seconds == pytest.approx(4 * 3 + 3 + 0.5 + 2) and gathered.exposed() == pytest.approx(5)
+
+
+def test_one_unit_computes_while_the_message_of_another_is_under_way() -> None:
+    unit = Unit.of(3.0, 2e9, 2)
+    assert unit == Unit((1.0, 1.0, 1.0), (1e9, 1e9))
+    alone = simulate(stages(1, link=Link(8.0), units=(unit,)), 1).exposed()
+    together = simulate(stages(1, link=Link(8.0), units=(unit, unit)), 1).exposed()
+    assert alone == pytest.approx(5.0) and together == pytest.approx(6.0), "not 10"
+    one_after_another = simulate(stages(1, link=Link(8.0), units=(unit,) * 4), 1).exposed()
+    assert 12 <= one_after_another <= 14
+    # a CPU has to end the backward pass first
+    hidden = simulate(stages(1, units=(Unit.of(0.6, 1.0, 1),) * 3), 4, overlapped=True, beside=True)
+    behind = simulate(stages(1, units=(Unit.of(0.6, 1.0, 1),) * 3), 4, overlapped=True, beside=False)
+    assert hidden.exposed() == pytest.approx(0.6, abs=0.01) and behind.exposed() == pytest.approx(1.8, abs=0.01)
+
+
+def test_a_stage_behind_a_slow_link_sets_the_pace() -> None:
+    usual = stages(2, units=(Unit((0.0, 0.0), (1e9,)),), link=Link(80.0))
+    uneven = [StageTimes(1.0, 2.0, Link(8.0), units=usual[0].units), usual[1]]
+    assert simulate(uneven, 4).seconds > simulate(usual, 4).seconds
+    assert timeline(simulate(uneven, 4)).startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    return Training.of("gpt2_12.1b", None)
+
+
+def test_a_model_on_its_cluster(training: Training) -> None:
+    assert (training.replicas, training.micro_batches, training.pipeline) == (8, 16, 4)
+    assert 4 * training.stage_elements == pytest.approx(5.39 * 2**30, rel=0.01)  # docs/bench/steps.md
+    assert Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "6"]).chunks == 2
+    for cluster, message in (("laptop", "compute_capability must be one of"), ("no_such", "there is no such file")):
+        with pytest.raises(LaunchError, match=message):
+            Training.of("gpt2_12.1b", cluster)
+    with pytest.raises(LaunchError, match="does not divide by 8 replicas"):
+        Training.of("gpt2_12.1b", None, ["--global-batch-size", "500"])
+
+
+def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
+    compressing = Compressing.read(plan.COSTS, training.title, "balanced")
+    by_name = {one.name: one for one in CONTENDERS}
+    slow, fast = ([predict(training, one, compressing, gbps) for one in CONTENDERS] for gbps in (10.0, 3000.0))
+    dense, balanced = slow[0], slow[4]
+    assert balanced.contender is by_name["balanced"] and balanced.compresses
+    assert dense.gradient_bytes / balanced.gradient_bytes == pytest.approx(24, rel=0.02)
+    assert balanced.seconds < 0.4 * dense.seconds
+    assert recommended(slow)[0].contender.name == "fast" and "less time a step" in recommended(slow)[1]
+    assert not fast[4].compresses and fast[4].seconds == pytest.approx(fast[0].seconds)
+    assert not recommended(fast)[0].contender.method and "does not pay" in recommended(fast)[1]
+    with pytest.raises(LaunchError, match="no line of another model"):
+        Compressing.read(plan.COSTS, "another model", "balanced")
+
+
+def test_points_are_predicted_from_others() -> None:
+    def point(contender: str, mbit: float | None, step: float, communication: float, size: float) -> dict[str, object]:
+        sizes = {"counted_bytes": size, "interface_bytes": 1.1 * size}
+        seconds = {"step_seconds": step, "communication_seconds": communication}
+        return {"mode": "plain", "contender": contender, "mbit": mbit, **seconds, **sizes}
+
+    # a step of 1 s; 10 MB dense, 1 MB and 0.1 s of computing compressed
+    def on_link(size: float, mbit: float) -> float:
+        return 1.1 * size * 8 / (mbit * 1e6)
+
+    points = [point("dense", None, 1.0, 0.0, 10e6)]
+    for mbit in (20.0, 135.0):
+        for contender, size, computing in (("dense", 10e6, 0.0), ("balanced", 1e6, 0.1)):
+            seconds = computing + on_link(size, mbit)
+            points.append(point(contender, mbit, 1.0 + seconds, seconds, size))
+    checked = {one.contender: one for one in check(points)}
+    assert checked.keys() == {"dense", "balanced"} and all(one.mbit == 20 for one in checked.values())
+    assert all(abs(one.error) < 1e-6 for one in checked.values())
+    points[1]["step_seconds"] = 2 * points[1]["step_seconds"]  # type: ignore[operator]
+    assert {one.contender: one for one in check(points)}["dense"].error == pytest.approx(-0.5)
+
+
+def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, flags = tmp_path / "clusters", tmp_path / "flags"
+    given = ["gpt2_2.5b", "--gbps", "1", "--output", str(output), "--write-flags", str(flags)]
+    assert plan.main(given) == 0
+    assert "GPT2-2.5B" in capsys.readouterr().out
+    assert flags.read_text().startswith("--edgc-")
+    raw = json.loads(output.with_suffix(".json").read_text())
+    assert {row["gbps"] for row in raw["rows"]} == {1.0, 12.5}, "the cluster's own link as well"
+    page = output.with_suffix(".md").read_text()
+    assert "nothing was measured" in page and "clusters_step.png" in page
+    assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
+    assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
+    nothing = tmp_path / "points.json"
+    nothing.write_text('{"points": []}')
+    assert plan.main(["--validate", str(nothing)]) == 2

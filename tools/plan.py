@@ -1,0 +1,129 @@
+"""Compute, before anything is rented, how long a step takes with and without EDGC.
+
+    python tools/plan.py gpt2_12.1b [MORE ...] [--cluster h100_64] [--gbps 10 25 50 100 200 400]
+        [--output docs/network/clusters] [--write-flags FILE] [flags of pretrain_gpt.py]
+    python tools/plan.py --validate docs/network/points.json [--output docs/network/predicted]
+
+Prints a table of step times, exposed communication and bytes for links of each speed, and what to train with. With
+--output it writes OUTPUT.md, OUTPUT.json, OUTPUT.png, and OUTPUT_step.png, the timeline of a step of the first model
+with what is recommended on its own cluster's link. --write-flags writes the recommended flags as a line, for
+``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. --validate compares the model with measured steps.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":
+    import _root  # noqa: F401
+
+from tools._root import REPOSITORY
+from tools.launching.configs import LaunchError
+from tools.planning import page, validation
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
+from tools.shared.command import command_parser, say_error
+from tools.shared.files import write, write_json
+
+COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
+GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print, and write what is asked for; returns the exit status."""
+    parser = command_parser(__doc__, passes_on=True)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="file in configs/models/, or a name there")
+    parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
+    parser.add_argument("--gbps", type=float, nargs="+", help="Gbit/s of a GPU's link (default: 10 to 400)")
+    parser.add_argument(
+        "--costs", type=Path, default=COSTS, help="what compressing takes (default: docs/bench/steps.json)"
+    )
+    parser.add_argument("--output", type=Path, help="of the page and its pictures, without ending")
+    parser.add_argument("--write-flags", type=Path, metavar="FILE", help="of the first model, on its cluster's link")
+    parser.add_argument("--validate", type=Path, metavar="POINTS", help="points.json of tools/bench_network.py")
+    options, extra = parser.parse_known_args(argv)
+    if options.validate is not None:
+        return validate(options.validate, options.output)
+    if not options.models:
+        say_error("plan", LaunchError("name a model of configs/models/"))
+        return 2
+    found: list[tuple[Training, list[Prediction]]] = []
+    try:
+        for name in options.models:
+            training = Training.of(name, options.cluster, extra)
+            compressing = {
+                method: Compressing.read(options.costs, training.title, method) for method in ("paper", "balanced")
+            }
+            links = sorted({*(options.gbps or GBPS), training.gbps})
+            found.append(
+                (
+                    training,
+                    [predict(training, one, compressing.get(one.method), gbps) for gbps in links for one in CONTENDERS],
+                )
+            )
+    except LaunchError as error:
+        say_error("plan", error)
+        return 2
+    sections = [page.section(*one) for one in found]
+    print("\n".join(line for section in sections for line in section))
+    training, predictions = found[0]
+    chosen, _ = page.recommended([one for one in predictions if one.gbps == training.gbps])
+    if options.write_flags is not None:
+        write(options.write_flags, f"{chosen.contender.flags}\n".encode())
+    if options.output is not None:
+        written(options.output, found, sections, chosen)
+    return 0
+
+
+def written(
+    output: Path,
+    found: list[tuple[Training, list[Prediction]]],
+    sections: list[list[str]],
+    chosen: Prediction,
+) -> None:
+    """The page, its raw figures and its pictures."""
+    costs = "../bench/steps.md"
+    text = page.page(sections, output.name, costs)
+    step = f"{output.name}_step.png"
+    title = f"{found[0][0].title}, {chosen.gbps:g} Gbit/s, {chosen.contender.name}"
+    text += f"\n## One step\n\n{title}. Above: what a stage computes; below: what its link carries.\n\n"
+    text += f"![Timeline]({step})\n"
+    write(output.with_suffix(".md"), text.encode())
+    write(output.with_suffix(".png"), page.picture(found))
+    write(output.with_name(step), page.timeline(chosen.step))
+    rows = [
+        {
+            "model": training.title,
+            "gbps": one.gbps,
+            "contender": one.contender.name,
+            "rank": one.rank,
+            "compresses": one.compresses,
+            "step_seconds": one.seconds,
+            "exposed_seconds": one.exposed,
+            "gradient_bytes": one.gradient_bytes,
+        }
+        for training, predictions in found
+        for one in predictions
+    ]
+    write_json(output.with_suffix(".json"), {"training": [asdict(one) for one, _ in found], "rows": rows}, indent=1)
+    print(f"written: {output}.md, {output}.json, {output}.png, {output.with_name(step)}")
+
+
+def validate(points: Path, output: Path | None) -> int:
+    """Compare the model with measured points."""
+    checked = validation.check(json.loads(points.read_text())["points"])
+    if not checked:
+        say_error("plan", LaunchError(f"{points}: no point that the model was not fitted to"))
+        return 2
+    name = "predicted" if output is None else output.name
+    text = validation.page(checked, points.name, name)
+    print(text)
+    if output is not None:
+        write(output.with_suffix(".md"), text.encode())
+        write(output.with_suffix(".png"), validation.picture(checked))
+        write_json(output.with_suffix(".json"), [{**asdict(one), "error": one.error} for one in checked], indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""A model of configs/models/ on a cluster of configs/clusters/, as the simulation takes it."""
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgc.comm.collectives import all_reduce_bytes
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
+from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
+
+# Assumptions, none of them measured here. Dense tflop/s of a data sheet, fp16 or bf16 with fp32 sums, and the share of
+# them that a training step reaches. A GPU's optimizer reads and writes 24 bytes of a parameter at most of its memory's
+# speed; a collective among nodes has this latency.
+PEAK_TFLOPS = {7.0: 125.0, 8.0: 312.0, 9.0: 989.0}
+MEMORY = {7.0: 0.9e12, 8.0: 2.0e12, 9.0: 3.35e12}  # bytes/s
+REACHED = 0.4
+OPTIMIZER_BYTES = 24.0
+LATENCY = 40e-6
+UNITS = 3  # of a stage (edgc/hosts/units.py)
+VOCABULARY = 50304
+COMPRESSED_SHARE = 0.75  # of the dense time, at most (edgc/plan/run.py)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a model's flags and its cluster a step depends on."""
+
+    title: str
+    layers: int
+    width: int
+    sequence: int
+    tensor: int
+    pipeline: int
+    chunks: int
+    replicas: int
+    micro_batch: int
+    micro_batches: int
+    scatters: bool
+    overlapped: bool
+    gpu: float  # compute capability
+    gbps: float
+
+    @classmethod
+    def of(cls, model_name: str, cluster_name: str | None, extra: Sequence[str] = ()) -> "Training":
+        """Raises ``LaunchError`` for a cluster of CPUs, one whose link is not known, and sizes that do not divide."""
+        model = read(Model, MODELS, model_name)
+        cluster = read(Cluster, CLUSTERS, cluster_name or model.cluster)
+        if cluster.compute_capability not in PEAK_TFLOPS:
+            known = ", ".join(map(str, PEAK_TFLOPS))
+            raise LaunchError(f"{cluster.name}: compute_capability must be one of {known}: others have no constants")
+        if cluster.link_gbps is None:
+            raise LaunchError(f"{cluster.name}: link_gbps is missing")
+        flags = _flags([*shlex.split(model.flags), *shlex.split(cluster.flags), *extra])
+        processes = cluster.nodes * cluster.gpus_per_node
+        across = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
+        if processes % across:
+            raise LaunchError(f"{cluster.name}: {processes} GPUs do not divide by TP x PP = {across}")
+        replicas = processes // across
+        if flags.global_batch_size % (replicas * flags.micro_batch_size):
+            raise LaunchError(
+                f"--global-batch-size {flags.global_batch_size} does not divide by {replicas} replicas of "
+                f"micro-batches of {flags.micro_batch_size}"
+            )
+        per_chunk = flags.num_layers_per_virtual_pipeline_stage
+        return cls(
+            title=model.title,
+            layers=flags.num_layers,
+            width=flags.hidden_size,
+            sequence=flags.seq_length,
+            tensor=flags.tensor_model_parallel_size,
+            pipeline=flags.pipeline_model_parallel_size,
+            chunks=1 if per_chunk is None else flags.num_layers // flags.pipeline_model_parallel_size // per_chunk,
+            replicas=replicas,
+            micro_batch=flags.micro_batch_size,
+            micro_batches=flags.global_batch_size // (replicas * flags.micro_batch_size),
+            scatters=flags.use_distributed_optimizer,
+            overlapped=flags.overlap_grad_reduce,
+            gpu=cluster.compute_capability,
+            gbps=cluster.link_gbps,
+        )
+
+    @property
+    def stage_elements(self) -> int:
+        """Parameters of a stage's layers on one GPU, embeddings apart."""
+        return 12 * self.width**2 * self.layers // self.pipeline // self.tensor
+
+    @property
+    def embedding_elements(self) -> int:
+        return VOCABULARY * self.width // self.tensor
+
+    def forward_seconds(self) -> float:
+        """Of a micro-batch through a chunk of layers: products of matrices and of the attention."""
+        tokens = self.micro_batch * self.sequence
+        per_layer = 2 * 12 * self.width**2 * tokens + 4 * self.sequence * self.width * tokens
+        flops = per_layer * self.layers / self.pipeline / self.chunks / self.tensor
+        return flops / (REACHED * PEAK_TFLOPS[self.gpu] * 1e12)
+
+    @property
+    def message_bytes(self) -> float:
+        """Of activations, or their gradients, in 16 bits; sequence parallelism sends a part of it from each GPU."""
+        return 2.0 * self.micro_batch * self.sequence * self.width / self.tensor
+
+
+def _flags(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--global-batch-size"):
+        parser.add_argument(flag, type=int, required=True)
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce"):
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_known_args(list(given))[0]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
+    counted steps; ``rank``: a rank, None: that of the ``volume``. ``messages``: how many times fewer bytes messages
+    between stages have.
+    """
+
+    name: str
+    flags: str
+    bits: int = 32
+    method: str = ""
+    rank: int | None = None
+    volume: float = 1.0
+    messages: float = 1.0
+    rounded: bool = False  # its sum is an all-to-all and an all-gather
+
+
+CONTENDERS = (
+    Contender("dense fp32", "--edgc-engine dense"),
+    Contender("dense bf16", "--edgc-engine bf16", bits=16),
+    Contender("paper, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
+    Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0),
+    Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0),
+    Contender("fast", "--edgc-preset fast", method="balanced", volume=48.0),
+)
+
+
+@dataclass(frozen=True)
+class Compressing:
+    """Seconds that a stage of so many parameters computes at a rank, and the bytes of its messages: lines of
+    docs/bench/steps.json, or measured ones of the same fields.
+    """
+
+    elements: float
+    ranks: tuple[float, ...]
+    seconds: tuple[float, ...]
+    bytes_per_rank: float
+    messages: int
+
+    @classmethod
+    def read(cls, path: Path, title: str, method: str) -> "Compressing":
+        """Raises ``LaunchError`` where the file has no such lines."""
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        own = [row for row in rows if (row["model"], row["method"], row["units"]) == (title, method, True)]
+        own = [row for row in own if len(row["ranks"]) == 1]
+        if not own:
+            raise LaunchError(f"{path}: no line of {title} with {method} in units; tools/count_step.py makes them")
+        own.sort(key=lambda row: float(row["ranks"][0]))
+        smallest = own[0]
+        return cls(
+            smallest["gradient_bytes"] / 4,
+            tuple(float(row["ranks"][0]) for row in own),
+            tuple(max(row["host_seconds"], row["device_seconds"]) for row in own),
+            smallest["sent_bytes"] / smallest["ranks"][0],
+            smallest["collectives"],
+        )
+
+    def at(self, rank: float) -> float:
+        """Between counted ranks a straight line, which goes on beyond them; below the smallest its time."""
+        if len(self.ranks) > 1 and rank > self.ranks[-1]:
+            (r, s), (before_r, before_s) = ((self.ranks[i], self.seconds[i]) for i in (-1, -2))
+            return s + (rank - r) * (s - before_s) / (r - before_r)
+        return float(np.interp(rank, self.ranks, self.seconds))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of one contender. ``rank``: None for what has none; ``compresses``: whether it pays."""
+
+    contender: Contender
+    gbps: float
+    rank: int | None
+    compresses: bool
+    step: Step
+    gradient_bytes: float  # of a process and step, the layers of a stage
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def exposed(self) -> float:
+        return self.step.exposed()
+
+
+def predict(training: Training, contender: Contender, compressing: Compressing | None, gbps: float) -> Prediction:
+    """One step on links of so many Gbit/s."""
+    link = Link(gbps, LATENCY)
+    half = 0.5 if training.scatters else 1.0
+    whole = all_reduce_bytes(training.stage_elements * 4.0, training.replicas)
+    sent = whole * contender.bits / 32 * half
+    units, rank, compresses = _dense(sent), None, False
+    if contender.method and compressing is not None:
+        share = training.stage_elements / compressing.elements
+        wanted = contender.rank or int(whole / contender.volume / (compressing.bytes_per_rank * share))
+        limit = COMPRESSED_SHARE * link.seconds(whole * half)
+
+        def alone(rank: int) -> float:
+            return share * compressing.at(rank) + compressing.messages * LATENCY + rank * bytes_each * 8 / (gbps * 1e9)
+
+        bytes_each = compressing.bytes_per_rank * share
+        rank = wanted
+        if contender.rank is None:  # a volume asks the link
+            while rank >= 4 and alone(rank) > limit:
+                rank = min(rank - 4, int(rank * 0.95) // 4 * 4)
+        compresses = rank >= 4
+        if compresses:
+            sent = rank * bytes_each
+            each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(compressing.messages // UNITS, 1))
+            units = (Unit.of(*each),) * UNITS
+        else:
+            rank, sent = None, whole * half
+            units = _dense(sent)
+    forward = training.forward_seconds()
+    stage = StageTimes(
+        forward=forward,
+        backward=2 * forward,
+        link=link,
+        activations=training.message_bytes,
+        gradients=training.message_bytes,
+        units=units,
+        gathered=training.stage_elements * 2.0 * (training.replicas - 1) / training.replicas
+        if training.scatters
+        else 0,
+        optimizer=OPTIMIZER_BYTES
+        * training.stage_elements
+        / MEMORY[training.gpu]
+        / (training.replicas if half < 1 else 1),
+    )
+    stages = [stage] * training.pipeline
+    step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
+    return Prediction(contender, gbps, rank, compresses, step, sent)
+
+
+def _dense(sent: float) -> tuple[Unit, ...]:
+    return (Unit((0.0, 0.0), (sent / UNITS,)),) * UNITS
+
+
+def slower_stage(stages: Sequence[StageTimes], place: int, link: Link) -> list[StageTimes]:
+    """The same stages, one of them behind another link."""
+    return [replace(stage, link=link) if at == place else stage for at, stage in enumerate(stages)]

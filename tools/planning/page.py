@@ -1,0 +1,150 @@
+"""What the planner says of a cluster: a table over links, a recommendation, and a step as a timeline."""
+
+from collections.abc import Sequence
+
+from tools.planning import cluster
+from tools.planning.cluster import Prediction, Training
+from tools.planning.simulation import Step
+from tools.shared.markdown import header, row
+from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW, panels, tidy, to_png
+
+COLORS = {
+    "forward": SKY_BLUE,
+    "backward": BLUE,
+    "message": GREY,
+    "compress": ORANGE,
+    "reduce": VERMILION,
+    "optimizer": GREEN,
+    "gather": PURPLE,
+}
+PAPER = "up to 46.45 % less communication latency and 16.13 % less training time"
+EDGC = ("safe", "balanced", "fast")
+_LINES = {"dense fp32": GREY, "dense bf16": GREY, "paper, rank 64": ORANGE, "balanced": VERMILION, "fast": YELLOW}
+
+
+def recommended(predictions: Sequence[Prediction]) -> tuple[Prediction, str]:
+    """Of one link: what to train with, and why. Of presets that are about as fast, the one with most bytes."""
+    dense = min((one for one in predictions if not one.contender.method), key=lambda one: one.seconds)
+    own = [one for one in predictions if one.contender.name in EDGC and one.compresses]
+    fastest = min(own, key=lambda one: one.seconds, default=None)
+    if fastest is None or fastest.seconds > 0.99 * dense.seconds:
+        return dense, "no preset would be faster by 1 %: EDGC does not pay here"
+    chosen = next(one for one in own if one.seconds <= 1.01 * fastest.seconds)
+    return chosen, f"{1 - chosen.seconds / dense.seconds:.0%} less time a step than {dense.contender.name}"
+
+
+def table(predictions: Sequence[Prediction]) -> list[str]:
+    """A row for each link and contender."""
+    lines = header(
+        ["Gbit/s of a GPU", "contender", "rank", "s a step", "against dense fp32", "exposed, s", "against dense fp32"]
+        + ["GB of gradients a step"]
+    )
+    for gbps in dict.fromkeys(one.gbps for one in predictions):
+        own = [one for one in predictions if one.gbps == gbps]
+        dense = own[0]
+        for one in own:
+            first = one is dense
+            lines.append(
+                row(
+                    [
+                        f"{gbps:g}",
+                        one.contender.name,
+                        "" if not one.contender.method else one.rank if one.compresses else "dense",
+                        f"{one.seconds:.2f}",
+                        "" if first else f"{one.seconds / dense.seconds - 1:+.0%}",
+                        f"{one.exposed:.3f}",
+                        "" if first or not dense.exposed else f"{one.exposed / dense.exposed - 1:+.0%}",
+                        f"{one.gradient_bytes / 1e9:.2f}",
+                    ]
+                )
+            )
+    return lines
+
+
+def section(training: Training, predictions: Sequence[Prediction]) -> list[str]:
+    """Of one model."""
+    lines = [
+        f"## {training.title}",
+        "",
+        f"TP {training.tensor}, PP {training.pipeline}, DP {training.replicas}, {training.micro_batches} micro-batches "
+        f"of {training.micro_batch} x {training.sequence} tokens; "
+        f"{3 * training.forward_seconds() * training.micro_batches * training.chunks:.2f} s of passes a step.",
+        "",
+        *table(predictions),
+        "",
+    ]
+    for gbps in dict.fromkeys(one.gbps for one in predictions):
+        chosen, why = recommended([one for one in predictions if one.gbps == gbps])
+        lines.append(f"- {gbps:g} Gbit/s: `{chosen.contender.flags}`: {why}.")
+    memory = 4 * training.stage_elements / 2**30
+    lines += [
+        "",
+        f"EDGC keeps about {memory:.1f} GiB a GPU, {memory / 2:.1f} GiB with `--edgc-error-dtype bf16`.",
+        "",
+    ]
+    return lines
+
+
+def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
+    """All models, and what was assumed."""
+    lines = [
+        "# What a step would take on a cluster",
+        "",
+        "Made by `tools/plan.py`. **Everything here is computed, nothing was measured**: no GPU was there. A",
+        "discrete-event model works through one step: the passes of the pipeline's schedule, messages between stages,",
+        "reductions in three units, the optimizer. Assumptions:",
+        "",
+        f"- Passes reach {cluster.REACHED:.0%} of the data sheet's tflop/s in 16 bits. A backward pass takes twice a",
+        "  forward pass. Nothing is recomputed. Embeddings are left out.",
+        f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
+        "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
+        f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link. No link is shared.",
+        f"- A volume's reduction takes at most {cluster.COMPRESSED_SHARE:.0%} of the time of a dense one. Where it",
+        "  cannot, gradients are reduced dense.",
+        "",
+        f"The paper reports {PAPER}, without the speed of its links. *Exposed*: seconds after the last backward pass.",
+        "",
+        f"![Step time against the speed of links]({name}.png)",
+        "",
+    ]
+    for one in sections:
+        lines += one
+    return "\n".join(lines)
+
+
+def picture(by_model: Sequence[tuple[Training, Sequence[Prediction]]]) -> bytes:
+    """Step time against the speed of links, a panel for each model."""
+    figure, places = panels(1, len(by_model), width=4.8, height=3.4)
+    for (training, predictions), axes in zip(by_model, places, strict=True):
+        for name, color in _LINES.items():
+            own = [one for one in predictions if one.contender.name == name]
+            style = "--" if name == "dense bf16" else "-"
+            axes.plot([p.gbps for p in own], [p.seconds for p in own], style, marker="o", color=color, label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("Gbit/s of a GPU")
+        axes.set_ylabel("s a step, computed")
+        axes.set_title(training.title)
+        tidy(axes)
+        axes.legend(fontsize=8)
+    return to_png(figure, dpi=90)
+
+
+def timeline(step: Step) -> bytes:
+    """One step: above each stage's line what it computes, below it what its link carries."""
+    stages = sorted({span.stage for span in step.spans})
+    figure, (axes,) = panels(1, 1, width=10, height=0.8 + 0.5 * len(stages))
+    for kind, color in COLORS.items():
+        on_link = kind in ("message", "reduce", "gather")
+        for stage in stages:
+            bars = [(s.start, s.seconds) for s in step.spans if (s.kind, s.stage) == (kind, stage) and s.seconds]
+            axes.broken_barh(
+                bars, (-stage - (0.45 if on_link else 0), 0.4), facecolors=[color], edgecolor="white", lw=0.3
+            )
+        if any(span.kind == kind for span in step.spans):
+            axes.broken_barh([], (0, 0), facecolors=[color], label=kind)
+    axes.set_yticks([-float(stage) for stage in stages], [f"stage {stage + 1}" for stage in stages])
+    axes.set_xlabel("s")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(COLORS), fontsize=8, frameon=False)
+    tidy(axes)
+    return to_png(figure, dpi=90)

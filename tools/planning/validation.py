@@ -1,0 +1,125 @@
+"""The simulation against steps that were measured on limited links (tools/bench_network.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tools.planning.simulation import Link, StageTimes, Unit, simulate
+from tools.shared.markdown import header, row
+from tools.shared.pictures import GREY, VERMILION, panels, tidy, to_png
+
+FITTED_AT = 135.0  # Mbit/s: what compressing computes is taken from the points at this rate, and from no others
+MICRO_BATCHES = 4  # of the measured runs
+MESSAGES = 4  # of a compressed step: two sums in few bits
+MODES = {"plain": False, "overlapped": True, "distributed optimizer": False}  # whether reductions are overlapped
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A measured point and what the simulation says of it, which was fitted to others."""
+
+    mbit: float
+    mode: str
+    contender: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
+    """Predict the points of limited links, other than those at ``FITTED_AT``.
+
+    From those, and from dense steps without a limit, come what a step computes without a network, what each contender
+    computes to compress, and how many bytes interfaces count for one of ours.
+    """
+    found = []
+    for mode, overlapped in MODES.items():
+        of_mode = _medians([point for point in points if point["mode"] == mode])
+        free = of_mode.get(("dense", None)) or _medians(points).get(("dense", None))
+        dense = of_mode.get(("dense", FITTED_AT))
+        if free is None or dense is None:
+            continue
+        headers = dense["interface_bytes"] / dense["counted_bytes"]
+        alone = Link(FITTED_AT / 1e3, headers=headers)
+        computing = dense["step_seconds"] - alone.seconds(dense["counted_bytes"])
+        if ("dense", None) in of_mode:
+            computing = free["step_seconds"] - free["communication_seconds"]
+        for (contender, mbit), point in of_mode.items():
+            fitted = of_mode.get((contender, FITTED_AT))
+            if mbit in (None, FITTED_AT) or fitted is None:
+                continue
+            compressing = max(fitted["communication_seconds"] - alone.seconds(fitted["counted_bytes"]), 0.0)
+            link = Link(mbit / 1e3, headers=headers)
+            predicted = _step(computing, compressing, point["counted_bytes"], contender, link, overlapped)
+            found.append(Checked(mbit, mode, contender, point["step_seconds"], predicted))
+    return found
+
+
+def _step(computing: float, compressing: float, nbytes: float, contender: str, link: Link, overlapped: bool) -> float:
+    own = compressing if contender != "dense" else 0.0
+    unit = Unit.of(own, nbytes, 1 if contender == "dense" else MESSAGES)
+    each = computing / MICRO_BATCHES
+    stage = StageTimes(each / 3, 2 * each / 3, link, units=(unit,))
+    return simulate([stage], MICRO_BATCHES, overlapped=overlapped, beside=False).seconds
+
+
+def _medians(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None], dict[str, float]]:
+    """Over repetitions, by contender and rate."""
+    fields = ("step_seconds", "communication_seconds", "counted_bytes", "interface_bytes")
+    groups: dict[tuple[str, float | None], list[Mapping[str, Any]]] = {}
+    for point in points:
+        groups.setdefault((point["contender"], point["mbit"]), []).append(point)
+    return {key: {name: median(p[name] for p in own) for name in fields} for key, own in groups.items()}
+
+
+def page(checked: Sequence[Checked], source: str, name: str) -> str:
+    """The errors as a page."""
+    errors = [abs(one.error) for one in checked]
+    lines = [
+        "# Predicted and measured steps",
+        "",
+        "Made by `python tools/plan.py --validate`. The simulation of a step (`tools/planning/simulation.py`) against",
+        f"[measured points]({source}) on limited links of a CPU. It knows what a step computes from dense runs without",
+        f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
+        "",
+        f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** Asked were 10 % and 20 %.",
+        "",
+        f"![Predicted against measured]({name}.png)",
+        "",
+        *header(["mode", "link", "contender", "measured, s", "predicted, s", "error"]),
+        *(
+            row(
+                [
+                    one.mode,
+                    f"{one.mbit:g} Mbit/s",
+                    one.contender,
+                    f"{one.measured:.2f}",
+                    f"{one.predicted:.2f}",
+                    f"{one.error:+.0%}",
+                ]
+            )
+            for one in checked
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def picture(checked: Sequence[Checked]) -> bytes:
+    """Predicted against measured seconds, with a band of 10 %."""
+    figure, (axes,) = panels(1, 1, width=4.5, height=3.6)
+    most = 1.1 * max(max(one.measured, one.predicted) for one in checked)
+    least = 0.9 * min(min(one.measured, one.predicted) for one in checked)
+    axes.plot([least, most], [least, most], color=GREY)
+    axes.fill_between([least, most], [0.9 * least, 0.9 * most], [1.1 * least, 1.1 * most], color=GREY, alpha=0.2)
+    axes.scatter([one.measured for one in checked], [one.predicted for one in checked], color=VERMILION, zorder=3)
+    axes.set_xlabel("measured, s a step")
+    axes.set_ylabel("predicted, s a step")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    tidy(axes)
+    return to_png(figure, dpi=90)
