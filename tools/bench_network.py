@@ -1,7 +1,7 @@
 """Time real Megatron runs between processes whose links are limited.
 
     bash scripts/bench_network.sh [--quick] [--rates 20 60 135 400 0] [--modes plain ...]
-        [--contenders dense balanced ...] [--repetitions 1] [--output docs/network]
+        [--contenders dense balanced ...] [--links even ...] [--repetitions 1] [--output docs/network]
 
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
 go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
@@ -23,8 +23,8 @@ if __name__ == "__main__":
 
 from tools._root import REPOSITORY
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import markdown, picture, table
-from tools.network.runs import CONTENDERS, CORPUS, MODES, Point, RunFailed, measure
+from tools.network.page import markdown, over_time, picture, table
+from tools.network.runs import CHANGING, CONTENDERS, CORPUS, EVEN, LINKS, MODES, UNEVEN, Point, RunFailed, measure
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["plain"])
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=RANGE)
+    parser.add_argument("--links", choices=LINKS, default=EVEN, help="how links differ from the rate (default: even)")
     parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
@@ -56,7 +57,14 @@ def main(argv: list[str] | None = None) -> int:
             quick(options.windows)
         else:
             if not options.report:
-                sweep(options.rates, options.modes, options.contenders, options.windows, options.repetitions)
+                sweep(
+                    options.rates,
+                    options.modes,
+                    options.contenders,
+                    options.links,
+                    options.windows,
+                    options.repetitions,
+                )
             report(options.output)
     except (LinksUnavailable, RunFailed) as error:
         say_error("bench_network", error)
@@ -66,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def quick(windows: int) -> None:
     """The point at which dense spends about a third of a step on communication."""
-    points = [timed(QUICK_RATE, "plain", contender, 0, windows) for contender in ("dense", "balanced")]
+    points = [timed(QUICK_RATE, "plain", contender, EVEN, 0, windows) for contender in ("dense", "balanced")]
     QUICK.parent.mkdir(parents=True, exist_ok=True)
     write_json(QUICK, {"machine": device_name(on_gpu=False), "points": [asdict(point) for point in points]})
     print("\n".join(table(points)))
@@ -74,31 +82,48 @@ def quick(windows: int) -> None:
 
 
 def sweep(
-    rates: Sequence[float], modes: Sequence[str], contenders: Sequence[str], windows: int, repetitions: int
+    rates: Sequence[float],
+    modes: Sequence[str],
+    contenders: Sequence[str],
+    links: str,
+    windows: int,
+    repetitions: int,
 ) -> None:
     """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
     check()
-    kept = {(p.mbit, p.mode, p.contender, p.repetition, p.commit) for p in read()}
+    kept = {(p.mbit, p.mode, p.contender, p.links, p.repetition, p.commit) for p in read()}
     now = commit(REPOSITORY, *CODE)
     for repetition in range(repetitions):
         for mode in modes:
             for rate in rates:
                 for contender in contenders[:: -1 if repetition % 2 else 1]:
-                    if (rate or None, mode, contender, repetition, now) in kept:
+                    if (rate or None, mode, contender, links, repetition, now) in kept:
                         continue
-                    point = timed(rate or None, mode, contender, repetition, windows)
+                    point = timed(rate or None, mode, contender, links, repetition, windows)
                     POINTS.parent.mkdir(parents=True, exist_ok=True)
                     with POINTS.open("a") as lines:
                         lines.write(json.dumps(asdict(point)) + "\n")
 
 
-def timed(rate: float | None, mode: str, contender: str, repetition: int, windows: int) -> Point:
-    """One run."""
+def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
+    """One run. ``kind``: of ``LINKS``."""
     started = round(time.time())
-    with Links([rate] * MODES[mode].processes) as links:
-        found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows)
-    point = Point(rate, mode, contender, repetition, commit=commit(REPOSITORY, *CODE), started=started, **found)
+    rates = [rate] * MODES[mode].processes
+    third = None if rate is None else rate / 3
+    if kind == UNEVEN:
+        rates[0] = third
+    with Links(rates) as links:
+
+        def during(window: int) -> None:
+            if kind == CHANGING and window == 1 + windows // 2:
+                for place in range(len(rates)):
+                    links.limit(place, third)
+
+        found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows, during)
+    code = commit(REPOSITORY, *CODE)
+    point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, **found)
     link = "no limit" if rate is None else f"{rate:g} Mbit/s"
+    link += "" if kind == EVEN else f", {kind}"
     print(
         f"{mode}, {link}, {contender}: {point.step_seconds:.2f} s a step, of it {point.communication_seconds:.2f} s "
         f"communication ({time.time() - started:.0f} s)",
@@ -112,17 +137,20 @@ def read() -> list[Point]:
     if not POINTS.is_file():
         return []
     lines = [json.loads(line) for line in POINTS.read_text().splitlines()]
-    return [Point(**{**line, "ranks": tuple(line["ranks"])}) for line in lines]
+    lists = ("ranks", "window_seconds")
+    return [Point(**{**line, **{name: tuple(line.get(name, ())) for name in lists}}) for line in lines]
 
 
 def report(output: Path) -> None:
     """The page of the newest of each point."""
-    newest = {(point.mode, point.mbit, point.contender, point.repetition): point for point in read()}
+    newest = {(point.mode, point.mbit, point.contender, point.links, point.repetition): point for point in read()}
     points = list(newest.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)
     write_json(output / "points.json", {"machine": machine, "points": [asdict(point) for point in points]}, indent=1)
     write(output / "step.png", picture(points))
+    if changing := [point for point in points if point.links == CHANGING]:
+        write(output / "changing.png", over_time(changing))
     write(output / "README.md", markdown(points, machine).encode())
     print(f"written: {output}/README.md, points.json, step.png")
 

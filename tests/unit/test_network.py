@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import markdown, picture, table
-from tools.network.runs import CONTENDERS, MODES, Point
+from tools.network.page import markdown, over_time, picture, table
+from tools.network.runs import CHANGING, CONTENDERS, MODES, Point
 
 SERVER = """
 import socket
@@ -82,9 +82,10 @@ def test_the_table_compares_with_dense_on_the_same_link() -> None:
         ("135 Mbit/s", "int8", "1.50", "-25%"),
     ]
     assert rows[0][4] == "4.80 (80%)" and rows[1][5] == "-75%" and rows[3][6] == "3.60" and rows[1][8] == "40"
-    page = markdown(points, "a machine")
-    assert "## Plain" in page and "abc1234" in page
-    assert picture(points).startswith(b"\x89PNG")
+    changing = replace(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
+    page = markdown([*points, changing], "a machine")
+    assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
+    assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
 
 
 def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:

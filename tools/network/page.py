@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from tools.network.runs import CONTENDERS, MODES, SEQUENCES, WINDOW, Point
+from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Point
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 
@@ -70,15 +70,36 @@ def markdown(points: Sequence[Point], machine: str) -> str:
         "![Step time against the rate of the links](step.png)",
         "",
     ]
-    for mode in MODES:
-        own = [point for point in points if point.mode == mode]
-        if own:
-            lines += [f"## {mode.capitalize()}", "", *table(own), ""]
+    for kind in LINKS:
+        for mode in MODES:
+            own = [point for point in points if (point.mode, point.links) == (mode, kind)]
+            if own:
+                title = mode.capitalize() if kind == EVEN else f"{mode.capitalize()}, {kind}"
+                lines += [f"## {title}", "", *table(own), ""]
+    if any(point.links == CHANGING for point in points):
+        lines += ["![Step time over the windows of a run whose links change](changing.png)", ""]
     return "\n".join(lines)
+
+
+def over_time(points: Sequence[Point]) -> bytes:
+    """Step time in each measured window, a line for each run."""
+    figure, (axes,) = panels(1, 1, width=4.8, height=3.2)
+    for contender in CONTENDERS:
+        for point in _of(points, contender):
+            windows = range(1, 1 + len(point.window_seconds))
+            axes.plot(windows, point.window_seconds, marker="o", color=COLORS.get(contender, "black"), label=contender)
+    axes.axvline(len(points[0].window_seconds) // 2 + 0.5, color=GREY, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"window of {WINDOW} steps; dotted: links fall to a third")
+    axes.set_ylabel("s a step")
+    tidy(axes)
+    axes.legend(fontsize=8)
+    return to_png(figure, dpi=90)
 
 
 def picture(points: Sequence[Point]) -> bytes:
     """Step time against rate, a panel for each mode, a line for each contender; unlimited links at the right edge."""
+    points = [point for point in points if point.links == EVEN]
     modes = [mode for mode in MODES if any(point.mode == mode for point in points)] or ["plain"]
     figure, places = panels(1, len(modes), width=4.8, height=3.4)
     for mode, axes in zip(modes, places, strict=True):

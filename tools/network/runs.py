@@ -69,13 +69,18 @@ class RunFailed(Exception):
     """A run has ended with an error; the message has the end of its output."""
 
 
+EVEN, UNEVEN, CHANGING = "even", "one at a third", "a third from the middle on"
+LINKS = (EVEN, UNEVEN, CHANGING)  # how the links of a run differ from the rate of its point
+
+
 @dataclass(frozen=True)
 class Point:
     """What one run showed. Seconds are medians of steps; bytes are means over processes, of one step.
 
     ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
     ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
-    of the last window, None for a stage that was not compressed.
+    of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
+    in each measured window.
     """
 
     mbit: float | None
@@ -91,6 +96,8 @@ class Point:
     ranks: tuple[int | None, ...]
     commit: str
     started: int
+    links: str = EVEN
+    window_seconds: tuple[float, ...] = ()
 
 
 def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], steps: int) -> list[str]:
@@ -154,6 +161,7 @@ def measure(
         "start_bytes": sent[1] - sent[0],
         "steps": steps,
         "ranks": tuple(last["ranks"]),
+        "window_seconds": tuple(float(window["step_seconds"]) for window in closed[1 : 1 + windows]),
     }
 
 
