@@ -121,7 +121,7 @@ def picture(by_model: Sequence[tuple[Training, Sequence[Prediction]]]) -> bytes:
             style = "--" if name == "dense bf16" else "-"
             axes.plot([p.gbps for p in own], [p.seconds for p in own], style, marker="o", color=color, label=name)
         axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("Gbit/s of a GPU")
         axes.set_ylabel("s a step, computed")
         axes.set_title(training.title)
