@@ -61,6 +61,7 @@ CONTENDERS = {
     "paper": "--edgc-preset paper",
     "safe": "--edgc-preset safe",
     "balanced": "--edgc-preset balanced",
+    "balanced, weights in int8": "--edgc-preset balanced --edgc-param-wire int8",
     "fast": "--edgc-preset fast",
 }
 
