@@ -134,13 +134,13 @@ class Wire:
         # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
         largest = torch.amax(groups.abs(), dim=-1, keepdim=True)
         last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
-        return (largest * (1.004 / last)).to(torch.bfloat16)
+        return torch.mul(largest, 1.004 / last, out=torch.empty_like(largest, dtype=torch.bfloat16))
 
     def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         if self.stochastic and self.bits >= 4:
             shifted = scaled.add_(self._centre).add_(_drawn(torch.rand, scaled, generator))
         else:
-            shifted = scaled.add_(self._centre + 0.5)
+            shifted = scaled.add_(self._centre).round_()
         # Integers cut off what is behind the point. Of NaN they make any number: such a group has no finite scale, and
         # no code shares a word with one of another group.
         return shifted.clamp_(0, 2**self.bits - 1).to(torch.int32)
