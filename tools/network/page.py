@@ -59,8 +59,9 @@ def markdown(points: Sequence[Point], machine: str) -> str:
     lines = [
         "# Time on limited links",
         "",
-        "Made by `bash scripts/bench_network.sh`; every run is in [points.json](points.json). Real Megatron runs over",
-        "gloo, each process in a network namespace of its own, whose link `tc tbf` limits in both directions. A GPT",
+        "Made by `bash scripts/bench_network.sh`; every run is in [points.json](points.json). These are real Megatron",
+        "runs over gloo. Each process has its own network namespace, and `tc tbf` limits the namespace's link in both",
+        "directions. The model is a GPT",
         f"of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a CPU ({machine};",
         f"commit {commits}). A step's time is the median over windows of {WINDOW} steps, after a first window of",
         "warm-up. Communication is the time of the reductions alone, its share of the step in brackets. Bytes are",

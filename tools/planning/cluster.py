@@ -4,13 +4,15 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgc.comm.collectives import all_reduce_bytes
+from edgc.hosts.units import MOST as UNITS
+from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 
@@ -22,9 +24,7 @@ MEMORY = {7.0: 0.9e12, 8.0: 2.0e12, 9.0: 3.35e12}  # bytes/s
 REACHED = 0.4
 OPTIMIZER_BYTES = 24.0
 LATENCY = 40e-6
-UNITS = 3  # of a stage (edgc/hosts/units.py)
 VOCABULARY = 50304
-COMPRESSED_SHARE = 0.75  # of the dense time, at most (edgc/plan/run.py)
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 @dataclass(frozen=True)
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
-    counted steps; ``rank``: a rank, None: that of the ``volume``. ``messages``: how many times fewer bytes messages
-    between stages have.
+    counted steps; ``rank``: a rank, None: that of the ``volume``.
     """
 
     name: str
@@ -132,8 +131,6 @@ class Contender:
     method: str = ""
     rank: int | None = None
     volume: float = 1.0
-    messages: float = 1.0
-    rounded: bool = False  # its sum is an all-to-all and an all-gather
 
 
 CONTENDERS = (
@@ -214,7 +211,7 @@ def predict(training: Training, contender: Contender, compressing: Compressing |
     if contender.method and compressing is not None:
         share = training.stage_elements / compressing.elements
         wanted = contender.rank or int(whole / contender.volume / (compressing.bytes_per_rank * share))
-        limit = COMPRESSED_SHARE * link.seconds(whole * half)
+        limit = WORTH_IT * link.seconds(whole * half)
 
         def alone(rank: int) -> float:
             return share * compressing.at(rank) + compressing.messages * LATENCY + rank * bytes_each * 8 / (gbps * 1e9)
@@ -255,8 +252,3 @@ def predict(training: Training, contender: Contender, compressing: Compressing |
 
 def _dense(sent: float) -> tuple[Unit, ...]:
     return (Unit((0.0, 0.0), (sent / UNITS,)),) * UNITS
-
-
-def slower_stage(stages: Sequence[StageTimes], place: int, link: Link) -> list[StageTimes]:
-    """The same stages, one of them behind another link."""
-    return [replace(stage, link=link) if at == place else stage for at, stage in enumerate(stages)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from edgc.plan.run import WORTH_IT
 from tools.planning import cluster
 from tools.planning.cluster import Prediction, Training
 from tools.planning.simulation import Step
@@ -99,7 +100,7 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
         "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
         f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link. No link is shared.",
-        f"- A volume's reduction takes at most {cluster.COMPRESSED_SHARE:.0%} of the time of a dense one. Where it",
+        f"- A volume's reduction takes at most {WORTH_IT:.0%} of the time of a dense one. Where it",
         "  cannot, gradients are reduced dense.",
         "",
         f"The paper reports {PAPER}, without the speed of its links. *Exposed*: seconds after the last backward pass.",

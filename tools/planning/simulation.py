@@ -51,7 +51,7 @@ class Unit:
 class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
-    ``compressing``: of a message with activation gradients, before it leaves. ``units``: reductions, in the order in
+    ``units``: reductions, in the order in
     which a backward pass completes them. ``gathered``: bytes of updated weights that come back. ``link``: its own.
     """
 
@@ -60,7 +60,6 @@ class StageTimes:
     link: Link
     activations: float = 0.0
     gradients: float = 0.0
-    compressing: float = 0.0
     units: tuple[Unit, ...] = ()
     gathered: float = 0.0
     optimizer: float = 0.0
@@ -141,9 +140,6 @@ def simulate(
         virtual = work.chunk * count + stage + (-1 if work.backward else 1)
         if 0 <= virtual < count * chunks:
             nbytes = times.gradients if work.backward else times.activations
-            if work.backward and times.compressing:
-                step.spans.append(Span(stage, "compress", end, end + times.compressing))
-                end += times.compressing
             if count > 1:
                 leaves = max(end, link_free[stage])
                 comes = link_free[stage] = leaves + times.link.seconds(nbytes)
