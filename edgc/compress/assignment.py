@@ -37,6 +37,7 @@ class Assignment:
         self.ranks: dict[str, int] = {}
         self.formats: dict[str, str] = {}  # or engines, of parameters without a rank, where a plan sets them
         self.compressed = False  # whether the stage is, also where nothing here has a rank
+        self.by_host = False  # whether sums are those of fp32, whatever the settings
         self._elementwise: dict[str, Elementwise] = {}  # by wire format, or by name of an engine
         self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
@@ -45,8 +46,11 @@ class Assignment:
         rank: int | None,
         matrix_ranks: Mapping[str, int] | None = None,
         formats: Mapping[str, str] | None = None,
+        by_host: bool = False,
     ) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
+
+        ``by_host``: not even in ``dense_wire``, so that the host's own sum will do once all errors are sent.
 
         ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format, or the engine, of
         parameters that have none (default: ``rest_wire``). Of a matrix that is in both the engine takes its part first,
@@ -58,6 +62,7 @@ class Assignment:
                 raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
         self.compressed = rank is not None and self.engine is not None
         self.formats = dict(formats or {})
+        self.by_host = by_host and not self.compressed
         if rank is None or self.engine is None:
             self.ranks = {}
         elif matrix_ranks is not None:
@@ -69,8 +74,9 @@ class Assignment:
 
     def elementwise(self, name: str) -> Elementwise:
         """What takes a gradient that has no rank, or takes its part of one before low rank does."""
-        usual = self.config.formats.rest_wire
-        chosen = self.formats.get(name, usual) if self.compressed else self.config.formats.dense_wire
+        formats = self.config.formats
+        uncompressed = "fp32" if self.by_host else formats.dense_wire
+        chosen = self.formats.get(name, formats.rest_wire) if self.compressed else uncompressed
         if chosen not in self._elementwise:
             engine, arguments = (
                 (Rounding, (chosen,)) if chosen in FORMATS else (engine_class(chosen), engine_arguments(chosen))

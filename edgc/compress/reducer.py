@@ -94,7 +94,8 @@ class GradientReducer(Assignment):
         spikes = state.norms.spikes(fed_back, loss_scale) if fed_back else None
         excess = {} if spikes is None else spikes.by_name()
         samples, rows = None, {}
-        if self.config.ranks.volume is not None and self.observer.measures(iteration) and not self.compressed:
+        warm_up = not self.compressed and not self.by_host
+        if self.config.ranks.volume is not None and self.observer.measures(iteration) and warm_up:
             rows = {m.name: gradients[m.name] for m in self.allocation.matrices if m.name in gradients}
             rows = {name: _squared_rows(gradient, self.specs[name].rows) for name, gradient in rows.items()}
         if state.fidelity is not None and measured and fed_back:

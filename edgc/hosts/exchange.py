@@ -87,7 +87,7 @@ class WindowExchange:
                 self._decide(self.controller, completed, stages, messages, (gradients, dense))
             report = WindowReport(
                 completed,
-                driver.active,
+                driver.usual,
                 self.controller.plan,
                 stages,
                 median(driver.step_seconds) if driver.step_seconds else math.nan,
@@ -103,7 +103,7 @@ class WindowExchange:
                 costs=tuple(self.controller.costs),
             )
         shared: WindowReport = broadcast_object(report, self.group)
-        driver.step_seconds = []
+        driver.step_seconds, driver.steps, driver.steps_by_host = [], 0, 0
         driver.adopt(shared.plan, shared.message_plan)
         return shared
 
@@ -129,8 +129,10 @@ class WindowExchange:
                 )
                 for s in stages
             ],
-            self.driver.active,
+            self.driver.usual,
             sent,
+            self.driver.steps_by_host / max(self.driver.steps, 1),
+            self.driver.seconds_by,
         )
         controller.decide(completed)
         if self.message_controller is not None:

@@ -45,6 +45,8 @@ class Reporter:
         self._spike = f"{config.study.spike_limit:g}"  # times the running norm
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.on_rank_0 = process() == 0
+        self._by_host = False  # in the plan of the window before
+        self._tried: tuple[float, ...] = ()
         self.events = EventLog(config.job.log_dir if self.on_rank_0 else None)
 
     @staticmethod
@@ -159,7 +161,7 @@ class Reporter:
             fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
                 f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
-                f"{_move(report.ranks, plan, stage, self._rank)} | "
+                f"{self._stage_move(report.ranks, plan, stage)} | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
             )
@@ -170,12 +172,19 @@ class Reporter:
                     "errors were scaled down"
                 )
         now = f"edgc | {report.iteration}/{self.iterations}"
+        if plan.tried != self._tried:
+            compressed, host = plan.tried
+            self._print(
+                f"{now} | a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: "
+                f"{'the host sums' if plan.by_host else 'EDGC compresses'} from now on"
+            )
+        self._by_host, self._tried = plan.by_host, plan.tried
         ahead = report.message_plan
         if ahead is not None:
             for place, message in enumerate(report.messages):
                 self._print(
                     f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | "
-                    f"{_move(report.message_ranks, ahead, place, self._message_rank)} | "
+                    f"{_move(self._message_rank(report.message_ranks[place]), ahead, place, self._message_rank)} | "
                     f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
                 )
                 if message.spikes:
@@ -238,6 +247,12 @@ class Reporter:
             if math.isfinite(message.entropy):
                 writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
 
+    def _stage_move(self, used: Sequence[int | None], plan: RankPlan, place: int) -> str:
+        was = "the host's sum" if self._by_host else self._rank(used[place])
+        if plan.by_host:
+            return was if self._by_host else f"{was} -> the host's sum (its steps are shorter)"
+        return _move(was, plan, place, self._rank)
+
     def _rank(self, rank: int | None) -> str:
         if rank is None:
             return "dense" if self.config.formats.dense_wire == "fp32" else self.config.formats.dense_wire
@@ -261,7 +276,7 @@ def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
         )
 
 
-def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
+def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
     """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
     notes = [plan.reasons[place]]
     if plan.formats and (formats := plan.formats[place]) is not None:
@@ -273,7 +288,7 @@ def _move(used: Sequence[int | None], plan: RankPlan, place: int, name: Callable
         notes.append(f"proposed {plan.proposed[place]:.1f}")
     if plan.targets and plan.targets[place] != plan.ranks[place]:
         notes.append(f"target {name(plan.targets[place])}")
-    return f"{name(used[place])} -> {name(plan.ranks[place])} ({'; '.join(notes)})"
+    return f"{was} -> {name(plan.ranks[place])} ({'; '.join(notes)})"
 
 
 def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:

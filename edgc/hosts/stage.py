@@ -31,12 +31,15 @@ class Stage(ABC):
     def reducers(self) -> Sequence[GradientReducer]:
         """In the same order on every process of the group."""
 
-    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan) -> None:
-        """Take the rank at this place among those that are in use, and what the plan says there of parameters."""
+    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
+        """Take the rank at this place among those that are in use, and what the plan says there of parameters.
+
+        ``by_host``: where that is None, gradients are not even rounded.
+        """
         matrix_ranks = plan.matrix_ranks[place] if plan.matrix_ranks else None
         formats = plan.formats[place] if plan.formats else None
         for reducer in self.reducers:
-            reducer.set_rank(active[place], matrix_ranks, formats)
+            reducer.set_rank(active[place], matrix_ranks, formats, by_host)
 
     def end_step(self) -> None:
         """Once a step, when all its reductions have ended."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +14,8 @@ from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
 from edgc.plan.controller import RankPlan
 from edgc.plan.run import StageKey
+
+RECENT = 20  # steps, of whose times the median is taken
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,13 @@ class StepDriver:
         self._iteration, self._loss_scale = iteration, loss_scale
         self.plan = self.message_plan = RankPlan(0, 0, ())
         self.active: tuple[int | None, ...] = ()  # the ranks of all stages in the step under way
+        self.usual: tuple[int | None, ...] = ()  # the same, whatever is tried in this step
         self.message_ranks: tuple[int | None, ...] = ()
         self.step_seconds: list[float] = []  # of the steps of this window
+        self.steps = self.steps_by_host = 0  # of this window; those that the host sums
+        self.seconds_by = _no_seconds()
+        self._by_host: bool | None = None  # whether it does in the step under way; None: in the warm-up
+        self._settled = False  # whether it was so in the step before, too
         self._step: Step | None = None
         self._verify = False  # whether replicas are compared after this step
         self._counted: int | None = None
@@ -55,6 +63,8 @@ class StepDriver:
 
     def adopt(self, plan: RankPlan, message_plan: RankPlan | None) -> None:
         """Use these plans from their first iteration on, and never within a step."""
+        if plan.trial != self.plan.trial:
+            self.seconds_by = _no_seconds()
         self.plan, self.message_plan = plan, message_plan or self.message_plan
 
     def step(self) -> Step:
@@ -64,10 +74,16 @@ class StepDriver:
             now = time.perf_counter()
             if math.isfinite(self._last_step):
                 self.step_seconds.append(now - self._last_step)
+                if self._settled and self._by_host is not None:
+                    self.seconds_by[self._by_host].append(now - self._last_step)
             self._last_step = now
-            before, self.active = self.active, _in_use(self.plan, iteration)
+            by_host = self.plan.sums_by_host(iteration)
+            self._settled, self._by_host = by_host == self._by_host, by_host
+            self.steps, self.steps_by_host = self.steps + 1, self.steps_by_host + bool(by_host)
+            before, self.active = self.active, _in_use(self.plan, by_host is False)
+            self.usual = _in_use(self.plan, by_host is not None and not self.plan.by_host)
             self._verify = self.closes_window(iteration) or compressed_anew(self.active, before)
-            self.message_ranks = _in_use(self.message_plan, iteration)
+            self.message_ranks = _in_use(self.message_plan, iteration >= self.message_plan.first_iteration)
             for stage in self.stages:
                 self._prepare(stage)
             self._step = Step(iteration, self._loss_scale())
@@ -75,7 +91,7 @@ class StepDriver:
 
     def _prepare(self, stage: Stage) -> None:
         place = self.keys.index(stage.key)
-        stage.set_rank(self.active, place, self.plan)
+        stage.set_rank(self.active, place, self.plan, bool(self._by_host))
         for reducer in stage.reducers:
             reducer.verify = self._verify
 
@@ -115,11 +131,18 @@ class StepDriver:
         return [reducer for stage in self.stages for reducer in stage.reducers]
 
 
+def _no_seconds() -> dict[bool, deque[float]]:
+    """Of the newest steps since a trial was last begun or ended, by whether the host has summed; after a change not of
+    the first.
+    """
+    return {by_host: deque(maxlen=RECENT) for by_host in (False, True)}
+
+
 def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) -> bool:
     """Whether any stage has a rank that it did not have in the step before; of that nothing is known at first."""
     return any(now not in (None, was) for now, was in zip_longest(active, before))
 
 
-def _in_use(plan: RankPlan, iteration: int) -> tuple[int | None, ...]:
-    """The ranks of a plan that may begin later."""
-    return plan.ranks if iteration >= plan.first_iteration else (None,) * len(plan.ranks)
+def _in_use(plan: RankPlan, used: bool) -> tuple[int | None, ...]:
+    """The ranks of a plan, if it is used."""
+    return plan.ranks if used else (None,) * len(plan.ranks)

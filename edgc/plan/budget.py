@@ -256,6 +256,7 @@ class BudgetPlanner:
         self.uncompressed = uncompressed * sum(elements)
         self.never = uncompressed * sum(elements[place] for place in never)
         self.sent, self.sent_dense = 0.0, 0.0  # as counted so far
+        self.idle = 0.0  # bytes, in the unit of ``dense``, of steps in which nothing was to be compressed
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
@@ -274,8 +275,10 @@ class BudgetPlanner:
         if not dense:  # nothing is counted yet: what the warm-up takes
             sent, dense = iteration * self.uncompressed, iteration * self.dense
         done = iteration * self.dense
-        spent = sent / dense * done if dense else 0.0
-        unspent = self.dense * self.iterations / self.volume - spent
+        # the host's own steps are no part of the budget, nor of the steps that it is for
+        idle = self.idle / dense * done if dense else 0.0
+        spent = (sent - self.idle * self.host_bytes / 4) / dense * done if dense else 0.0
+        unspent = (self.dense * self.iterations - idle) / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
         left = self.relief * unspent * share / (self.overhead or 1.0) - self.never
         return min(left, self.most)
@@ -286,11 +289,14 @@ class BudgetPlanner:
         sent: float,
         dense: float,
         rows: Sequence[Mapping[str, Sequence[float]]] = (),
+        host_share: float = 0.0,
+        idle: bool = False,
     ) -> None:
         """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
         far, and the host's.
 
-        ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``).
+        ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``). ``host_share``: of the
+        steps of this window, those that the host has summed; ``idle``: because nothing was to be compressed.
         """
         for place in self.places if rows else ():
             self.candidates[place] = [
@@ -298,8 +304,11 @@ class BudgetPlanner:
             ]
         dense *= 4 / self.host_bytes
         sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
-        if dense > dense_before:
-            self.per_step = (sent - sent_before) / (dense - dense_before) * self.dense
+        by_host = host_share * (dense - dense_before)
+        self.idle += by_host if idle else 0.0
+        if dense - dense_before > by_host:
+            own = sent - sent_before - by_host * self.host_bytes / 4
+            self.per_step = own / (dense - dense_before - by_host) * self.dense
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -423,7 +432,7 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        sent = [self.sent, self.sent_dense]
+        sent = [self.sent, self.sent_dense, self.idle]
         changed = {str(place): names for place, names in self.changed.items()}
         return {"sent": sent, "overhead": self.overhead, "relief": self.relief, "changed": changed, "stages": stages}
 
@@ -436,7 +445,7 @@ class BudgetPlanner:
             own = {one.matrix.name: _shape(one) for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
-        self.sent, self.sent_dense = state["sent"]
+        self.sent, self.sent_dense, self.idle = state["sent"]
         self.overhead, self.relief = state["overhead"], state["relief"]
         self.changed = {place: list(state["changed"][str(place)]) for place in self.places}
         for place in self.places:

@@ -11,6 +11,7 @@ from edgc.plan.allocation import fewest_bytes_ranks, uniform_ranks, water_filled
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
+from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
 NO_RANK = 0  # in a plan: compressed by an engine that has no rank
@@ -64,6 +65,9 @@ class RankPlan:
     stage's rank. ``formats`` holds for each stage the wire format, or engine, of parameters without a rank; None, or a
     parameter that is not in it: ``rest_wire``. ``proposed`` is what entropy alone asks for, ``targets`` what is left of
     it after bounds, rounding and alignment, and ``ranks`` after the step limit.
+
+    ``by_host``: the host sums after all, because that is faster. In the iterations of ``trial`` (first, first after)
+    it is the other way round. ``tried``: seconds of a compressed step and of the host's in the last trial.
     """
 
     version: int
@@ -75,6 +79,15 @@ class RankPlan:
     proposed: tuple[float | None, ...] = ()
     targets: tuple[int | None, ...] = ()
     reasons: tuple[str, ...] = ()
+    by_host: bool = False
+    trial: tuple[int, int] | None = None
+    tried: tuple[float, ...] = ()
+
+    def sums_by_host(self, iteration: int) -> bool | None:
+        """Whether the host sums in this iteration; None before the plan begins."""
+        if iteration < self.first_iteration:
+            return None
+        return self.by_host != (self.trial is not None and self.trial[0] <= iteration < self.trial[1])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,6 +114,7 @@ class Controller:
             None, or no list at all, where there is none.
         budget: what sets ranks and formats where the run has a volume.
         prices: of the bytes of each stage (default: 1), where one rank is shared out over all of them.
+        trials: what compares compressed steps with the host's; None: compress without comparing.
     """
 
     def __init__(
@@ -113,6 +127,7 @@ class Controller:
         message_costs: Sequence[StageCost | None] = (),
         budget: BudgetPlanner | None = None,
         prices: Sequence[float] = (),
+        trials: Trials | None = None,
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
@@ -120,7 +135,7 @@ class Controller:
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config = config
         self.iterations = iterations
-        self.budget = budget
+        self.budget, self.trials = budget, trials
         self.prices = list(prices) or [1.0] * len(stages)
         self.dense = frozenset(dense)
         self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
@@ -177,11 +192,14 @@ class Controller:
         observations: Sequence[StageObservation],
         ranks: Sequence[int | None] | None = None,
         sent: tuple[float, float] = (0.0, 0.0),
+        host_share: float = 0.0,
+        step_seconds: Mapping[bool, Sequence[float]] | None = None,
     ) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
 
         ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
-        bytes of gradients of the whole run so far, and of the host's own way, for a budget.
+        bytes of gradients of the whole run so far, and of the host's own way, for a budget. ``host_share``: the share
+        of this window's steps that the host has summed. ``step_seconds``: see ``Trials.observe``.
         """
         used = self.plan.ranks if ranks is None else ranks
         if len(observations) != len(self.stages):
@@ -190,7 +208,11 @@ class Controller:
         self.energies = [observation.energies for observation in observations]
         self.message_ranks = [observation.message_rank for observation in observations]
         if self.budget is not None:
-            self.budget.observe([o.noise for o in observations], *sent, [o.row_shares for o in observations])
+            noise, rows = [o.noise for o in observations], [o.row_shares for o in observations]
+            self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
+        if self.trials is not None and step_seconds is not None:
+            reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
+            self.trials.observe(step_seconds, max(reductions, default=math.nan))
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
@@ -198,11 +220,20 @@ class Controller:
         if self.config.ranks.link_gbps is None:
             for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
                 if cost is not None and observation.reduce_seconds > 0:
-                    predicted = cost.seconds(used[stage])
+                    predicted = cost.host_seconds if self.plan.by_host else cost.seconds(used[stage])
                     self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
+        before, plan, trials = self.plan.version, self._planned(iteration), self.trials
+        if trials is not None and iteration > plan.first_iteration and any(rank is not None for rank in plan.ranks):
+            trials.decide(iteration, plan.version != before)
+            plan = replace(plan, by_host=trials.by_host, trial=trials.trial, tried=trials.measured)
+        self.plan = plan
+        return plan
+
+    def _planned(self, iteration: int) -> RankPlan:
+        """The ranks from ``iteration`` on, if they are used."""
         if self.budget is not None:
             if iteration >= self.plan.first_iteration:  # in the warm-up nothing is compressed
                 self.budget.decide(iteration)
@@ -387,6 +418,7 @@ class Controller:
             "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
             "plan": self.plan.to_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
+            "trials": None if self.trials is None else self.trials.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -400,6 +432,8 @@ class Controller:
             raise ValueError(f"{flag('volume')} was {'not ' * (state['budget'] is None)}given before")
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
+        if self.trials is not None and state["trials"] is not None:
+            self.trials.load_state_dict(state["trials"])
         self.history = [tuple(entropy) for entropy in state["history"]]
         self.anchor = list(state["anchor"])
         self.tolerated = list(state["tolerated"])
@@ -411,7 +445,8 @@ class Controller:
             ]
             for costs in ("costs", "message_costs")
         )
-        plan = RankPlan.from_dict(state["plan"])
+        by_host = self.trials is not None and self.trials.by_host
+        plan = replace(RankPlan.from_dict(state["plan"]), by_host=by_host, trial=None)
         ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
         self.plan = plan if ranks == plan.ranks else replace(plan, version=plan.version + 1, ranks=ranks)
 

@@ -11,6 +11,7 @@ from edgc.plan.allocation import Allocation, allocate, largest_rank, width
 from edgc.plan.budget import BudgetPlanner, Candidate, Parts, bits_of, worth_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.noise import Spread
+from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec, Parameter
 
 # Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
@@ -138,12 +139,14 @@ class RunPlan:
 
     ``config`` has its ranks settled. ``compresses``: false where the link makes low rank slower than the host's own
     reduction at every rank; ``config`` then asks for the engine ``dense``. ``warnings``: for the user, one line each.
+    ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.trials``).
     """
 
     config: EDGCConfig
     stages: tuple[StagePlan, ...]
     compresses: bool = True
     warnings: tuple[str, ...] = ()
+    tries: bool = False
 
     @property
     def keys(self) -> list[StageKey]:
@@ -169,6 +172,11 @@ class RunPlan:
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
             )
+        costs = [stage.cost for stage in self.stages if stage.cost is not None]
+        trials = None
+        if self.tries and costs:
+            host_seconds = max(cost.host_seconds for cost in costs)
+            trials = Trials(iterations, host_seconds, sizes.run.overlapped)
         return Controller(
             self.config,
             iterations,
@@ -178,6 +186,7 @@ class RunPlan:
             message_costs,
             budget,
             [sizes.price(stage.key.part) for stage in self.stages],
+            trials,
         )
 
 
@@ -224,19 +233,22 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
                 f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
             )
     known = [stage for own in processes for stage in own]
-    compresses, warnings = True, []
+    compresses, tries, warnings = True, False, []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        compresses = config.ranks.largest is not None or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
+        asked = config.ranks.largest is not None
+        compresses = asked or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
+        # a link that is only computed is not there to be timed
+        tries = compresses and not asked and not run.alone and config.ranks.link_gbps is None
         if compresses:
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
             config = resolve_ranks(config, lowest, width(matrices))
         else:
-            asked = flag("rmax" if config.ranks.static_rank is None else "static_rank")
+            needed = flag("rmax" if config.ranks.static_rank is None else "static_rank")
             warnings.append(
                 "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
-                f"Give {asked} a rank to compress all the same"
+                f"Give {needed} a rank to compress all the same"
             )
             pp = config.pipeline.pp
             if config.pipeline.messages.follows:
@@ -258,7 +270,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.but(dense_wire="fp32", param_wire=None)
-    return RunPlan(config, stages, compresses, tuple(warnings))
+    return RunPlan(config, stages, compresses, tuple(warnings), tries)
 
 
 def _window(config: EDGCConfig, iterations: int) -> int:

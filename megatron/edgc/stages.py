@@ -142,10 +142,10 @@ class EmbeddingStage(MegatronStage):
         communicator = Communicator(self.process_group, self.traffic)
         self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
 
-    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan) -> None:
+    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
         own = self.tied.reducer.allocation.matrices or active[place] is not None
-        super().set_rank(active, place if own else 0, plan)
+        super().set_rank(active, place if own else 0, plan, by_host)
 
 
 def stages_of(

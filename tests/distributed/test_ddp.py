@@ -1,5 +1,6 @@
 """EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc
+from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
+from edgc.hosts import data_parallel
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
+from edgc.plan.alignment import CommCost
+from edgc.plan.controller import StageCost
 from tests.distributed.gloo import run_on_ranks
 
 WIDTH, TOKENS, CONTEXT = 64, 128, 4
@@ -140,22 +145,29 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, EDGCConfig]] = {
 }
 
 
+def lost_in_step(training: Training, alone: Net, micro_batches: int = 1) -> float:
+    """What of a step's averaged gradients is in neither result nor errors, relative to the largest entry.
+
+    ``alone``: another model, which is overwritten.
+    """
+    alone.load_state_dict(training.parameters)
+    tokens, targets = batch(training.rank, training.step_number)
+    alone.zero_grad()
+    nn.functional.cross_entropy(alone(tokens), targets).backward()
+    own = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    before = mean(training.errors(), 1)
+    training.backward(micro_batches)
+    after, result = mean(training.errors(), 1), training.gradients
+    expected = {name: gradient + before[name] - after[name] for name, gradient in mean(own).items()}
+    return max(float((expected[name] - result[name]).abs().max() / expected[name].abs().max()) for name in own)
+
+
 def lost(rank: int, ddp: dict[str, Any], micro_batches: int, config: EDGCConfig) -> list[float]:
-    """By step: what of the averaged gradients is in neither result nor errors, relative to the largest entry."""
+    """The same of the first steps of a training."""
     training, alone = Training(rank, config, **ddp), net()
     found = []
-    for step in range(4):
-        alone.load_state_dict(training.parameters)
-        tokens, targets = batch(rank, step)
-        alone.zero_grad()
-        nn.functional.cross_entropy(alone(tokens), targets).backward()
-        own = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-        before = mean(training.errors(), 1)
-        training.backward(micro_batches)
-        after, result = mean(training.errors(), 1), training.gradients
-        expected = {name: gradient + before[name] - after[name] for name, gradient in mean(own).items()}
-        worst = max(float((expected[name] - result[name]).abs().max() / expected[name].abs().max()) for name in own)
-        found.append(worst)
+    for _ in range(4):
+        found.append(lost_in_step(training, alone, micro_batches))
         training.optimizer.step()
     assert any(error.abs().max() > 0 for error in training.errors().values())
     return found
@@ -459,3 +471,58 @@ def test_the_bytes_of_a_module_in_16_bits_are_half(tmp_path: Path) -> None:
     start, *windows = read_events(tmp_path)
     assert start["gradient_bytes"] == 2
     assert 2 * windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(8, rel=0.05)
+
+
+# seconds that a reduction takes longer, by whether it compresses
+SLOW_COMPRESSION, SLOW_HOST = {True: 0.05, False: 0.0}, {True: 0.0, False: 0.4}
+NEW_LINK, STEPS_OF_RUN = 48, 100  # the step from which on the delays are others
+TRIED = BUDGET.but(link_gbps=None)
+
+
+def try_steps(rank: int, first: dict[bool, float], then: dict[bool, float], folder: str) -> float:
+    """A run that decides by its steps who sums; the most that is lost in a step."""
+    reduce = GradientReducer.reduce
+
+    def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
+        time.sleep((first if training.step_number < NEW_LINK else then)[self.compressed])
+        yield from reduce(self, *args, **kwargs)
+
+    cost = StageCost(CommCost(0.0, 1e-9), 1e-4, 1e-4)  # of a link on which any rank pays, but not beyond doubt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReducer, "reduce", slow)
+        patch.setattr(data_parallel, "reduction_cost", lambda *_: cost)
+        training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
+        most, by_host = 0.0, 0
+        for _ in range(STEPS_OF_RUN):
+            most = max(most, lost_in_step(training, alone))
+            training.optimizer.step()
+            assert training.state is not None
+            if training.state.stage.reducers[0].by_host:
+                by_host += 1
+                assert not any(error.any() for error in training.errors().values()), "the host's sum leaves no error"
+    assert by_host > 0
+    return most
+
+
+def who_sums(folder: Path) -> dict[int, bool]:
+    """Whether the host does from an iteration on."""
+    return {e["iteration"]: e["plan"]["by_host"] for e in read_events(folder) if e["event"] == "window"}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "before", "after"),
+    [
+        pytest.param(SLOW_HOST, SLOW_HOST, False, False, id="compression is faster"),
+        pytest.param(SLOW_COMPRESSION, SLOW_HOST, True, False, id="compression is slower, then the link"),
+    ],
+)
+def test_the_steps_of_a_run_decide_who_sums(
+    first: dict[bool, float], then: dict[bool, float], before: bool, after: bool, tmp_path: Path
+) -> None:
+    most = run_on_ranks(try_steps, 2, first, then, str(tmp_path))[0]
+    assert most < 1e-4
+    found = who_sums(tmp_path)
+    middle, end = found[NEW_LINK], found[STEPS_OF_RUN]
+    assert (middle, end) == (before, after), found
+    tried = [e["plan"]["tried"] for e in read_events(tmp_path) if e["event"] == "window"]
+    assert len(tried[-1]) == 2, "the log says what was measured"

@@ -201,6 +201,28 @@ def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
 
 
+@pytest.mark.parametrize("host_bytes", [4.0, 2.0, 1.0])
+def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_budget_where_they_are_usual(
+    host_bytes: float,
+) -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, host_bytes, host_bytes)
+    whole = planner.dense * host_bytes / 4  # bytes of a step by the host
+    sent, compressed, tried = 0.0, 0.0, 0
+    for window in range(50):
+        idle, tries = 10 <= window < 30, window in (3, 15)
+        own = 3 if idle and tries else 17 if tries else 0 if idle else 20  # compressed steps of this window
+        tried += 0 if idle else 20 - own
+        compressed += own * planner._size(planner.choices)
+        sent += own * planner._size(planner.choices) + (20 - own) * whole
+        noise = {str(place): 0.5 for place in range(6)}
+        planner.observe([seen(noise)], sent, 20 * (window + 1) * whole, host_share=1 - own / 20, idle=idle)
+        planner.decide(20 * (window + 1))
+        assert planner.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
+    budgeted = 1000 - (20 * 20 - 3)  # steps
+    assert (compressed + tried * whole) / planner.dense == pytest.approx(budgeted / 12, rel=0.02)
+
+
 def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)

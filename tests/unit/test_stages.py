@@ -27,7 +27,7 @@ class Reducer:
         self.allocation = allocate([Parameter("word", (1000, 64), embedding=True)], config, 4)
         self.rank: int | None = -1
 
-    def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any) -> None:
+    def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any, by_host: bool) -> None:
         self.rank = rank
 
 

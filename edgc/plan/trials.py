@@ -1,0 +1,95 @@
+"""Whether compressed steps are faster than those with the host's own sum: tried in training, by the time of steps.
+
+A probe times reductions alone. In training they share cores, caches and the network with all else, and overlap hides a
+part of them. So a few steps of the run go the other way, and whole steps are compared.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+STEPS = 3  # of a trial; the first one is not timed: it also sends errors, or begins to compress anew
+LEAST = 5  # steps as usual that a trial is compared with
+FASTER = 0.98  # of the time of the host's steps, which compressed ones may take
+RETURN = 0.95  # the same after they were too slow
+DOUBT = 0.5  # of the time of the host's reduction: compression that takes less was worth it beyond doubt
+CHANGED = 1.25  # times the seconds of a reduction after the last trial, or less than one over that: another link
+SHARE = 0.005  # of a run: of its time, and after the first trial of its steps, that trials may cost
+
+
+class Trials:
+    """Decides who sums the gradients: EDGC, or the host (``by_host``).
+
+    Args:
+        iterations: of the run.
+        host_seconds: of the host's own reduction, as the probe has timed it.
+        overlapped: reductions run beside the backward pass, which hides an unknown part of them.
+
+    A ``trial`` is the iterations (first, first after) in which the other one sums. ``due``: one is wanted.
+    ``measured``: seconds of a compressed step and of the host's in the last trial; empty before.
+    """
+
+    def __init__(self, iterations: int, host_seconds: float, overlapped: bool):
+        self.iterations, self.host_seconds, self.overlapped = iterations, host_seconds, overlapped
+        self.by_host = self.due = False
+        self.trial: tuple[int, int] | None = None
+        self.measured: tuple[float, ...] = ()
+        self.sent = 0  # steps of trials in which the host has summed what would have been compressed
+        self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
+        self._reduction = math.nan  # seconds, under the present plan
+        self._step = math.nan  # seconds of a step
+
+    def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float) -> None:
+        """Take in a window.
+
+        ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
+        ended. ``reduce_seconds``: of the reductions of a step, in this window.
+        """
+        usual, tried = steps[self.by_host], steps[not self.by_host]
+        if len(usual) < LEAST:
+            return
+        self._step = median(usual)
+        if self.trial is not None:
+            if len(tried) >= STEPS - 1:
+                self._judge(median(steps[False]), median(steps[True]))
+        elif not math.isfinite(self._reduction):
+            self._reduction = reduce_seconds
+            hidden = self.overlapped and self.host_seconds < self._step  # it may be
+            self.due |= not self.measured and (hidden or reduce_seconds > DOUBT * self.host_seconds)
+        elif not 1 / CHANGED < reduce_seconds / self._reduction < CHANGED:
+            self.due |= math.isfinite(reduce_seconds)
+
+    def _judge(self, compressed: float, host: float) -> None:
+        usual, tried = (host, compressed) if self.by_host else (compressed, host)
+        self.spent += STEPS * max(tried - usual, 0.0)
+        self.sent += 0 if self.by_host else STEPS
+        self.by_host = compressed > (RETURN if self.by_host else FASTER) * host
+        self.measured, self.trial, self.due, self._reduction = (compressed, host), None, False, math.nan
+
+    def decide(self, iteration: int, new_plan: bool) -> None:
+        """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time.
+
+        ``new_plan``: from now on ranks are others.
+        """
+        if new_plan and not self.by_host:
+            self._reduction = math.nan  # the seconds will be others, too
+        first, last = iteration + 1, iteration + 1 + STEPS
+        if not self.due or self.trial is not None or last + LEAST > self.iterations:
+            return
+        affordable = self.spent < SHARE * self.iterations * self._step
+        if not self.by_host and self.measured:  # each takes bytes as well
+            affordable &= self.sent + STEPS <= SHARE * self.iterations
+        if affordable:
+            self.trial = (first, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers. A trial that is under way is not kept: it will be due again."""
+        due = self.due or self.trial is not None
+        measured = list(self.measured)
+        return {"by_host": self.by_host, "due": due, "measured": measured, "sent": self.sent, "spent": self.spent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, perhaps on another link."""
+        self.by_host, self.due, self.sent, self.spent = (state[key] for key in ("by_host", "due", "sent", "spent"))
+        self.measured, self.trial, self._reduction = tuple(state["measured"]), None, math.nan

@@ -1,0 +1,144 @@
+"""When compressed steps are compared with the host's, and what follows."""
+
+import math
+from typing import Any
+
+import pytest
+
+from edgc.plan.trials import LEAST, STEPS, Trials
+
+ITERATIONS, HOST = 10_000, 1.0  # seconds of the host's reduction
+
+
+def trials(iterations: int = ITERATIONS, overlapped: bool = False) -> Trials:
+    return Trials(iterations, HOST, overlapped)
+
+
+def seconds(compressed: float | None = None, host: float | None = None) -> dict[bool, list[float]]:
+    """Those of enough steps of each kind; None: there were none of it."""
+    return {False: [] if compressed is None else [compressed] * 20, True: [] if host is None else [host] * 20}
+
+
+def window(
+    under_test: Trials, iteration: int, reduction: float, compressed: float, host: float, new_plan: bool = False
+) -> None:
+    """A window in which a trial that was set has been made."""
+    tried = under_test.trial is not None
+    shown = seconds(compressed, host) if tried else seconds(**{"host" if under_test.by_host else "compressed": 1.0})
+    under_test.observe(shown, reduction)
+    under_test.decide(iteration, new_plan)
+
+
+@pytest.mark.parametrize(("reduction", "due"), [(0.2, False), (0.49, False), (0.6, True), (3.0, True)])
+def test_there_is_a_trial_where_compression_takes_more_than_half_of_the_time_of_the_hosts_reduction(
+    reduction: float, due: bool
+) -> None:
+    under_test = trials()
+    window(under_test, 100, reduction, 1.0, 1.0)
+    assert under_test.trial == ((101, 101 + STEPS) if due else None)
+
+
+@pytest.mark.parametrize(("step", "due"), [(0.9, False), (1.1, True)])
+def test_overlapped_there_is_one_where_a_step_could_hide_the_hosts_reduction(step: float, due: bool) -> None:
+    under_test = trials(overlapped=True)
+    under_test.observe(seconds(compressed=step), 0.1)
+    assert under_test.due == due
+
+
+@pytest.mark.parametrize(("compressed", "by_host"), [(0.90, False), (0.97, False), (0.99, True), (1.3, True)])
+def test_compression_goes_on_only_where_its_steps_are_clearly_shorter(compressed: float, by_host: bool) -> None:
+    under_test = trials()
+    window(under_test, 100, 0.8, compressed, 1.0)
+    window(under_test, 200, 0.8, compressed, 1.0)
+    assert (under_test.by_host, under_test.measured, under_test.trial) == (by_host, (compressed, 1.0), None)
+
+
+@pytest.mark.parametrize(("reduction", "compressed", "by_host"), [(2.0, 0.5, False), (2.0, 0.96, True)])
+def test_a_link_that_becomes_slow_brings_compression_back_within_two_windows(
+    reduction: float, compressed: float, by_host: bool
+) -> None:
+    under_test = trials()
+    for iteration in (100, 200, 300, 400):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    assert (under_test.by_host, under_test.trial) == (True, None)
+    window(under_test, 500, reduction, compressed, 1.0)
+    assert under_test.trial is not None, "the change was not seen"
+    window(under_test, 600, reduction, compressed, 1.0)
+    assert under_test.by_host == by_host
+
+
+def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.3, 0.8, 1.0)
+    assert under_test.trial is None
+    for iteration in (300, 400):
+        window(under_test, iteration, 0.2, 0.8, 0.7)
+    assert under_test.by_host
+
+
+def test_a_new_plan_is_no_new_link() -> None:
+    under_test = trials()
+    window(under_test, 100, 0.3, 0.8, 1.0, new_plan=True)
+    window(under_test, 200, 0.1, 0.8, 1.0)
+    assert under_test.trial is None
+    window(under_test, 300, 0.2, 0.8, 1.0)
+    assert under_test.trial is not None, "the second window of the plan is compared with its first"
+
+
+def test_trials_cost_half_a_percent_of_a_run() -> None:
+    under_test = trials(iterations=2000)
+    reduction = 0.6
+    for iteration in range(100, 1900, 20):  # the link changes all the time, and compression always wins
+        reduction = 1.4 - reduction
+        window(under_test, iteration, reduction, 0.5, 1.0)
+    assert 2 * STEPS <= under_test.sent <= 0.005 * 2000
+
+
+def test_where_the_host_sums_trials_cost_time_alone() -> None:
+    under_test = trials(iterations=2000)
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    reduction, made = 1.0, 0
+    for iteration in range(300, 1900, 20):
+        reduction = 3.0 - reduction
+        before = under_test.spent
+        window(under_test, iteration, reduction, 3.0, 1.0)
+        made += under_test.spent > before
+    assert made > 1
+    assert under_test.spent <= 0.005 * 2000 * 1.0 + STEPS * 2.0, "at most one trial beyond the bound"
+
+
+def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
+    under_test = trials()
+    under_test.observe({False: [1.0] * (LEAST - 1), True: []}, 0.8)
+    under_test.decide(100, new_plan=False)
+    assert under_test.trial is None
+    window(under_test, 200, 0.8, 1.1, 1.0)
+    under_test.observe({False: [1.1] * 20, True: [1.0] * (STEPS - 2)}, 0.8)
+    assert not under_test.by_host
+    late = trials()
+    window(late, ITERATIONS - STEPS, 0.8, 1.1, 1.0)
+    assert late.trial is None
+
+
+def test_nothing_is_due_where_nothing_was_measured() -> None:
+    under_test = trials()
+    for iteration in (100, 200, 300):
+        window(under_test, iteration, math.nan, 1.1, 1.0)
+    assert under_test.trial is None
+
+
+def test_a_resumed_run_goes_on_with_what_was_decided() -> None:
+    before = trials()
+    for iteration in (100, 200):
+        window(before, iteration, 0.8, 1.1, 1.0)
+    again = trials()
+    again.load_state_dict(before.state_dict())
+    assert again.state_dict() == before.state_dict()
+    assert again.by_host
+    window(before, 300, 0.8, 1.1, 1.0)
+    window(before, 400, 1.6, 1.1, 1.0)
+    state: dict[str, Any] = before.state_dict()
+    assert before.trial is not None
+    assert state["due"], "a trial under way is due again"
