@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -283,6 +283,8 @@ class EDGCState:
         if same:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
         self._build(config, timed=not same)
+        if same:  # the settled ranks look as if they had been asked for
+            self.plan = replace(self.plan, tries=state["controller"]["trials"] is not None)
         self.steps = state["steps"]
         processes = len(state["measurements"])
         load_stage(

@@ -84,9 +84,9 @@ class RankPlan:
     tried: tuple[float, ...] = ()
 
     def sums_by_host(self, iteration: int) -> bool | None:
-        """Whether the host sums in this iteration; None before the plan begins."""
+        """Whether the host sums in this iteration; None in a warm-up of EDGC's."""
         if iteration < self.first_iteration:
-            return None
+            return self.by_host or None
         return self.by_host != (self.trial is not None and self.trial[0] <= iteration < self.trial[1])
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Controller:
         self.anchor: list[float | None] = [None] * len(stages)
         # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
         self.tolerated: list[float | None] = [None] * len(stages)
-        self.plan = self._first_plan()
+        self.plan = replace(self._first_plan(), by_host=self.trials is not None and self.trials.by_host)
 
     def _first_plan(self) -> RankPlan:
         nothing, places = (None,) * len(self.stages), range(len(self.stages))
@@ -226,7 +226,7 @@ class Controller:
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
         before, plan, trials = self.plan.version, self._planned(iteration), self.trials
-        if trials is not None and iteration > plan.first_iteration and any(rank is not None for rank in plan.ranks):
+        if trials is not None and iteration >= plan.first_iteration and any(rank is not None for rank in plan.ranks):
             trials.decide(iteration, plan.version != before)
             plan = replace(plan, by_host=trials.by_host, trial=trials.trial, tried=trials.measured)
         self.plan = plan

@@ -138,8 +138,9 @@ class RunPlan:
     """What holds for the whole run; the same on every process.
 
     ``config`` has its ranks settled. ``compresses``: false where the link makes low rank slower than the host's own
-    reduction at every rank; ``config`` then asks for the engine ``dense``. ``warnings``: for the user, one line each.
-    ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.trials``).
+    reduction at every rank. ``tries``: whether steps of the run decide if compression is worth its time
+    (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``warnings``: for the user,
+    one line each.
     """
 
     config: EDGCConfig
@@ -172,11 +173,11 @@ class RunPlan:
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
             )
-        costs = [stage.cost for stage in self.stages if stage.cost is not None]
         trials = None
-        if self.tries and costs:
-            host_seconds = max(cost.host_seconds for cost in costs)
-            trials = Trials(iterations, host_seconds, sizes.run.overlapped)
+        if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
+            timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
+            host_seconds = max(timed, default=math.nan)
+            trials = Trials(iterations, host_seconds, sizes.run.overlapped, by_host=not self.compresses)
         return Controller(
             self.config,
             iterations,
@@ -240,15 +241,18 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         asked = config.ranks.largest is not None
         compresses = asked or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         # a link that is only computed is not there to be timed
-        tries = compresses and not asked and not run.alone and config.ranks.link_gbps is None
-        if compresses:
+        tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
+        if tries and not compresses:
+            lowest = usable  # the link of now is no bound for that of later
+        if compresses or tries:
             matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
             config = resolve_ranks(config, lowest, width(matrices))
-        else:
+        if not compresses:
             needed = flag("rmax" if config.ranks.static_rank is None else "static_rank")
+            until = " until reductions take longer" if tries else ""
             warnings.append(
-                "on this link compression takes longer than the dense reduction at every rank: reducing dense. "
-                f"Give {needed} a rank to compress all the same"
+                "on this link compression takes longer than the dense reduction at every rank: reducing dense"
+                f"{until}. Give {needed} a rank to compress all the same"
             )
             pp = config.pipeline.pp
             if config.pipeline.messages.follows:
@@ -257,6 +261,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
                     f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
                 )
                 pp = "off"
+            config = config.but(pp=pp)
+        if not (compresses or tries):
             config = config.but(
                 engine="dense",
                 static_rank=None,
@@ -265,7 +271,6 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
                 dense_wire="fp32",
                 rank_tilt=0.0,
                 kernels="plain",
-                pp=pp,
             )
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would

@@ -25,14 +25,15 @@ class Trials:
         iterations: of the run.
         host_seconds: of the host's own reduction, as the probe has timed it.
         overlapped: reductions run beside the backward pass, which hides an unknown part of them.
+        by_host: the run begins with the host's sums: by the probe no rank is faster.
 
     A ``trial`` is the iterations (first, first after) in which the other one sums. ``due``: one is wanted.
     ``measured``: seconds of a compressed step and of the host's in the last trial; empty before.
     """
 
-    def __init__(self, iterations: int, host_seconds: float, overlapped: bool):
+    def __init__(self, iterations: int, host_seconds: float, overlapped: bool, by_host: bool = False):
         self.iterations, self.host_seconds, self.overlapped = iterations, host_seconds, overlapped
-        self.by_host = self.due = False
+        self.by_host, self.due = by_host, False
         self.trial: tuple[int, int] | None = None
         self.measured: tuple[float, ...] = ()
         self.sent = 0  # steps of trials in which the host has summed what would have been compressed
@@ -56,16 +57,22 @@ class Trials:
         elif not math.isfinite(self._reduction):
             self._reduction = reduce_seconds
             hidden = self.overlapped and self.host_seconds < self._step  # it may be
-            self.due |= not self.measured and (hidden or reduce_seconds > DOUBT * self.host_seconds)
+            first = not self.measured and not self.by_host
+            self.due |= first and (hidden or reduce_seconds > DOUBT * self.host_seconds)
         elif not 1 / CHANGED < reduce_seconds / self._reduction < CHANGED:
-            self.due |= math.isfinite(reduce_seconds)
+            # the most that compression could save of a step is all of the host's reduction
+            worth = not self.by_host or reduce_seconds > (1 - RETURN) * self._step
+            if math.isfinite(reduce_seconds) and worth:
+                self.due, self._reduction = True, reduce_seconds
 
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
         self.spent += STEPS * max(tried - usual, 0.0)
         self.sent += 0 if self.by_host else STEPS
-        self.by_host = compressed > (RETURN if self.by_host else FASTER) * host
-        self.measured, self.trial, self.due, self._reduction = (compressed, host), None, False, math.nan
+        before, self.by_host = self.by_host, compressed > (RETURN if self.by_host else FASTER) * host
+        self.measured, self.trial, self.due = (compressed, host), None, False
+        if self.by_host != before:
+            self._reduction = math.nan
 
     def decide(self, iteration: int, new_plan: bool) -> None:
         """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time.
@@ -85,11 +92,17 @@ class Trials:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers. A trial that is under way is not kept: it will be due again."""
-        due = self.due or self.trial is not None
-        measured = list(self.measured)
-        return {"by_host": self.by_host, "due": due, "measured": measured, "sent": self.sent, "spent": self.spent}
+        return {
+            "host_seconds": self.host_seconds,
+            "by_host": self.by_host,
+            "due": self.due or self.trial is not None,
+            "measured": list(self.measured),
+            "sent": self.sent,
+            "spent": self.spent,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, perhaps on another link."""
-        self.by_host, self.due, self.sent, self.spent = (state[key] for key in ("by_host", "due", "sent", "spent"))
-        self.measured, self.trial, self._reduction = tuple(state["measured"]), None, math.nan
+        self.host_seconds, self.by_host, self.due = state["host_seconds"], state["by_host"], state["due"]
+        self.measured, self.sent, self.spent = tuple(state["measured"]), state["sent"], state["spent"]
+        self.trial, self._reduction = None, math.nan

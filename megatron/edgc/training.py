@@ -163,7 +163,7 @@ class Session:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
             dense = plan_run(plan.config.but(fuse_embedding_sync=False), self.run, self._known(cost))
-            plan = replace(dense, compresses=False, warnings=plan.warnings)
+            plan = replace(dense, compresses=False, warnings=plan.warnings, tries=plan.tries)
         if tied is not None:
             tied.install(self.seam)
         return plan

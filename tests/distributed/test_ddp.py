@@ -17,6 +17,7 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts import data_parallel
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
+from edgc.plan import trials
 from edgc.plan.alignment import CommCost
 from edgc.plan.controller import StageCost
 from tests.distributed.gloo import run_on_ranks
@@ -479,28 +480,36 @@ NEW_LINK, STEPS_OF_RUN = 48, 100  # the step from which on the delays are others
 TRIED = BUDGET.but(link_gbps=None)
 
 
-def try_steps(rank: int, first: dict[bool, float], then: dict[bool, float], folder: str) -> float:
-    """A run that decides by its steps who sums; the most that is lost in a step."""
+DOUBT, NONE_PAYS = (StageCost(CommCost(intercept, 1e-9), 1e-4, 1e-4) for intercept in (0.0, 1.0))  # of any rank
+
+
+def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[bool, float], folder: str) -> float:
+    """A run that decides by its steps who sums; the most that is lost in a step. ``cost``: as probed."""
     reduce = GradientReducer.reduce
 
     def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
         time.sleep((first if training.step_number < NEW_LINK else then)[self.compressed])
         yield from reduce(self, *args, **kwargs)
 
-    cost = StageCost(CommCost(0.0, 1e-9), 1e-4, 1e-4)  # of a link on which any rank pays, but not beyond doubt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "reduce", slow)
         patch.setattr(data_parallel, "reduction_cost", lambda *_: cost)
+        patch.setattr(trials, "SHARE", 0.1)  # half a percent of so short a run is no step at all
         training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
         most, by_host = 0.0, 0
-        for _ in range(STEPS_OF_RUN):
+        for step in range(STEPS_OF_RUN):
             most = max(most, lost_in_step(training, alone))
             training.optimizer.step()
             assert training.state is not None
             if training.state.stage.reducers[0].by_host:
                 by_host += 1
                 assert not any(error.any() for error in training.errors().values()), "the host's sum leaves no error"
-    assert by_host > 0
+            if step == NEW_LINK - 1:
+                other = edgc.EDGCState(alone, TRIED, iterations=STEPS_OF_RUN)
+                other.load_state_dict(training.state.state_dict())
+                assert other.driver.plan.by_host == training.state.driver.plan.by_host
+                assert other.plan.tries and other.windows.controller is not None or rank > 0
+        assert by_host > 0
     return most
 
 
@@ -510,16 +519,17 @@ def who_sums(folder: Path) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "before", "after"),
+    ("cost", "first", "then", "before", "after"),
     [
-        pytest.param(SLOW_HOST, SLOW_HOST, False, False, id="compression is faster"),
-        pytest.param(SLOW_COMPRESSION, SLOW_HOST, True, False, id="compression is slower, then the link"),
+        pytest.param(DOUBT, SLOW_HOST, SLOW_HOST, False, False, id="compression is faster"),
+        pytest.param(DOUBT, SLOW_COMPRESSION, SLOW_HOST, True, False, id="compression is slower, then the link"),
+        pytest.param(NONE_PAYS, SLOW_COMPRESSION, SLOW_HOST, True, False, id="dense by the probe, then a slow link"),
     ],
 )
 def test_the_steps_of_a_run_decide_who_sums(
-    first: dict[bool, float], then: dict[bool, float], before: bool, after: bool, tmp_path: Path
+    cost: StageCost, first: dict[bool, float], then: dict[bool, float], before: bool, after: bool, tmp_path: Path
 ) -> None:
-    most = run_on_ranks(try_steps, 2, first, then, str(tmp_path))[0]
+    most = run_on_ranks(try_steps, 2, cost, first, then, str(tmp_path))[0]
     assert most < 1e-4
     found = who_sums(tmp_path)
     middle, end = found[NEW_LINK], found[STEPS_OF_RUN]

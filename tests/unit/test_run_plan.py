@@ -119,10 +119,14 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
 def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     known = processes(DEAR, DEAR)
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known)
-    assert not plan.compresses and plan.config.engine == "dense" and plan.config.ranks.volume is None
+    assert (plan.compresses, plan.tries, plan.config.engine, plan.config.ranks.volume) == (False, True, "powersgd", 20)
     assert "Give --edgc-rmax a rank" in plan.warnings[0]
+    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int2": 0.25})).plan
+    assert first.sums_by_host(0) and first.sums_by_host(first.first_iteration), "nothing is even rounded"
+    computed = plan_run(EDGCConfig.from_preset({"volume": 20.0, "link_gbps": 1.0}), RUN, known)
+    assert (computed.compresses, computed.tries, computed.config.engine) == (False, False, "dense")
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, "rmax": 16}), RUN, known)
-    assert plan.compresses and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
+    assert plan.compresses and not plan.tries and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
 
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:

@@ -67,6 +67,17 @@ def test_a_link_that_becomes_slow_brings_compression_back_within_two_windows(
     assert under_test.by_host == by_host
 
 
+def test_a_link_that_changes_within_a_trial_is_seen_after_it() -> None:
+    under_test = trials()
+    for iteration, reduction in ((100, 0.8), (200, 0.8), (300, 0.2), (400, 0.26)):
+        window(under_test, iteration, reduction, 1.1, 1.0)
+    assert under_test.by_host and under_test.trial is not None
+    window(under_test, 500, 9.0, 1.1, 1.0)  # the steps were those of the link before
+    assert under_test.by_host and under_test.trial is None
+    window(under_test, 600, 9.0, 1.1, 8.0)
+    assert under_test.trial is not None
+
+
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     under_test = trials()
     for iteration in (100, 200):
@@ -107,6 +118,13 @@ def test_where_the_host_sums_trials_cost_time_alone() -> None:
         made += under_test.spent > before
     assert made > 1
     assert under_test.spent <= 0.005 * 2000 * 1.0 + STEPS * 2.0, "at most one trial beyond the bound"
+
+
+def test_where_the_host_sums_in_next_to_no_time_there_is_no_trial() -> None:
+    under_test = Trials(ITERATIONS, HOST, overlapped=False, by_host=True)
+    for reduction in (0.001, 0.002, 0.04, 0.06):  # of steps of one second
+        window(under_test, 100, reduction, 1.1, 1.0)
+        assert (under_test.trial is None) == (reduction < 0.05)
 
 
 def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
