@@ -16,12 +16,12 @@ MESSAGES = ("off", "auto", "backward", "both", "epilogue")  # which messages bet
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
-# equalised, a short warm-up in int8, and gradients rounded on their way from stage to stage. What they say of
+# equalised, a short warm-up in few bits, and gradients rounded on their way from stage to stage. What they say of
 # embeddings and other parameters, and of how matrices share a rank, holds where ranks are given or set by entropy.
 # Evidence: docs/frontier, docs/convergence.md.
-_FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "dense_wire": "int8"}
-_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "pp": "auto:int8"}
-_FEWER_BYTES = {"compress_embeddings": True, "pp": "auto:int4"}
+_FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "learning_rate_power": 0.7}
+_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "dense_wire": "int8", "pp": "auto:int8"}
+_FEWER_BYTES = {"compress_embeddings": True, "dense_wire": "int4", "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"fuse_embedding_sync": False},  # as published
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "volume": 8.0},
@@ -549,7 +549,7 @@ class EDGCConfig:
         # who gives a setting of ranks that entropy sets wants it to set them
         by_entropy = BY_ENTROPY - ({"rmax"} if "volume" in preset else set())
         if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
-            preset = {key: value for key, value in preset.items() if key not in POLICIES}
+            preset = {key: value for key, value in preset.items() if key not in POLICIES | OF_A_VOLUME}
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
@@ -621,6 +621,7 @@ class EDGCConfig:
 
 
 POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
+OF_A_VOLUME = {"learning_rate_power"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step"}  # settings that do nothing beside a static rank
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 SECTIONS: Mapping[str, type[Any]] = {
