@@ -19,9 +19,10 @@ from tools.network.links import INTERFACE, Links
 CORPUS = REPOSITORY / "runs" / "data" / "network"
 WINDOW = 7  # iterations; the first one is the warm-up of most contenders and is not measured
 PLANNED = 40 * WINDOW  # of the run that is begun: the warm-up of ``balanced`` is one window of it
+# The learning rate stays, so that the steps that are measured have the mean budget of a run.
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 8 --lr 1e-3 --min-lr 0 --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 "
+    "--micro-batch-size 8 --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 "
     f"--eval-interval 100000 --log-interval 1000 --seed 1 --train-iters {PLANNED} "
     f"--edgc --edgc-cpu --edgc-window {WINDOW} --edgc-iteration-sampling-rate 0.2"
 )
