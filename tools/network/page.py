@@ -21,7 +21,7 @@ COLORS = {
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """A row for each rate and contender of one mode; medians over repetitions."""
+    """A row for each rate and contender of one mode; medians over repetitions. What is compared is of the same one."""
     lines = header(
         ["link", "contender", "s a step", "against dense", "communication, s", "against dense"]
         + ["MB a step, counted", "by the interface", "ranks"]
@@ -42,9 +42,9 @@ def table(points: Sequence[Point]) -> list[str]:
                 "no limit" if rate is None else f"{rate:g} Mbit/s",
                 contender,
                 f"{step:.2f}{within}",
-                _change(step, _median(dense, "step_seconds")) if contender != "dense" and dense else "",
+                _changes(found, dense, "step_seconds") if contender != "dense" else "",
                 f"{talk:.2f} ({talk / step:.0%})",
-                _change(talk, _median(dense, "communication_seconds")) if contender != "dense" and dense else "",
+                _changes(found, dense, "communication_seconds") if contender != "dense" else "",
                 f"{counted:.2f}",
                 f"{interface:.2f}",
                 ranks if contender not in ("dense", "bf16", "int8", "int4") else "",
@@ -66,7 +66,10 @@ def markdown(points: Sequence[Point], machine: str) -> str:
         f"commit {commits}). A step's time is the median over windows of {WINDOW} steps, after a first window of",
         "warm-up. Communication is the time of the reductions alone, its share of the step in brackets. Bytes are",
         "those of a process and step: what EDGC counts, and what the interface sent with headers and exchanges",
-        "at the ends of windows. EDGC's probe decides whether to compress. *Ranks* are those of the last window.",
+        "at the ends of windows. EDGC's probe, and later its trials in training, decide whether to compress. *Ranks*",
+        "are those of the last window. A range is that of repetitions, beside their median. Repetitions may be of other",
+        "days and commits (points.json). On some days this machine computes a third slower, so what is compared is",
+        "always of one repetition.",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
@@ -136,8 +139,16 @@ def _median(points: Sequence[Point], field: str) -> float:
     return float(median(getattr(point, field) for point in points))
 
 
-def _change(value: float, reference: float) -> str:
-    return f"{value / reference - 1:+.0%}" if reference else ""
+def _changes(points: Sequence[Point], dense: Sequence[Point], field: str) -> str:
+    """Against dense of the same repetition: the median, and the range where there are several."""
+    references = {point.repetition: getattr(point, field) for point in dense}
+    found = [
+        getattr(point, field) / references[point.repetition] - 1 for point in points if references.get(point.repetition)
+    ]
+    if not found:
+        return ""
+    within = f" ({min(found):+.0%} to {max(found):+.0%})" if len(found) > 1 else ""
+    return f"{median(found):+.0%}{within}"
 
 
 def _order(rate: float | None) -> float:
