@@ -63,12 +63,13 @@ def test_a_link_is_as_slow_as_asked_and_counts_what_it_carries() -> None:
 POINT = Point(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time()))
 
 
-def test_the_table_compares_with_dense_on_the_same_link() -> None:
+def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition() -> None:
     slow = replace(POINT, mbit=20.0, step_seconds=6.0, communication_seconds=4.8)
     points = [
         *(
             POINT,
             slow,
+            replace(slow, step_seconds=5.0, repetition=1),
             replace(POINT, contender="int8", step_seconds=1.5, communication_seconds=0.2, counted_bytes=3.6e6),
         ),
         replace(slow, contender="balanced", step_seconds=3.0, communication_seconds=1.2, ranks=(40,)),
@@ -76,12 +77,12 @@ def test_the_table_compares_with_dense_on_the_same_link() -> None:
     ]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(points)[2:]]
     assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
-        ("20 Mbit/s", "dense", "6.00", ""),
-        ("20 Mbit/s", "balanced", "3.20 (3.00 to 3.40)", "-47%"),
+        ("20 Mbit/s", "dense", "5.50 (5.00 to 6.00)", ""),
+        ("20 Mbit/s", "balanced", "3.20 (3.00 to 3.40)", "-41% (-50% to -32%)"),
         ("135 Mbit/s", "dense", "2.00", ""),
         ("135 Mbit/s", "int8", "1.50", "-25%"),
     ]
-    assert rows[0][4] == "4.80 (80%)" and rows[1][5] == "-75%" and rows[3][6] == "3.60" and rows[1][8] == "40"
+    assert rows[0][4] == "4.80 (87%)" and rows[1][5] == "-75% (-75% to -75%)" and rows[3][6] == "3.60" and rows[1][8] == "40"
     changing = replace(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page

@@ -67,9 +67,9 @@ def markdown(points: Sequence[Point], machine: str) -> str:
         "warm-up. Communication is the time of the reductions alone, its share of the step in brackets. Bytes are",
         "those of a process and step: what EDGC counts, and what the interface sent with headers and exchanges",
         "at the ends of windows. EDGC's probe, and later its trials in training, decide whether to compress. *Ranks*",
-        "are those of the last window. A range is that of repetitions, beside their median. Repetitions may be of other",
-        "days and commits (points.json). On some days this machine computes a third slower, so what is compared is",
-        "always of one repetition.",
+        "are those of the last window. A range is that of repetitions, beside their median. Repetitions may be of",
+        "other days and commits (points.json). On some days this machine computes a third slower, so what is compared",
+        "is always of one repetition. The picture has the first one.",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
@@ -102,8 +102,11 @@ def over_time(points: Sequence[Point]) -> bytes:
 
 
 def picture(points: Sequence[Point]) -> bytes:
-    """Step time against rate, a panel for each mode, a line for each contender; unlimited links at the right edge."""
-    points = [point for point in points if point.links == EVEN]
+    """Step time against rate, a panel for each mode, a line for each contender; unlimited links at the right edge.
+
+    Of first repetitions: a line of points of several days would show how fast the machine was.
+    """
+    points = [point for point in points if point.links == EVEN and point.repetition == 0]
     modes = [mode for mode in MODES if any(point.mode == mode for point in points)] or ["plain"]
     figure, places = panels(1, len(modes), width=4.8, height=3.4)
     for mode, axes in zip(modes, places, strict=True):
