@@ -218,7 +218,7 @@ def test_all_levers_at_once_on_a_pipeline(tmp_path: Path) -> None:
     output = train([*FOUR_RANKS, "--edgc", *LEVERS, "--edgc-log-dir", str(tmp_path)])
     values = losses(output)
     assert all(math.isfinite(value) for value in values) and sum(values[-4:]) / 4 < values[0] - 0.5
-    assert "int8 -> rank 16" in output and "rank 16 -> rank 16" in output
+    assert "int4 -> rank 16" in output and "rank 16 -> rank 16" in output
     start, *windows = read_events(tmp_path)
     used, common = 0, 0
     # four processes send the tied embedding, three quarters of a message each: three times as much as two send
