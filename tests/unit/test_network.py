@@ -82,7 +82,12 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
         ("135 Mbit/s", "dense", "2.00", ""),
         ("135 Mbit/s", "int8", "1.50", "-25%"),
     ]
-    assert rows[0][4] == "4.80 (87%)" and rows[1][5] == "-75% (-75% to -75%)" and rows[3][6] == "3.60" and rows[1][8] == "40"
+    assert (
+        rows[0][4] == "4.80 (87%)"
+        and rows[1][5] == "-75% (-75% to -75%)"
+        and rows[3][6] == "3.60"
+        and rows[1][8] == "40"
+    )
     changing = replace(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
