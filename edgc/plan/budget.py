@@ -18,6 +18,7 @@ NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
+WINDOWS = 20  # of a run, at least
 LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
 FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
@@ -249,6 +250,8 @@ class BudgetPlanner:
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
+        every = [candidate for stage in self.candidates.values() for candidate in stage]
+        self.least = sum(options(one, bytes_per_value)[0].size for one in every)  # with every smallest choice
         self.host_bytes = host_bytes
         self.most = math.inf if most is None else self._at_rank(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
@@ -280,8 +283,12 @@ class BudgetPlanner:
         spent = (sent - self.idle * self.host_bytes / 4) / dense * done if dense else 0.0
         unspent = (self.dense * self.iterations - idle) / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
-        left = self.relief * unspent * share / (self.overhead or 1.0) - self.never
-        return min(left, self.most)
+        overhead, remaining = self.overhead or 1.0, max(self.iterations - iteration, 1)
+        # what later steps need at least is not for the steps of this window
+        least = overhead * (self.least + self.never)
+        beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
+        each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
+        return min(self.relief * each / overhead - self.never, self.most)
 
     def observe(
         self,

@@ -8,7 +8,7 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import BudgetPlanner, Candidate, Parts, bits_of, worth_of
+from edgc.plan.budget import WINDOWS, BudgetPlanner, Candidate, Parts, bits_of, worth_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.noise import Spread
 from edgc.plan.trials import Trials
@@ -281,7 +281,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
 def _window(config: EDGCConfig, iterations: int) -> int:
     """At most a twentieth of the run, so that what is measured can set a budget's plan; never without a measurement."""
     measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
-    return min(config.ranks.window, max(iterations // 20, measured, 2))
+    return min(config.ranks.window, max(iterations // WINDOWS, measured, 2))
 
 
 def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:

@@ -255,6 +255,16 @@ def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget()
     assert planner._size(planner.choices) < 0.75 * even._size(even.choices)
 
 
+@pytest.mark.parametrize("volume", [24.0, 48.0, 100.0])
+def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(volume: float) -> None:
+    """At 100x the last steps would have less than the smallest choices take."""
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
+    planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
+    assert run_of(planner, 1000, 20, 1.0, noise=0.5) == pytest.approx(volume, rel=0.005)
+    assert volume < 100 or planner._size(planner.choices) < 1.25 * planner.least
+
+
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
     word = candidate("word", 4096, 128, by_rows=1.3)
     assert replace(word, way="int8").noise(16) == word.noise(16), "what was never tried is"

@@ -22,7 +22,8 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("errors of spikes limited", lambda engine, *_: engine != "dense"),
     ("rank by descent", lambda engine, _, arguments: has_rank(engine) and _fills(arguments)),
     ("signs before few bits", lambda engine, _, arguments: has_rank(engine) and _few_bits(arguments)),
-    ("rows measured first", lambda engine, _, arguments: has_rank(engine) and _has_volume(arguments)),
+    ("rows measured first", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
+    ("last steps within the budget", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) >= 48),
 )
 
 
@@ -81,10 +82,12 @@ def _fills(arguments: Sequence[str]) -> bool:
     return (given[-1] if given else preset(arguments).get("allocation")) == "waterfill"
 
 
-def _has_volume(arguments: Sequence[str]) -> bool:
-    """Whether a run has a budget."""
-    given = {flag for flag, _ in pairwise(arguments)}
-    return "--edgc-volume" in given or ("--edgc-static-rank" not in given and "volume" in preset(arguments))
+def _volume(arguments: Sequence[str]) -> float:
+    """The volume of a run; 0 without a budget."""
+    given = dict(pairwise(arguments))
+    if "--edgc-volume" in given:
+        return float(given["--edgc-volume"])
+    return 0.0 if "--edgc-static-rank" in given else float(preset(arguments).get("volume", 0.0))
 
 
 def _few_bits(arguments: Sequence[str]) -> bool:
