@@ -247,6 +247,8 @@ class BudgetPlanner:
         each = np.ones(iterations) if worth is None else np.asarray(worth)
         # of an iteration, its share of what it and all later ones are worth
         self.share = each / np.cumsum(each[::-1])[::-1]
+        # steps of a learning rate so small that noise does no harm need no more bytes than their budget
+        self.guarded = np.full(iterations, True) if worth is None else each > each.min()
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
@@ -354,7 +356,9 @@ class BudgetPlanner:
         first_window = self.overhead is None  # a part of it may have been warm-up
         if self.per_step is not None:
             self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never)
-        if self.fidelity < self.least_fidelity:
+        if not self.guarded[iteration]:
+            self.relief = 1.0
+        elif self.fidelity < self.least_fidelity:
             self.relief = min(2 * self.relief, LARGEST_RELIEF)
         elif self.fidelity > ENOUGH * self.least_fidelity:
             self.relief = max(self.relief / 2, 1.0)
