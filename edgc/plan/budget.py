@@ -227,6 +227,7 @@ class BudgetPlanner:
         least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
             parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
             ``ENOUGH`` times.
+        least_worth: steps that are worth no more than this are not guarded so.
     """
 
     def __init__(
@@ -242,13 +243,14 @@ class BudgetPlanner:
         most: int | None = None,
         worth: Sequence[float] | None = None,
         least_fidelity: float = 0.0,
+        least_worth: float = 0.0,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
         each = np.ones(iterations) if worth is None else np.asarray(worth)
         # of an iteration, its share of what it and all later ones are worth
         self.share = each / np.cumsum(each[::-1])[::-1]
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        self.guarded = np.full(iterations, True) if worth is None else each > each.min()
+        self.guarded = each > least_worth
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value

@@ -8,7 +8,7 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import WINDOWS, BudgetPlanner, Candidate, Parts, bits_of, worth_of
+from edgc.plan.budget import LEAST_RATE, WINDOWS, BudgetPlanner, Candidate, Parts, bits_of, worth_of
 from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.noise import Spread
 from edgc.plan.trials import Trials
@@ -172,6 +172,7 @@ class RunPlan:
                 self.config.ranks.largest,
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
+                LEAST_RATE**power if rate and power else 0.0,
             )
         trials = None
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found

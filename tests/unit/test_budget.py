@@ -247,7 +247,9 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
-    planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, worth=worth, least_fidelity=0.1)
+    planner = BudgetPlanner(
+        24.0, 1000, 0, stages, (), BYTES, 4.0, worth=worth, least_fidelity=0.1, least_worth=0.2**0.7
+    )
     sent = 0.0
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
         sent += 20 * planner._size(planner.choices)
