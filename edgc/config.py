@@ -12,7 +12,8 @@ PAPER = "arXiv 2511.10333"
 ESTIMATORS = ("gaussian", "histogram", "spacing")
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "int8", "int6", "int5", "int4", "int3", "int2", "int1")  # comm/wire.py
 RANK_MODELS = ("gaussian", "measured", "residual")
-MESSAGES = ("off", "auto", "backward", "both", "epilogue")  # which messages between stages are compressed
+# which messages between stages are compressed
+MESSAGES = ("off", "auto", "auto-epilogue", "backward", "both", "epilogue")
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
@@ -23,7 +24,8 @@ _FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "learni
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "dense_wire": "int8", "pp": "auto:int8"}
 _FEWER_BYTES = {"compress_embeddings": True, "dense_wire": "int4", "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"fuse_embedding_sync": False},  # as published
+    # as published; which messages the paper means is our choice: docs/reproduction.md
+    "paper": {"pp": "auto-epilogue:powersgd", "fuse_embedding_sync": False},
     "safe": {**_FRONT, **_EIGHT_BITS, "warmup_fraction": 0.025, "volume": 8.0},
     "balanced": {
         **_FRONT,
@@ -415,6 +417,16 @@ class Messages:
         return cls(which, engine, None if rank is None else int(rank), wire)
 
     @property
+    def optional(self) -> bool:
+        """Whether a run that cannot compress messages may leave them as they are."""
+        return self.which in ("off", "auto", "auto-epilogue")
+
+    @property
+    def epilogue(self) -> bool:
+        """Whether only those are compressed for which the receiving stage would wait idle."""
+        return self.which in ("epilogue", "auto-epilogue")
+
+    @property
     def follows(self) -> bool:
         """Whether they take a rank that is not their own: entropy's, or that of the gradients."""
         return self.which != "off" and self.engine == "powersgd" and self.rank is None
@@ -427,11 +439,11 @@ class Pipeline:
     pp: str = _knob(
         "off",
         "which messages between pipeline stages are compressed, and how. Which: gradients (backward), gradients and "
-        "activations (both), gradients for which the receiving stage would wait idle (epilogue), or gradients wherever "
-        "the run's pipeline allows it (auto). How: rounded (backward:int8, :int4, :int2), or in low rank, at a rank "
-        "that entropy sets or the gradients have (backward:powersgd) or that is given (backward:powersgd:16), with "
-        "factors in the pipeline's own format or in another (backward:powersgd:16:int8). Without a how, the preset's "
-        "or powersgd",
+        "activations (both), or gradients for which the receiving stage would wait idle (epilogue); wherever the run's "
+        "pipeline allows it, gradients (auto) or those of the epilogue (auto-epilogue). How: rounded (backward:int8, "
+        ":int4, :int2), or in low rank, at a rank that entropy sets or the gradients have (backward:powersgd) or that "
+        "is given (backward:powersgd:16), with factors in the pipeline's own format or in another "
+        "(backward:powersgd:16:int8). Without a how, the preset's or powersgd",
         "which:how",
         "Optimus-CC, ASPLOS 2023; rounding: arXiv 2306.10209; docs/algorithm.md, 8",
     )
@@ -550,6 +562,8 @@ class EDGCConfig:
         by_entropy = BY_ENTROPY - ({"rmax"} if "volume" in preset else set())
         if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
             preset = {key: value for key, value in preset.items() if key not in POLICIES | OF_A_VOLUME}
+        if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
+            del preset["pp"]
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
@@ -631,6 +645,13 @@ SECTIONS: Mapping[str, type[Any]] = {
     "job": Job,
     "study": Study,
 }
+
+
+def ranks_by_entropy(given: Mapping[str, Any]) -> bool:
+    """Whether entropy can set ranks beside the given settings. Elsewhere a preset's messages that follow its ranks are
+    void.
+    """
+    return has_rank(given.get("engine", EDGCConfig.engine)) and all(given.get(name) is None for name in POLICIES)
 
 
 def knobs() -> tuple[Field[Any], ...]:

@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# Train a small GPT twice on the same tokens, dense and with EDGC, on four CPU processes (TP1 PP2 DP2), and compare.
+# Train a small GPT three times on the same tokens, on four CPU processes (TP1 PP2 DP2): dense, with the preset of the
+# paper, and with EDGC's default preset. Then compare.
 #
-#     bash scripts/quickstart.sh          ends with runs/quickstart/{report.html,report.png,summary.json}
+#     bash scripts/quickstart.sh            ends with runs/quickstart/{report.html,report.png,summary.json}
+#     bash scripts/quickstart.sh --quick    a sixth of the iterations, in runs/quickstart/quick
 #
-# A run that has finished with the same settings is kept.
+# A run that was interrupted goes on from its last checkpoint; one that has finished with the same settings is kept.
 set -euo pipefail
 
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
+case "$*" in
+    '') run=runs/quickstart shorter=() ;;
+    --quick)
+        run=runs/quickstart/quick
+        shorter=(--train-iters 40 --lr-warmup-iters 10 --edgc-window 5 --save-interval 10)
+        ;;
+    *) printf 'quickstart: error: %s: only --quick is known\n' "$*" >&2 && exit 2 ;;
+esac
 bash scripts/setup_env.sh
 python=.venv/bin/python
-run=runs/quickstart
 data=runs/data/stdlib
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore
 
@@ -17,6 +26,8 @@ export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore
 "$python" tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
     --output-prefix "$data"
 
+# of the log: warnings, progress, what entropy and the budget decide, the sums at the end
+shown='^edgc(:| \| (engine|gradients:|total|[0-9/]+ (iterations|.*nats)))'
 mapfile -t model < <(grep -v '^#' configs/quickstart.args)
 
 train() {
@@ -27,26 +38,35 @@ train() {
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data.model"
         --train-data-path "${data}_train_text_document" --valid-data-path "${data}_valid_text_document"
         --data-cache-path runs/data/cache --tensorboard-dir "$folder/tensorboard"
-        --edgc-cpu --edgc --edgc-log-dir "$folder" "$@")
+        --save "$folder/checkpoints" --load "$folder/checkpoints"
+        --edgc-cpu --edgc --edgc-log-dir "$folder" "${shorter[@]}" "$@")
     if [[ -f $folder/finished && $(<"$folder/finished") == "${command[*]}" ]]; then
         printf 'quickstart: %s has finished before, kept\n' "$name"
         return
     fi
-    rm -rf -- "$folder"
-    mkdir -p -- "$folder"
-    printf 'quickstart: training %s, full log in %s\n' "$name" "$folder/log.txt"
-    "$python" "${command[@]}" &>"$folder/log.txt" &
+    if [[ -f $folder/begun && $(<"$folder/begun") == "${command[*]}" ]]; then
+        printf 'quickstart: %s goes on from its last checkpoint, full log in %s\n' "$name" "$folder/log.txt"
+    else
+        rm -rf -- "$folder"
+        mkdir -p -- "$folder"
+        printf '%s\n' "${command[*]}" >"$folder/begun"
+        printf 'quickstart: training %s, full log in %s\n' "$name" "$folder/log.txt"
+    fi
+    touch -- "$folder/log.txt"
+    "$python" "${command[@]}" &>>"$folder/log.txt" &
     local training=$!
-    tail -n +1 -F --pid "$training" "$folder/log.txt" 2>/dev/null | grep --line-buffered '^edgc' || true
+    tail -n 0 -F --pid "$training" "$folder/log.txt" 2>/dev/null | grep --line-buffered -E "$shown" || true
     if ! wait "$training"; then
         tail -n 30 -- "$folder/log.txt" >&2
         printf 'quickstart: %s failed; the lines above end its log, %s\n' "$name" "$folder/log.txt" >&2
         exit 1
     fi
-    printf '%s\n' "${command[*]}" >"$folder/finished"
+    mv -- "$folder/begun" "$folder/finished"
+    rm -rf -- "$folder/checkpoints"
 }
 
 train dense --edgc-engine dense
 # Loopback is no network, so the ranks are planned for a link of 0.05 Gbit/s instead of the measured one.
+train paper --edgc-preset paper --edgc-link-gbps 0.05
 train edgc --edgc-link-gbps 0.05
 "$python" tools/report.py "$run"

@@ -1,6 +1,8 @@
-"""Compare a dense and an EDGC run: a table, ``summary.json``, ``report.png`` and a self-contained ``report.html``.
+"""Compare EDGC's runs with a dense one: a table, ``summary.json``, ``report.png`` and a self-contained ``report.html``.
 
-    python tools/report.py runs/quickstart        reads runs/quickstart/{dense,edgc}/{events.jsonl,tensorboard/}
+    python tools/report.py runs/quickstart        reads runs/quickstart/{dense,paper,edgc}/{events.jsonl,tensorboard/}
+
+The folder may lack ``paper``, a run of the preset of that name.
 
 Bytes, ranks, entropies and step times come from the event log, losses from Megatron's own TensorBoard scalars.
 """
@@ -11,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import _root  # noqa: F401
 
-from tools.reports.comparison import BYTES, CAVEAT, as_text, rank_path, summarise, table
+from tools.reports.comparison import BYTES, CAVEAT, NAMES, as_text, plans_line, rank_paths, summarise, table
 from tools.reports.page import as_html
 from tools.reports.picture import draw
 from tools.shared.command import command_parser, say_error
@@ -22,21 +24,20 @@ from tools.shared.runs import RunError, load_run
 def main(argv: list[str] | None = None) -> int:
     """Report on the folder in ``argv``; returns the exit status."""
     parser = command_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="folder that holds the runs dense/ and edgc/")
+    parser.add_argument("folder", type=Path, help="folder that holds the runs dense/ and edgc/, perhaps paper/")
     folder = parser.parse_args(argv).folder
     try:
-        dense, edgc = load_run(folder / "dense"), load_run(folder / "edgc")
+        runs = {name: load_run(folder / name) for name in NAMES if name != "paper" or (folder / name).is_dir()}
     except RunError as error:
         say_error("report", error)
         return 2
-    summary = summarise(dense, edgc)
-    picture = draw(dense, edgc)
+    summary = summarise(runs)
+    picture = draw(runs)
     write(folder / "report.png", picture)
     write(folder / "report.html", as_html(summary, picture).encode())
     write_json(folder / "summary.json", summary)
     print(as_text(table(summary)))
-    for stage, name in enumerate(edgc.stages):
-        print(f"{name}: {rank_path(summary['edgc']['ranks'], stage)}")
+    print("\n".join([*rank_paths(summary), plans_line(summary)]))
     print(BYTES)
     print(CAVEAT)
     print(f"written: {folder / 'report.html'}, {folder / 'report.png'}, {folder / 'summary.json'}")

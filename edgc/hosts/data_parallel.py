@@ -330,7 +330,7 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     if isinstance(config, str):
         config = EDGCConfig.from_preset({"preset": config})
     refused = {
-        "pp": config.pipeline.messages.which not in ("off", "auto"),
+        "pp": not config.pipeline.messages.optional,
         "fuse_embedding_sync": config.pipeline.fuse_embedding_sync,
         "param_wire": config.formats.param_wire is not None,
     }

@@ -111,8 +111,8 @@ def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
     """Whether messages between stages are to be compressed. Raises ``ConfigError`` where they are asked for but a
     receiver cannot know their shapes.
     """
-    which = config.pipeline.messages.which
-    if which == "off":
+    messages = config.pipeline.messages
+    if messages.which == "off":
         return False
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
@@ -121,9 +121,9 @@ def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
         "--use-ring-exchange-p2p: it sends whole tensors": args.use_ring_exchange_p2p,
     }
     found = [flag for flag, in_use in refused.items() if in_use]
-    if which == "epilogue" and args.virtual_pipeline_model_parallel_size:
+    if messages.epilogue and args.virtual_pipeline_model_parallel_size:
         found.append("a virtual pipeline: its stages wait at other times")
-    if found and which != "auto":
+    if found and not messages.optional:
         raise ConfigError(f"--edgc-pp = {config.pipeline.pp} does not work with {'; '.join(found)}")
     return not found
 

@@ -152,8 +152,7 @@ class PipelineMessages:
             index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
         )
         rank = self.ranks()[boundary]
-        epilogue = self.config.pipeline.messages.which == "epilogue"
-        if epilogue and place < get_num_microbatches() - (self.stages - sender):
+        if self.config.pipeline.messages.epilogue and place < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
         return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)
 

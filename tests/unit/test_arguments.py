@@ -22,7 +22,7 @@ def test_every_setting_is_a_flag_with_help_unit_default_and_source() -> None:
 def test_flags_become_settings_of_the_right_type() -> None:
     flags = "--edgc --edgc-preset paper --edgc-rmax 64 --edgc-warmup-fraction 0.2 --edgc-no-align --edgc-log-dir x"
     config = config_from_args(parse(*flags.split()))
-    paper = {"preset": "paper", "fuse_embedding_sync": False}
+    paper = {"preset": "paper", "pp": "auto-epilogue:powersgd", "fuse_embedding_sync": False}
     assert config == EDGCConfig.of(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
@@ -50,7 +50,7 @@ def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
     assert config is not None and not config.equalise and config.basis_cycle > 1
     plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
-    assert plain == EDGCConfig.of(preset="paper", fuse_embedding_sync=False, equalise=True)
+    assert plain == EDGCConfig.from_preset({"preset": "paper", "equalise": True}) and plain.equalise
     assert config.pipeline.fuse_embedding_sync is None  # the run decides
     for prefix, wanted in (("", True), ("no-", False)):
         given = config_from_args(parse("--edgc", f"--edgc-{prefix}fuse-embedding-sync"))

@@ -202,6 +202,10 @@ def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
     config = EDGCConfig.of(pp="epilogue")
     with pytest.raises(ConfigError, match="--edgc-pp = epilogue does not work with a virtual pipeline"):
         compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
+    optional = EDGCConfig.of(pp="auto-epilogue")
+    assert not compatibility.compresses_messages(optional, Namespace(**{**vars(arguments), **virtual}))
+    plain = {**virtual, "virtual_pipeline_model_parallel_size": None}
+    assert compatibility.compresses_messages(optional, Namespace(**{**vars(arguments), **plain}))
 
 
 def test_the_copies_of_a_tied_embedding_are_summed_in_one_sum_where_that_can_be(arguments: Namespace) -> None:

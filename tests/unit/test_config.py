@@ -31,7 +31,10 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
         ({"basis_wire": "int6+int4+int2"}, r"--edgc-basis-wire = int6\+int4\+int2: must be one of fp32, "),
         ({"basis_wire": "int6+"}, r"--edgc-basis-wire = int6\+: must be one of"),
-        ({"pp": "forward"}, r"--edgc-pp = forward: must begin with one of off, auto, backward, both, epilogue"),
+        (
+            {"pp": "forward"},
+            r"--edgc-pp = forward: must begin with one of off, auto, auto-epilogue, backward, ",
+        ),
         ({"pp": "off:int4"}, r"--edgc-pp = off:int4: nothing is compressed"),
         ({"pp": "both:int7"}, r"--edgc-pp = both:int7: both: must be followed by one of powersgd, int8"),
         ({"pp": "both:int4:8"}, r"--edgc-pp = both:int4:8: a rank, .* may only follow powersgd"),
@@ -125,6 +128,10 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
     assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).ranks.static_rank is None
     ranked = EDGCConfig.from_preset({"preset": "balanced", "pp": "auto:powersgd:8"})
     assert ranked.pipeline.messages == Messages("auto", "powersgd", 8)
+    # the paper's messages follow entropy's ranks
+    assert EDGCConfig.from_preset({"preset": "paper"}).pipeline.messages == Messages("auto-epilogue", "powersgd")
+    for given in ({"engine": "dense"}, {"engine": "int4"}, {"static_rank": 128}, {"volume": 12}):
+        assert EDGCConfig.from_preset({"preset": "paper", **given}).pipeline.messages == Messages()
 
 
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:

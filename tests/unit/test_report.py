@@ -12,19 +12,23 @@ from torch.utils.tensorboard import SummaryWriter
 from edgc.observe.events import EventLog
 from tools import report
 from tools._root import REPOSITORY
-from tools.reports.picture import used_ranks
-from tools.shared.runs import Run
+from tools.reports.comparison import different_plans
+from tools.reports.picture import delays, used_ranks
+from tools.shared.runs import Run, load_run
 
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 
 
 def write_run(folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True) -> None:
     log = EventLog(str(folder))
-    kinds = [{"name": f"stage {n}", "matrices": [["w", 8, 8]], "rest": [], "cost": None} for n in (1, 2)]
+    kinds = [{"name": f"stage {n}", "matrices": [[f"w{n}", 8, 8]], "rest": [], "cost": None} for n in (1, 2)]
     start = {"iterations": 40, "stages": kinds, "world_size": 4, "versions": {}, "gradient_bytes": 4}
     log.write("start", config={"window": 10, "seed": 7}, **start)
     for window, ranks in enumerate(RANKS, start=1):
         stages = [{"entropy": -float(window)}, {"entropy": None}]
+        if window > 1 and folder.name == "edgc":
+            others = {"b": {"delay": 99.0}, "w1": {"delay": 1.0 * window}}  # of a matrix, and of another parameter
+            stages[0]["fidelity"] = others
         log.write(
             "window",
             iteration=10 * window,
@@ -55,13 +59,8 @@ def runs(tmp_path: Path) -> Path:
 def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(runs)]) == 0
     summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
-    assert summary["dense"] == {
-        "val_loss": 2.0,
-        "dp_bytes": 100e6,
-        "pp_bytes": 1.2e6,
-        "total_bytes": 101.2e6,
-        "step_seconds": 3.0,
-    }
+    figures = {"val_loss": 2.0, "dp_bytes": 100e6, "pp_bytes": 1.2e6, "total_bytes": 101.2e6, "step_seconds": 3.0}
+    assert figures.items() <= summary["dense"].items() and "paper" not in summary
     edgc = summary["edgc"]
     assert edgc["val_loss"] == pytest.approx(2.01) and (edgc["dp_bytes"], edgc["step_seconds"]) == (25e6, 1.5)
     assert edgc["ranks"] == RANKS and edgc["entropy"] == [[-1, None], [-2, None], [-3, None], [-4, None]]
@@ -71,8 +70,40 @@ def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFi
     assert re.search(r"gradients +fewer +than bf16 +messages +total +fewer +s/step", out)
     assert re.search(r"dense +2\.0000 +100\.0 MB +1\.00x +0\.50x +1\.2 MB +101\.2 MB +1\.00x +3\.000", out)
     assert re.search(r"edgc +2\.0100 +\+0\.50% +25\.0 MB +4\.00x +2\.00x +1\.2 MB +26\.2 MB +3\.86x +1\.500", out)
-    assert "stage 1: dense for 1 window, rank 16 for 1 window, rank 8 for 2 windows" in out
-    assert "stage 2: dense for 1 window, rank 16 for 1 window, rank 12 for 1 window, dense for 1 window" in out
+    assert summary["plans"] == {"dense": 4, "edgc": 4}
+    assert "edgc, stage 1: dense for 1 window, rank 16 for 1 window, rank 8 for 2 windows" in out
+    assert "edgc, stage 2: dense for 1 window, rank 16 for 1 window, rank 12 for 1 window, dense for 1 window" in out
+
+
+def test_the_papers_run_stands_beside_the_other_two(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(runs / "paper", val_loss=2.0, megabytes=50, seconds=1.0)
+    assert report.main([str(runs)]) == 0
+    summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
+    assert summary["paper"]["dp_bytes"] == 50e6 and summary["paper"]["ranks"] == RANKS
+    assert summary["val_loss_gap"] == pytest.approx(0.005)  # of edgc
+    assert list(summary["plans"]) == ["dense", "paper", "edgc"]
+    out = capsys.readouterr().out
+    assert re.search(r"paper +2\.0000 +\+0\.00% +50\.0 MB +2\.00x +1\.00x", out)
+    assert "paper, stage 1: dense for 1 window" in out and "different plans over the run: paper 4, edgc 4" in out
+
+
+def test_plans_are_different_that_differ_in_a_rank_or_a_format() -> None:
+    def window(ranks: list[int | None], **plan: Any) -> dict[str, Any]:
+        return {"ranks": ranks, "plan": {"ranks": ranks, "matrix_ranks": [None], "formats": [None], **plan}}
+
+    same = [window([None]), window([None]), window([None], matrix_ranks=[{}])]
+    assert different_plans(Run("edgc", {}, same, [], 1.0)) == 1
+    ranked = window([8], matrix_ranks=[{"a": 8}])
+    moved = window([8], matrix_ranks=[{"a": 4, "b": 8}])
+    coded = window([8], matrix_ranks=[{"a": 8}], formats=[{"b": "int4"}])
+    # a window's plan is for those after it: that of the last one is never used
+    assert different_plans(Run("edgc", {}, [ranked, moved, ranked, ranked, coded], [], 1.0)) == 3
+    assert different_plans(Run("edgc", {}, [ranked, coded, ranked, moved], [], 1.0)) == 3
+
+
+def test_delays_are_of_matrices_and_of_windows_that_measured_some(runs: Path) -> None:
+    edgc = load_run(runs / "edgc")
+    assert delays(edgc, 0) == [(20, 2.0), (30, 3.0), (40, 4.0)] and delays(edgc, 1) == []
 
 
 def test_the_page_loads_nothing_and_the_picture_is_small(runs: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.compress.engines import has_rank
-from edgc.config import PRESETS
+from edgc.config import PRESETS, Messages, ranks_by_entropy
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
@@ -100,13 +100,16 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     """What the preset in these arguments, the last one if there are several, stands for today.
 
     Without what it says of messages between stages, and of a tied embedding on two of them, if there are none or a flag
-    says it.
+    says it, or if no entropy sets the ranks that they would follow.
     """
     names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
     meaning = PRESETS[names[-1]] if names else {}
     pipeline = "--pipeline-model-parallel-size" in arguments
     embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
     void = set() if pipeline and "--edgc-pp" not in arguments else {"pp"}
+    given = {flag.removeprefix("--edgc-").replace("-", "_"): value for flag, value in pairwise(arguments)}
+    if Messages.of(meaning.get("pp", "off")).follows and not ranks_by_entropy(given):
+        void.add("pp")
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
     return {name: value for name, value in meaning.items() if name not in void}

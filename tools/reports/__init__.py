@@ -1,1 +1,1 @@
-"""A dense and an EDGC run side by side, for ``report.py``; tables over many runs do not belong here."""
+"""A dense run and EDGC's side by side, for ``report.py``; tables over many runs do not belong here."""

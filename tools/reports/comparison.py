@@ -1,11 +1,14 @@
-"""The figures of a dense and an EDGC run side by side."""
+"""The figures of a dense run and of EDGC's runs side by side."""
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from tools.shared.machine import processor
 from tools.shared.runs import Run, times_fewer
 
+NAMES = ("dense", "paper", "edgc")  # of the runs, in the order of the table; paper may be missing
 BYTES = (
     "Bytes are those that a process sends in the whole run, mean over all of them, and how many times fewer than the "
     "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include a tied embedding's sum "
@@ -14,22 +17,12 @@ BYTES = (
 CAVEAT = "All ranks ran on one machine over loopback: the step times say nothing about a cluster."
 
 
-def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
-    """The figures of both runs, with machine and versions."""
-
-    def figures(run: Run) -> dict[str, Any]:
-        others = {"param_bytes": run.param_bytes, "pp_bytes": run.pp_bytes[0]}
-        sent = {"dp_bytes": run.dp_bytes, **{name: count for name, count in others.items() if count}}
-        return {"val_loss": run.val_loss, **sent, "total_bytes": run.total_bytes, "step_seconds": run.step_seconds}
-
+def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """The figures of all runs, with machine and versions; ratios and gap are those of ``edgc``."""
+    dense, edgc = runs["dense"], runs["edgc"]
     return {
-        "dense": figures(dense),
-        "edgc": {
-            **figures(edgc),
-            "ranks": [window["ranks"] for window in edgc.windows],
-            "entropy": [[stage["entropy"] for stage in window["stages"]] for window in edgc.windows],
-            "stages": edgc.stages,
-        },
+        **{name: _figures(run) for name, run in runs.items()},
+        "plans": {name: different_plans(run) for name, run in runs.items()},
         # one process alone sends nothing
         "dp_bytes_ratio": edgc.dp_bytes / dense.dp_bytes if dense.dp_bytes else 1.0,
         "total_bytes_ratio": edgc.total_bytes / dense.total_bytes if dense.total_bytes else 1.0,
@@ -42,24 +35,50 @@ def summarise(dense: Run, edgc: Run) -> dict[str, Any]:
     }
 
 
+def _figures(run: Run) -> dict[str, Any]:
+    others = {"param_bytes": run.param_bytes, "pp_bytes": run.pp_bytes[0]}
+    return {
+        "val_loss": run.val_loss,
+        "dp_bytes": run.dp_bytes,
+        **{name: count for name, count in others.items() if count},
+        "total_bytes": run.total_bytes,
+        "step_seconds": run.step_seconds,
+        "ranks": [window["ranks"] for window in run.windows],
+        "entropy": [[stage["entropy"] for stage in window["stages"]] for window in run.windows],
+        "stages": run.stages,
+    }
+
+
+def different_plans(run: Run) -> int:
+    """How many plans the run has used that differ in a rank or a format."""
+    # a window's plan is for the windows after it
+    plans: list[dict[str, Any]] = [{}, *(window.get("plan") or {} for window in run.windows)]
+    used = set()
+    for plan, window in zip(plans, run.windows, strict=False):
+        ranks = window["ranks"]
+        own, formats = (plan.get(part) or [None] * len(ranks) for part in ("matrix_ranks", "formats"))
+        used.add(json.dumps([[own[stage] or None, formats[stage] or None, rank] for stage, rank in enumerate(ranks)]))
+    return len(used)
+
+
 def table(summary: dict[str, Any]) -> list[list[str]]:
     """The comparison as rows of text, a header first."""
     dense, bf16 = summary["dense"], 2 / summary["gradient_bytes"]
+    runs = {name: summary[name] for name in NAMES if name in summary}
 
     def fewer(run: dict[str, Any], key: str, share: float = 1.0) -> str:
         return f"{share * times_fewer(dense[key], run[key]):.2f}x"
 
-    others = [key for key in ("param_bytes", "pp_bytes") if key in summary["edgc"]]
     names = {"param_bytes": "weights", "pp_bytes": "messages"}
+    others = [key for key in names if any(key in run for run in runs.values())]
     header = ["", "validation loss", "gap", "gradients", "fewer", "than bf16", *(names[key] for key in others)]
     rows = [[*header, "total", "fewer", "s/step"]]
-    for name in ("dense", "edgc"):
-        run = summary[name]
+    for name, run in runs.items():
         rows.append(
             [
                 name,
                 f"{run['val_loss']:.4f}",
-                "" if name == "dense" else f"{summary['val_loss_gap']:+.2%}",
+                "" if name == "dense" else f"{run['val_loss'] / dense['val_loss'] - 1:+.2%}",
                 _megabytes(run["dp_bytes"]),
                 fewer(run, "dp_bytes"),
                 fewer(run, "dp_bytes", bf16),
@@ -85,10 +104,26 @@ def as_text(rows: list[list[str]]) -> str:
     )
 
 
+def rank_paths(summary: dict[str, Any]) -> list[str]:
+    """Of every stage of EDGC's runs, the largest rank over the run: ``paper, stage 1: rank 48 for 2 windows``."""
+    return [
+        f"{name}, {stage}: {rank_path(summary[name]['ranks'], place)}"
+        for name in NAMES[1:]
+        if name in summary
+        for place, stage in enumerate(summary[name]["stages"])
+    ]
+
+
 def rank_path(ranks: list[list[int | None]], stage: int) -> str:
-    """One stage's ranks over the run: ``dense 4 windows, 48 -> 40 2 windows``."""
+    """One stage's ranks over the run: ``dense for 4 windows, rank 48 for 2 windows``."""
     steps: list[tuple[str, int]] = []
     for window in ranks:
         label = "dense" if window[stage] is None else f"rank {window[stage]}"
         steps = [*steps[:-1], (label, steps[-1][1] + 1)] if steps and steps[-1][0] == label else [*steps, (label, 1)]
     return ", ".join(f"{label} for {count} window{'s' * (count > 1)}" for label, count in steps)
+
+
+def plans_line(summary: dict[str, Any]) -> str:
+    """How many different plans each run had, as text."""
+    counts = [f"{name} {count}" for name, count in summary["plans"].items() if name != "dense"]
+    return f"different plans over the run: {', '.join(counts)}"

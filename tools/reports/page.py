@@ -5,7 +5,7 @@ import html
 import json
 from typing import Any
 
-from tools.reports.comparison import BYTES, CAVEAT, rank_path, table
+from tools.reports.comparison import BYTES, CAVEAT, plans_line, rank_paths, table
 
 
 def as_html(summary: dict[str, Any], picture: bytes) -> str:
@@ -15,10 +15,7 @@ def as_html(summary: dict[str, Any], picture: bytes) -> str:
     def line(cells: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    paths = "".join(
-        f"<li>{html.escape(name)}: {html.escape(rank_path(summary['edgc']['ranks'], stage))}</li>"
-        for stage, name in enumerate(summary["edgc"]["stages"])
-    )
+    paths = "".join(f"<li>{html.escape(path)}</li>" for path in [*rank_paths(summary), plans_line(summary)])
     details = {key: summary[key] for key in ("iterations", "machine", "versions", "settings")}
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>EDGC report</title>
@@ -30,7 +27,7 @@ th:first-child, td:first-child {{ text-align: left; font-weight: 600 }} img {{ m
 <h1>EDGC against dense, same tokens</h1>
 <table>{line(header, "th")}{"".join(line(row, "td") for row in rows)}</table>
 <p>{BYTES} {CAVEAT}</p>
-<img alt="Entropy, ranks, loss and bytes over iterations"
+<img alt="Entropy, ranks, delay, loss and bytes over iterations"
  src="data:image/png;base64,{base64.b64encode(picture).decode()}">
 <h2>Ranks</h2><ul>{paths}</ul>
 <h2>Run</h2><pre>{html.escape(json.dumps(details, indent=2))}</pre>

@@ -1,40 +1,62 @@
 """The report's picture."""
 
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+
 from matplotlib.axes import Axes
 
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW, panels, tidy, to_png
 from tools.shared.runs import Run
 
-RUN_COLOURS = {"dense": GREY, "edgc": VERMILION}
+RUN_COLOURS = {"dense": GREY, "paper": BLUE, "edgc": VERMILION}
 STAGE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY_BLUE, YELLOW)
 
 
-def draw(dense: Run, edgc: Run) -> bytes:
-    """The report's picture as PNG: entropy, ranks, loss and cumulative bytes over iterations."""
-    figure, (entropy, ranks, loss, sent) = panels(2, 2, width=5.5, height=3.5)
-    draw_entropy(entropy, edgc)
-    draw_ranks(ranks, edgc)
-    for run in (dense, edgc):
-        colour = RUN_COLOURS[run.name]
-        # the runs nearly coincide: the dense one is drawn wide and light so that both can be seen
-        width, opacity = (4, 0.4) if run.name == "dense" else (1, 1)
-        loss.plot(
-            *zip(*run.loss, strict=True), color=colour, linewidth=width, alpha=opacity, label=f"{run.name}, training"
-        )
-        marker = "o" if run.name == "dense" else "D"
-        end = edgc.start["iterations"]
-        label = f"{run.name}, validation {run.val_loss:.4f}"
-        loss.plot(end, run.val_loss, marker, color=colour, markersize=7, label=label, markeredgecolor="white")
-        iterations = [0] + [window["iteration"] for window in run.windows]
-        megabytes = [0.0] + [window["dp_bytes"] / 1e6 for window in run.windows]
-        sent.plot(iterations, megabytes, color=colour, linewidth=2, label=f"{run.name}, {megabytes[-1]:,.0f} MB")
-    loss.set(title="Loss", ylabel="cross-entropy (nats per token)")
-    sent.set(title="Gradient traffic", ylabel="MB sent by a process since the start")
-    for axes in (entropy, ranks, loss, sent):
-        axes.set_xlabel("iteration")
-        tidy(axes)
-        axes.legend(frameon=False)
-    return to_png(figure, dpi=100)
+def draw(runs: Mapping[str, Run]) -> bytes:
+    """The report's picture as PNG, over iterations: entropy and ranks of ``paper``, without it of ``edgc``; ranks and
+    delay of ``edgc``; loss and cumulative bytes of all runs.
+    """
+    edgc, paper = runs["edgc"], runs.get("paper")
+    drawings: list[Callable[[Axes], None]] = [partial(draw_entropy, run=paper or edgc)]
+    drawings += [partial(draw_ranks, run=run) for run in (paper, edgc) if run]
+    if any(delays(edgc, stage) for stage in range(len(edgc.stages))):
+        drawings.append(partial(draw_delay, run=edgc))
+    drawings += [partial(draw_loss, runs=runs), partial(draw_bytes, runs=runs)]
+    columns = math.ceil(len(drawings) / 2)
+    figure, axes = panels(2, columns, width=5.5, height=3.5)
+    for one, drawing in zip(axes, drawings, strict=False):
+        drawing(one)
+        one.set_xlabel("iteration")
+        tidy(one)
+        one.legend(frameon=False)
+    for spare in axes[len(drawings) :]:
+        spare.set_axis_off()
+    return to_png(figure, dpi=100 if columns == 2 else 80)
+
+
+def draw_loss(axes: Axes, runs: Mapping[str, Run]) -> None:
+    """Training losses, and the validation losses at the end."""
+    for name, run in runs.items():
+        # the runs nearly coincide: the dense one is drawn wide and light so that all can be seen
+        width, opacity = (4, 0.4) if name == "dense" else (1, 1)
+        colour, label = RUN_COLOURS[name], f"{name}, validation {run.val_loss:.4f}"
+        axes.plot(*zip(*run.loss, strict=True), color=colour, linewidth=width, alpha=opacity)
+        marker = "o" if name == "dense" else "D"
+        end = run.start["iterations"]
+        axes.plot(end, run.val_loss, marker, color=colour, markersize=7, label=label, markeredgecolor="white")
+    axes.set(title="Training loss, and validation loss at the end", ylabel="cross-entropy (nats per token)")
+
+
+def draw_bytes(axes: Axes, runs: Mapping[str, Run]) -> None:
+    """Bytes of gradients since the start, on a logarithmic axis."""
+    for name, run in runs.items():
+        iterations = [window["iteration"] for window in run.windows]
+        megabytes = [window["dp_bytes"] / 1e6 for window in run.windows]
+        label = f"{name}, {megabytes[-1]:,.0f} MB"
+        axes.plot(iterations, megabytes, color=RUN_COLOURS[name], linewidth=2, label=label)
+    axes.set(title="Gradient traffic", ylabel="MB sent by a process since the start", yscale="log")
 
 
 def draw_entropy(axes: Axes, run: Run) -> None:
@@ -45,7 +67,7 @@ def draw_entropy(axes: Axes, run: Run) -> None:
         if measured:
             colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
             axes.plot(*zip(*measured, strict=True), "o-", color=colour, markersize=4, label=name)
-    axes.set(title="Gradient entropy, mean of each window", ylabel="entropy (nats)")
+    axes.set(title=f"{run.name}: gradient entropy, mean of each window", ylabel="entropy (nats)")
 
 
 def draw_ranks(axes: Axes, run: Run) -> None:
@@ -63,8 +85,30 @@ def draw_ranks(axes: Axes, run: Run) -> None:
     dense = [end for end, window in zip(edges[1:], run.windows, strict=True) if set(window["ranks"]) == {None}]
     if dense:
         axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="dense warm-up")
-    axes.set(title="Ranks of matrices: mean, smallest, largest", ylabel="rank", xlim=(0, edges[-1]))
+    axes.set(title=f"{run.name}: ranks of matrices (mean, range)", ylabel="rank", xlim=(0, edges[-1]))
     axes.set_ylim(bottom=0)
+
+
+def draw_delay(axes: Axes, run: Run) -> None:
+    """Of every stage, the median delay of its matrices in each window."""
+    for stage, name in enumerate(run.stages):
+        if found := delays(run, stage):
+            colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
+            axes.plot(*zip(*found, strict=True), "o-", color=colour, markersize=4, label=name)
+    axes.set(title=f"{run.name}: delay, median of matrices", ylabel="steps by which gradient arrives late")
+    axes.set_ylim(bottom=0)
+
+
+def delays(run: Run, stage: int) -> list[tuple[int, float]]:
+    """(iteration, median delay of the stage's matrices) of each window that measured one."""
+    matrices = {name for name, *_ in run.start["stages"][stage]["matrices"]}
+    found = []
+    for window in run.windows:
+        measured = window["stages"][stage].get("fidelity") or {}
+        own = [signals["delay"] for name, signals in measured.items() if name in matrices]
+        if own := [one for one in own if one is not None and math.isfinite(one)]:
+            found.append((window["iteration"], median(own)))
+    return found
 
 
 def used_ranks(run: Run, window: int, stage: int) -> list[float]:
