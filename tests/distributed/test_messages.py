@@ -200,6 +200,7 @@ DYNAMIC = shlex.split(
 )
 TIMED = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16 --edgc-pp backward:powersgd")
 DEFAULTS = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16")
+PAPER = [flag for flag in DYNAMIC if flag not in ("--edgc-pp", "both")]
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-pp epilogue:powersgd:8")
 
 
@@ -227,6 +228,7 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
         },
         {"name": "slow", "arguments": [*base, "--train-iters", "4", *DEFAULTS], "message_seconds": 2.0},
         {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
+        {"name": "paper", "arguments": [*base, "--train-iters", "8", *PAPER]},
     ]
     left = results(runs, tmp_path)
     for result in (one for run in left.values() for one in run):
@@ -246,3 +248,9 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
     # four micro-batches a step: nothing hides the last message of stage 2, which waits for no forward pass of stage 1
     ranks = [one["message_ranks"] for one in left["epilogue"] if one["place"][0] == 1]
     assert ranks == [[None] * 4 + [None, None, None, 8] * 3] * 2
+    # so does the preset of the paper, at ranks that entropy moves
+    for one in (one for one in left["paper"] if one["place"][0] == 1):
+        last = one["message_ranks"][3::4]
+        assert len(last) == 8 and None not in last[4:]
+        assert {rank for place, rank in enumerate(one["message_ranks"]) if place % 4 < 3} == {None}
+        assert len(set(last) - {None}) > 1
