@@ -324,6 +324,14 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     # what a preset says of messages between stages does not matter where a flag says it, nor without a pipeline
     assert changes.preset(["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"])
     assert changes.preset(["--edgc-preset", "paper"]) == {}
+    pipeline = ["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"]
+    assert changes.preset(pipeline)["pp"] == PRESETS["paper"]["pp"]
+    for void in (["--edgc-engine", "dense"], ["--edgc-static-rank", "8"], ["--edgc-volume", "8"]):
+        assert "pp" not in changes.preset([*pipeline, *void])
+    # what only a volume uses does not matter where there is none
+    assert changes.preset([*arguments, "--edgc-volume", "12"]) == PRESETS["fast"]
+    for void in (["--edgc-static-rank", "8"], ["--edgc-engine", "int4"], ["--edgc-rmin", "4"]):
+        assert set(PRESETS["fast"]) - set(changes.preset([*arguments, *void])) == {"learning_rate_power"}
     gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
     assert changes.preset([*arguments, "--edgc-pp", "off"]) == gradients
     assert changes.preset(["--edgc-preset", "fast"]) == gradients

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.compress.engines import has_rank
-from edgc.config import PRESETS, Messages, ranks_by_entropy
+from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, PRESETS, Messages, ranks_by_entropy
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
@@ -100,7 +100,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     """What the preset in these arguments, the last one if there are several, stands for today.
 
     Without what it says of messages between stages, and of a tied embedding on two of them, if there are none or a flag
-    says it, or if no entropy sets the ranks that they would follow.
+    says it, or if no entropy sets the ranks that they would follow. Without what only a volume uses, if there is none.
     """
     names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
     meaning = PRESETS[names[-1]] if names else {}
@@ -110,6 +110,8 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     given = {flag.removeprefix("--edgc-").replace("-", "_"): value for flag, value in pairwise(arguments)}
     if Messages.of(meaning.get("pp", "off")).follows and not ranks_by_entropy(given):
         void.add("pp")
+    if "volume" not in given and (given.keys() & (POLICIES | BY_ENTROPY - {"rmax"}) or not ranks_by_entropy(given)):
+        void |= OF_A_VOLUME
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
     return {name: value for name, value in meaning.items() if name not in void}
