@@ -73,7 +73,7 @@ def draw_entropy(axes: Axes, run: Run) -> None:
 def draw_ranks(axes: Axes, run: Run) -> None:
     """Ranks of every stage as steps: the mean of its matrices, and a band from the smallest to the largest.
 
-    Windows in which every stage was dense are shaded.
+    Windows in which no stage was compressed yet are shaded.
     """
     edges = [0] + [window["iteration"] for window in run.windows]
     for stage, name in enumerate(run.stages):
@@ -84,7 +84,7 @@ def draw_ranks(axes: Axes, run: Run) -> None:
         axes.stairs(mean, edges, baseline=None, color=colour, linewidth=2, label=name)
     dense = [end for end, window in zip(edges[1:], run.windows, strict=True) if set(window["ranks"]) == {None}]
     if dense:
-        axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="dense warm-up")
+        axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="warm-up")
     axes.set(title=f"{run.name}: ranks of matrices (mean, range)", ylabel="rank", xlim=(0, edges[-1]))
     axes.set_ylim(bottom=0)
 
