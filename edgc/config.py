@@ -561,7 +561,8 @@ class EDGCConfig:
         # who gives a setting of ranks that entropy sets wants it to set them
         by_entropy = BY_ENTROPY - ({"rmax"} if "volume" in preset else set())
         if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
-            preset = {key: value for key, value in preset.items() if key not in POLICIES | OF_A_VOLUME}
+            void = POLICIES if "volume" in given else POLICIES | OF_A_VOLUME
+            preset = {key: value for key, value in preset.items() if key not in void}
         if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
             del preset["pp"]
         if (volume := given.get("volume", preset.get("volume"))) is not None:

@@ -12,8 +12,10 @@ with what is recommended on its own cluster's link. --write-flags writes the rec
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
@@ -21,12 +23,23 @@ if __name__ == "__main__":
 from tools._root import REPOSITORY
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 
 COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
 GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
+
+
+# How Megatron counts the processes, and whether stages come before replicas.
+ORDERS = {"Megatron's": False, "`--use-tp-pp-dp-mapping`": True}
+
+
+def predict_all(
+    training: Training, compressing: Mapping[str, Compressing], links: Sequence[StageLinks]
+) -> list[Prediction]:
+    """A step of each contender."""
+    return [predict(training, one, compressing.get(one.method), links) for one in CONTENDERS]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,26 +60,27 @@ def main(argv: list[str] | None = None) -> int:
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
         return 2
-    found: list[tuple[Training, list[Prediction]]] = []
+    found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
             compressing = {
                 method: Compressing.read(options.costs, training.title, method) for method in ("paper", "balanced")
             }
-            links = sorted({*(options.gbps or GBPS), training.gbps})
-            found.append(
-                (
-                    training,
-                    [predict(training, one, compressing.get(one.method), gbps) for gbps in links for one in CONTENDERS],
-                )
-            )
+            speeds = sorted({*(options.gbps or GBPS), training.gbps})
+            apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
+            places = [
+                page.Place(order, name, predict_all(training, compressing, training.placed(network, stages_first)))
+                for order, stages_first in ORDERS.items()
+                for name, network in page.networks(training.network).items()
+            ]
+            found.append((training, apart, places))
     except LaunchError as error:
         say_error("plan", error)
         return 2
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
-    training, predictions = found[0]
+    training, predictions, _ = found[0]
     chosen, _ = page.recommended([one for one in predictions if one.gbps == training.gbps])
     if options.write_flags is not None:
         write(options.write_flags, f"{chosen.contender.flags}\n".encode())
@@ -77,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def written(
     output: Path,
-    found: list[tuple[Training, list[Prediction]]],
+    found: list[tuple[Training, list[Prediction], list[page.Place]]],
     sections: list[list[str]],
     chosen: Prediction,
 ) -> None:
@@ -89,24 +103,31 @@ def written(
     text += f"\n## One step\n\n{title}. Above: what a stage computes; below: what its link carries.\n\n"
     text += f"![Timeline]({step})\n"
     write(output.with_suffix(".md"), text.encode())
-    write(output.with_suffix(".png"), page.picture(found))
+    write(output.with_suffix(".png"), page.picture([(training, predictions) for training, predictions, _ in found]))
     write(output.with_name(step), page.timeline(chosen.step))
-    rows = [
-        {
-            "model": training.title,
-            "gbps": one.gbps,
-            "contender": one.contender.name,
-            "rank": one.rank,
-            "compresses": one.compresses,
-            "step_seconds": one.seconds,
-            "exposed_seconds": one.exposed,
-            "gradient_bytes": one.gradient_bytes,
-        }
-        for training, predictions in found
-        for one in predictions
+    rows = [_raw(training, one) for training, predictions, _ in found for one in predictions]
+    placed = [
+        {"order": place.order, "network": place.network, **_raw(training, one)}
+        for training, _, places in found
+        for place in places
+        for one in place.predictions
     ]
-    write_json(output.with_suffix(".json"), {"training": [asdict(one) for one, _ in found], "rows": rows}, indent=1)
+    trainings = [asdict(one) for one, _, _ in found]
+    write_json(output.with_suffix(".json"), {"training": trainings, "rows": rows, "placed": placed}, indent=1)
     print(f"written: {output}.md, {output}.json, {output}.png, {output.with_name(step)}")
+
+
+def _raw(training: Training, one: Prediction) -> dict[str, Any]:
+    return {
+        "model": training.title,
+        "gbps": one.gbps,
+        "contender": one.contender.name,
+        "rank": one.rank,
+        "compresses": one.compresses,
+        "step_seconds": one.seconds,
+        "exposed_seconds": one.exposed,
+        "gradient_bytes": one.gradient_bytes,
+    }
 
 
 def validate(points: Path, output: Path | None) -> int:

@@ -340,8 +340,8 @@ def functions() -> dict[str, Any]:
 
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    # What each case would do again takes a fifth of its time: Megatron reads its own sources twice for its arguments' help,
-    # and the garbage collector looks at every object of the imports.
+    # Each case would spend a fifth of its time on these: Megatron reads its own sources twice for the help of its
+    # arguments, and the garbage collector looks at every object of the imports.
     inspect.getsource = cache(inspect.getsource)
     gc.freeze()
     before = functions()

@@ -152,6 +152,13 @@ def test_a_preset_of_a_volume_takes_a_bound_on_the_rank_another_volume_or_a_rank
     assert EDGCConfig.from_preset({"preset": "fast", "engine": "int4"}).ranks.volume is None
 
 
+def test_a_volume_that_is_given_is_spent_as_the_preset_spends_its_own() -> None:
+    own, given = (EDGCConfig.from_preset(one) for one in ({}, {"volume": 24.0}))
+    assert given == own and own.study.learning_rate_power == 0.7
+    assert EDGCConfig.from_preset({"preset": "fast", "volume": 12.0}).study.learning_rate_power == 0.7
+    assert EDGCConfig.from_preset({"static_rank": 16}).study.learning_rate_power == 0.0
+
+
 @pytest.mark.parametrize("unused", [{"rest_wire": "int8"}, {"allocation": "uniform"}, {"compress_embeddings": False}])
 def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):

@@ -1,14 +1,16 @@
 """The model of a step: schedules, links, reductions, and what the planner makes of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tools import plan
-from tools.launching.configs import LaunchError
+from tools.launching.configs import CLUSTERS, LaunchError
 from tools.planning.cluster import CONTENDERS, Compressing, Training, predict
-from tools.planning.page import recommended, timeline
+from tools.planning.page import networks, recommended, timeline
+from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Unit, simulate
 from tools.planning.validation import check
@@ -104,7 +106,9 @@ def test_a_model_on_its_cluster(training: Training) -> None:
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
     compressing = Compressing.read(plan.COSTS, training.title, "balanced")
     by_name = {one.name: one for one in CONTENDERS}
-    slow, fast = ([predict(training, one, compressing, gbps) for one in CONTENDERS] for gbps in (10.0, 3000.0))
+    slow, fast = (
+        [predict(training, one, compressing, training.apart(gbps)) for one in CONTENDERS] for gbps in (10.0, 3000.0)
+    )
     dense, balanced = slow[0], slow[4]
     assert balanced.contender is by_name["balanced"] and balanced.compresses
     assert dense.gradient_bytes / balanced.gradient_bytes == pytest.approx(24, rel=0.02)
@@ -153,3 +157,67 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     nothing = tmp_path / "points.json"
     nothing.write_text('{"points": []}')
     assert plan.main(["--validate", str(nothing)]) == 2
+
+
+NETWORK = Network(nodes=4, gpus_per_node=8, gbps=10.0, inside=1000.0, latency=0.0)
+
+
+def rates(network: Network, stages_first: bool = False) -> list[tuple[float, float]]:
+    """Gbit/s of each stage's messages and reductions: 2 tensor ranks, 4 replicas, 4 stages."""
+    return [(one.gbps, ring.gbps) for one, ring in Placement(2, 4, 4, stages_first).links(network)]
+
+
+def test_replicas_of_a_stage_share_a_node_or_lie_on_all() -> None:
+    # by Megatron's order each stage is on a node of its own
+    assert Placement(2, 4, 4).rings(1) == [
+        [(8 + tensor + 2 * a, 8 + tensor + 2 * b) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))] for tensor in (0, 1)
+    ]
+    assert rates(NETWORK) == [(10.0, 1000.0)] * 4
+    # else each replica is
+    assert rates(NETWORK, stages_first=True) == [(1000.0, 10.0)] * 4
+
+
+def test_rings_and_messages_over_an_uplink_share_it() -> None:
+    racks = replace(NETWORK, racks=2, uplink_gbps=32.0, uplink_seconds=0.001)
+    # messages of the 8 processes of stage 2 leave the first rack, those of stage 3 the second
+    assert rates(racks) == [(10.0, 1000.0), (4.0, 1000.0), (4.0, 1000.0), (10.0, 1000.0)]
+    # all 8 rings leave each rack once, and the messages stay inside
+    assert rates(racks, stages_first=True) == [(1000.0, 4.0)] * 4
+    _, ring = next(iter(Placement(2, 4, 4, True).links(racks)))
+    assert ring.latency == pytest.approx(2 * 2 * 0.001), "twice round a ring that crosses twice"
+    assert rates(replace(racks, uplink_gbps=1000.0), stages_first=True) == [(1000.0, 10.0)] * 4
+
+
+def test_one_slow_node_slows_the_rings_that_pass_it() -> None:
+    slow = replace(NETWORK, slow_nodes=1, slow_gbps=2.0)
+    assert rates(slow, stages_first=True) == [(1000.0, 2.0)] * 4
+    assert rates(slow) == [(2.0, 1000.0), (2.0, 1000.0), (10.0, 1000.0), (10.0, 1000.0)]
+
+
+def test_the_order_of_ranks_decides_whether_compression_pays() -> None:
+    training = Training.of("gpt2_2.5b", None)
+    compressing = {"balanced": Compressing.read(plan.COSTS, training.title, "balanced")}
+    by_order = [plan.predict_all(training, compressing, training.placed(NETWORK, order)) for order in (False, True)]
+    assert not recommended(by_order[0])[0].contender.method, "reductions do not leave a node"
+    assert recommended(by_order[1])[0].contender.method
+
+
+def test_a_cluster_file_describes_its_network(tmp_path: Path) -> None:
+    def training(**keys: float) -> Training:
+        own = (CLUSTERS / "v100_32.yaml").read_text()
+        file = tmp_path / "own.yaml"
+        file.write_text(own + "".join(f"{key}: {value}\n" for key, value in keys.items()))
+        return Training.of("gpt2_2.5b", str(file))
+
+    network = training(racks=2, uplink_gbps=50, uplink_ms=5, slow_nodes=1, slow_gbps=2).network
+    assert (network.racks, network.uplink_gbps, network.uplink_seconds) == (2, 50, 0.005)
+    assert (network.slow_nodes, network.slow_gbps) == (1, 2)
+    assert "as in the cluster's file" in networks(network) and "as in the cluster's file" not in networks(NETWORK)
+    for keys, message in (
+        ({"racks": 3}, "4 nodes do not divide by racks = 3"),
+        ({"uplink_gbps": 5}, "need racks of 2 or more"),
+        ({"slow_nodes": 1}, "go together"),
+        ({"racks": 0}, "a positive whole number"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            training(**keys)

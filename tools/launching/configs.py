@@ -44,7 +44,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What it is trained on. ``link_gbps``: Gbit/s of one process to other nodes; ``gpu``: none for CPUs."""
+    """What it is trained on. ``link_gbps``: Gbit/s of one process to other nodes; ``gpu``: none for CPUs.
+
+    The rest is for tools/plan.py alone. ``racks``: equal groups of nodes; all GPUs of one share ``uplink_gbps`` to the
+    others, and what crosses takes ``uplink_ms`` longer. The first ``slow_nodes`` have ``slow_gbps`` in the place of
+    ``link_gbps``.
+    """
 
     name: str
     gpu: str
@@ -54,6 +59,11 @@ class Cluster:
     compute_capability: float | None = None
     memory_gib: float | None = None
     link_gbps: float | None = None
+    racks: int | None = None
+    uplink_gbps: float | None = None
+    uplink_ms: float | None = None
+    slow_nodes: int | None = None
+    slow_gbps: float | None = None
 
 
 T = TypeVar("T", Model, Cluster)
@@ -87,6 +97,7 @@ def _texts(value: Any) -> bool:
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
     "int": ("a positive whole number", lambda value: _positive(value, int)),
+    "int | None": ("a positive whole number", lambda value: _positive(value, int)),
     "float | None": ("a positive number", lambda value: _positive(value, (int, float))),
     "dict[str, str]": ("names with text", _texts),
 }

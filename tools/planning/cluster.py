@@ -3,7 +3,7 @@
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
+from edgc.plan.alignment import RANK_MULTIPLE
 from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
+from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 
 # Assumptions, none of them measured here. Dense tflop/s of a data sheet, fp16 or bf16 with fp32 sums, and the share of
@@ -23,8 +25,11 @@ PEAK_TFLOPS = {7.0: 125.0, 8.0: 312.0, 9.0: 989.0}
 MEMORY = {7.0: 0.9e12, 8.0: 2.0e12, 9.0: 3.35e12}  # bytes/s
 REACHED = 0.4
 OPTIMIZER_BYTES = 24.0
+INSIDE = {7.0: 1200.0, 8.0: 2400.0, 9.0: 3600.0}  # Gbit/s of a GPU's NVLink in one direction, of its data sheet
 LATENCY = 40e-6
 VOCABULARY = 50304
+
+StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class Training:
     scatters: bool
     overlapped: bool
     gpu: float  # compute capability
-    gbps: float
+    network: Network
+    stages_first: bool  # in the order of ranks: stages before replicas
+    loss_scale: bool  # with one EDGC also keeps its state of before a step
 
     @classmethod
     def of(cls, model_name: str, cluster_name: str | None, extra: Sequence[str] = ()) -> "Training":
@@ -57,6 +64,7 @@ class Training:
         if cluster.link_gbps is None:
             raise LaunchError(f"{cluster.name}: link_gbps is missing")
         flags = _flags([*shlex.split(model.flags), *shlex.split(cluster.flags), *extra])
+        network = _network(cluster)
         processes = cluster.nodes * cluster.gpus_per_node
         across = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
         if processes % across:
@@ -82,8 +90,25 @@ class Training:
             scatters=flags.use_distributed_optimizer,
             overlapped=flags.overlap_grad_reduce,
             gpu=cluster.compute_capability,
-            gbps=cluster.link_gbps,
+            network=network,
+            stages_first=flags.use_tp_pp_dp_mapping,
+            loss_scale=flags.fp16,
         )
+
+    @property
+    def gbps(self) -> float:
+        """Of a GPU to other nodes."""
+        return self.network.gbps
+
+    def apart(self, gbps: float) -> list[StageLinks]:
+        """Links of stages whose replicas and neighbours are all on other nodes."""
+        link = Link(gbps, LATENCY)
+        return [(link, link)] * self.pipeline
+
+    def placed(self, network: Network, stages_first: bool) -> list[StageLinks]:
+        """Links of stages where their processes are."""
+        placement = Placement(self.tensor, self.replicas, self.pipeline, stages_first)
+        return list(placement.links(network, self.chunks > 1))
 
     @property
     def stage_elements(self) -> int:
@@ -102,9 +127,38 @@ class Training:
         return flops / (REACHED * PEAK_TFLOPS[self.gpu] * 1e12)
 
     @property
+    def state_bytes(self) -> float:
+        """That EDGC keeps on a GPU for its layers, with errors in fp32."""
+        return 4.0 * self.stage_elements * (2 if self.loss_scale else 1)
+
+    @property
     def message_bytes(self) -> float:
         """Of activations, or their gradients, in 16 bits; sequence parallelism sends a part of it from each GPU."""
         return 2.0 * self.micro_batch * self.sequence * self.width / self.tensor
+
+
+def _network(cluster: Cluster) -> Network:
+    """Raises ``LaunchError`` for racks that do not divide the nodes, and for half of a pair of keys."""
+    assert cluster.link_gbps is not None and cluster.compute_capability is not None
+    racks = cluster.racks or 1
+    if cluster.nodes % racks:
+        raise LaunchError(f"{cluster.name}: {cluster.nodes} nodes do not divide by racks = {racks}")
+    if racks == 1 and (cluster.uplink_gbps or cluster.uplink_ms):
+        raise LaunchError(f"{cluster.name}: uplink_gbps and uplink_ms need racks of 2 or more")
+    if (cluster.slow_nodes is None) != (cluster.slow_gbps is None):
+        raise LaunchError(f"{cluster.name}: slow_nodes and slow_gbps go together")
+    return Network(
+        cluster.nodes,
+        cluster.gpus_per_node,
+        cluster.link_gbps,
+        INSIDE[cluster.compute_capability],
+        LATENCY,
+        racks,
+        cluster.uplink_gbps,
+        (cluster.uplink_ms or 0.0) / 1e3,
+        cluster.slow_nodes or 0,
+        cluster.slow_gbps,
+    )
 
 
 def _flags(given: Sequence[str]) -> argparse.Namespace:
@@ -114,7 +168,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce"):
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--use-tp-pp-dp-mapping", "--fp16"):
         parser.add_argument(flag, action="store_true")
     return parser.parse_known_args(list(given))[0]
 
@@ -183,14 +237,17 @@ class Compressing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of one contender. ``rank``: None for what has none; ``compresses``: whether it pays."""
+    """A step of one contender. ``gbps``: of the slowest reductions; ``rank``: None for what is sent whole."""
 
     contender: Contender
     gbps: float
     rank: int | None
-    compresses: bool
     step: Step
     gradient_bytes: float  # of a process and step, the layers of a stage
+
+    @property
+    def compresses(self) -> bool:
+        return self.rank is not None
 
     @property
     def seconds(self) -> float:
@@ -201,53 +258,61 @@ class Prediction:
         return self.step.exposed()
 
 
-def predict(training: Training, contender: Contender, compressing: Compressing | None, gbps: float) -> Prediction:
-    """One step on links of so many Gbit/s."""
-    link = Link(gbps, LATENCY)
+def predict(
+    training: Training, contender: Contender, compressing: Compressing | None, links: Sequence[StageLinks]
+) -> Prediction:
+    """One step on these links."""
     half = 0.5 if training.scatters else 1.0
     whole = all_reduce_bytes(training.stage_elements * 4.0, training.replicas)
+    slowest = max((ring for _, ring in links), key=lambda ring: ring.seconds(whole))
     sent = whole * contender.bits / 32 * half
-    units, rank, compresses = _dense(sent), None, False
+    units, rank = _dense(sent), None
     if contender.method and compressing is not None:
         share = training.stage_elements / compressing.elements
-        wanted = contender.rank or int(whole / contender.volume / (compressing.bytes_per_rank * share))
-        limit = WORTH_IT * link.seconds(whole * half)
+        bytes_each = compressing.bytes_per_rank * share
 
         def alone(rank: int) -> float:
-            return share * compressing.at(rank) + compressing.messages * LATENCY + rank * bytes_each * 8 / (gbps * 1e9)
+            latencies = (compressing.messages - 1) * slowest.latency
+            return share * compressing.at(rank) + latencies + slowest.seconds(rank * bytes_each)
 
-        bytes_each = compressing.bytes_per_rank * share
-        rank = wanted
-        if contender.rank is None:  # a volume asks the link
-            while rank >= 4 and alone(rank) > limit:
-                rank = min(rank - 4, int(rank * 0.95) // 4 * 4)
-        compresses = rank >= 4
-        if compresses:
+        if contender.rank is not None:
+            rank = contender.rank
+        else:
+            rank = _worth_it(
+                int(whole / contender.volume / bytes_each), alone, WORTH_IT * slowest.seconds(whole * half)
+            )
+        if rank is None:
+            sent = whole * half
+            units = _dense(sent)
+        else:
             sent = rank * bytes_each
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(compressing.messages // UNITS, 1))
             units = (Unit.of(*each),) * UNITS
-        else:
-            rank, sent = None, whole * half
-            units = _dense(sent)
     forward = training.forward_seconds()
-    stage = StageTimes(
-        forward=forward,
-        backward=2 * forward,
-        link=link,
-        activations=training.message_bytes,
-        gradients=training.message_bytes,
-        units=units,
-        gathered=training.stage_elements * 2.0 * (training.replicas - 1) / training.replicas
-        if training.scatters
-        else 0,
-        optimizer=OPTIMIZER_BYTES
-        * training.stage_elements
-        / MEMORY[training.gpu]
-        / (training.replicas if half < 1 else 1),
-    )
-    stages = [stage] * training.pipeline
+    elements = training.stage_elements
+    stages = [
+        StageTimes(
+            forward=forward,
+            backward=2 * forward,
+            link=messages,
+            ring=ring,
+            activations=training.message_bytes,
+            gradients=training.message_bytes,
+            units=units,
+            gathered=elements * 2.0 * (training.replicas - 1) / training.replicas if training.scatters else 0,
+            optimizer=OPTIMIZER_BYTES * elements / MEMORY[training.gpu] / (training.replicas if half < 1 else 1),
+        )
+        for messages, ring in links
+    ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
-    return Prediction(contender, gbps, rank, compresses, step, sent)
+    return Prediction(contender, slowest.gbps, rank, step, sent)
+
+
+def _worth_it(rank: int, seconds: Callable[[int], float], limit: float) -> int | None:
+    """The largest rank up to this one that takes no longer than the limit; None: no rank does."""
+    while rank >= RANK_MULTIPLE and seconds(rank) > limit:
+        rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
+    return rank if rank >= RANK_MULTIPLE else None
 
 
 def _dense(sent: float) -> tuple[Unit, ...]:

@@ -1,10 +1,12 @@
 """What the planner says of a cluster: a table over links, a recommendation, and a step as a timeline."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from edgc.plan.run import WORTH_IT
 from tools.planning import cluster
 from tools.planning.cluster import Prediction, Training
+from tools.planning.placement import Network
 from tools.planning.simulation import Step
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW, panels, tidy, to_png
@@ -62,7 +64,61 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-def section(training: Training, predictions: Sequence[Prediction]) -> list[str]:
+@dataclass(frozen=True)
+class Place:
+    """The predictions of one order of ranks on one network."""
+
+    order: str
+    network: str
+    predictions: Sequence[Prediction]
+
+
+def networks(own: Network) -> dict[str, Network]:
+    """A cluster's own network, the same with links all alike, and three that are worse."""
+    even = replace(own, racks=1, uplink_gbps=None, uplink_seconds=0.0, slow_nodes=0, slow_gbps=None)
+    found = {"all links alike": even}
+    if even != own:
+        found["as in the cluster's file"] = own
+    third, quarter = own.gbps / 3, own.gbps * own.gpus_per_node * own.nodes / 2 / 4
+    found[f"one node's links at {third:.3g} Gbit/s"] = replace(even, slow_nodes=1, slow_gbps=third)
+    if own.nodes % 2 == 0:
+        racks = replace(even, racks=2)
+        found[f"two racks, uplinks of {quarter:g} Gbit/s"] = replace(racks, uplink_gbps=quarter)
+        found["two sites, 10 Gbit/s and 5 ms between them"] = replace(racks, uplink_gbps=10.0, uplink_seconds=5e-3)
+    return found
+
+
+def places_table(places: Sequence[Place]) -> list[str]:
+    """A row for each order of ranks and network, a column for each contender."""
+    contenders = [one.contender.name for one in places[0].predictions]
+    lines = header(["order of ranks", "network", "reductions, Gbit/s", *contenders])
+    for place in places:
+        dense = place.predictions[0]
+        cells = [f"{dense.seconds:.2f}"]
+        for one in place.predictions[1:]:
+            which = "" if one.compresses or not one.contender.method else "dense "
+            cells.append(f"{which}{one.seconds:.2f} ({one.seconds / dense.seconds - 1:+.0%})")
+        lines.append(
+            row([place.order, place.network, f"{dense.gbps:.3g}" if dense.gbps < 1000 else f"{dense.gbps:.0f}", *cells])
+        )
+    return lines
+
+
+def reading(training: Training, places: Sequence[Place]) -> list[str]:
+    """What the table of places says of links that are all alike."""
+    alike = [place for place in places if place.network == places[0].network]
+    lines = []
+    for place in alike:
+        chosen, why = recommended(place.predictions)
+        lines.append(f"- Order {place.order}, {place.network}: `{chosen.contender.flags}`: {why}.")
+        if chosen.gbps > training.network.gbps:
+            lines[-1] += " Reductions do not leave a node."
+    best = min((one.seconds, place.order, one) for place in alike for one in place.predictions)
+    lines.append(f"- The least time on them: order {best[1]}, `{best[2].contender.flags}`, {best[0]:.2f} s.")
+    return lines
+
+
+def section(training: Training, predictions: Sequence[Prediction], places: Sequence[Place]) -> list[str]:
     """Of one model."""
     lines = [
         f"## {training.title}",
@@ -77,10 +133,19 @@ def section(training: Training, predictions: Sequence[Prediction]) -> list[str]:
     for gbps in dict.fromkeys(one.gbps for one in predictions):
         chosen, why = recommended([one for one in predictions if one.gbps == gbps])
         lines.append(f"- {gbps:g} Gbit/s: `{chosen.contender.flags}`: {why}.")
-    memory = 4 * training.stage_elements / 2**30
+    memory = training.state_bytes / 2**30
+    twice = " It also keeps its state of before a step, because of the loss scale." if training.loss_scale else ""
     lines += [
         "",
-        f"EDGC keeps about {memory:.1f} GiB a GPU, {memory / 2:.1f} GiB with `--edgc-error-dtype bf16`.",
+        f"Where its processes are on {training.network.nodes} nodes of {training.network.gpus_per_node} GPUs with "
+        f"{training.gbps:g} Gbit/s each, in s a step (against dense fp32):",
+        "",
+        *places_table(places),
+        "",
+        *reading(training, places),
+        "",
+        f"For its layers EDGC keeps {memory:.1f} GiB on a GPU, {memory / 2:.1f} GiB with `--edgc-error-dtype bf16`."
+        + twice,
         "",
     ]
     return lines
@@ -99,7 +164,13 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  forward pass. Nothing is recomputed. Embeddings are left out.",
         f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
         "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
-        f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link. No link is shared.",
+        f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link.",
+        "- In the first table of a model every replica and every stage is on another node. No link is shared.",
+        "- In the second table processes are where Megatron puts them. By default the replicas of a stage are side",
+        "  by side, with `--use-tp-pp-dp-mapping` the stages of a replica. Inside a node a GPU has its data sheet's",
+        "  NVLink. Reductions go round rings. A ring is as fast as its slowest link, whose speed is in the column",
+        "  *reductions*. What crosses between racks shares the uplink of its rack evenly. A sum goes twice round its",
+        "  ring, and waits for the latency of each crossing.",
         f"- A volume's reduction takes at most {WORTH_IT:.0%} of the time of a dense one. Where it",
         "  cannot, gradients are reduced dense.",
         "",

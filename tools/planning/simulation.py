@@ -52,7 +52,8 @@ class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
     ``units``: reductions, in the order in
-    which a backward pass completes them. ``gathered``: bytes of updated weights that come back. ``link``: its own.
+    which a backward pass completes them. ``gathered``: bytes of updated weights that come back. ``link``: its own;
+    ``ring``: that of reductions and gathers, if it is another.
     """
 
     forward: float
@@ -63,6 +64,11 @@ class StageTimes:
     units: tuple[Unit, ...] = ()
     gathered: float = 0.0
     optimizer: float = 0.0
+    ring: Link | None = None
+
+    @property
+    def reduces_over(self) -> Link:
+        return self.ring or self.link
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ def simulate(
         step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
         if times.gathered:
             begin = end + times.optimizer
-            step.spans.append(Span(stage, "gather", begin, begin + times.link.seconds(times.gathered)))
+            step.spans.append(Span(stage, "gather", begin, begin + times.reduces_over.seconds(times.gathered)))
     return step
 
 
@@ -188,7 +194,7 @@ def _reduced(
             ended = computer
             continue
         leaves = max(computer, link)
-        link = leaves + times.link.seconds(unit.messages[phase])
+        link = leaves + times.reduces_over.seconds(unit.messages[phase])
         step.spans.append(Span(stage, "reduce", leaves, link))
         heapq.heappush(under_way, (link, place, phase + 1))
     return max(backward_end, ended)
