@@ -17,8 +17,8 @@ With Megatron-core, in a training script of your own:
     import megatron.edgc
 
     args = parse_and_validate_args(megatron.edgc.add_arguments)  # adds the --edgc flags
-    with megatron.edgc.compressing(model_config):                # a Megatron ModelConfig
-        pretrain(pretrain_cfg_container_from_args(args, model_config), datasets, model_type, forward_step)
+    with megatron.edgc.compressing(args):
+        pretrain(pretrain_cfg_container_from_args(args), datasets, model_type, forward_step, model_provider)
 
 ``pretrain_gpt.py`` is such a script. What a window showed is in ``state.report`` and, with ``log_dir``, in an event log
 that ``read_events`` reads.

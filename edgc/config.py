@@ -82,7 +82,7 @@ def _require(holds: bool, name: str, value: Any, rule: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Levers that only studies vary: on the command line ``--edgc-study NAME=VALUE ...``. Only ``optimus`` sets one.
+    """Levers that only studies vary: on the command line ``--edgc-study NAME=VALUE ...``. A few presets set one.
 
     A value that breaks a rule raises ``ConfigError``.
     """

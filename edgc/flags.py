@@ -57,6 +57,7 @@ GONE: Mapping[str, str] = {
 HEADINGS: Mapping[str, tuple[str, ...]] = {
     "What most runs need": (
         "preset",
+        "volume",
         "engine",
         "rmax",
         "static_rank",
@@ -68,7 +69,6 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
         "log_dir",
     ),
     "Rank policy": (
-        "volume",
         "rank_model",
         "rmin",
         "rank_step",
@@ -123,11 +123,12 @@ def markdown() -> str:
             )
     lines += ["", "## Levers for studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
+    usual = EDGCConfig.from_preset({}).flat()
     for lever in fields(Study):
         meta = lever.metadata
         choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
         lines.append(
-            f"| `{lever.name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_value(lever.default)} "
+            f"| `{lever.name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_value(usual[lever.name])} "
             f"| {_linked(meta['source'])} |"
         )
     lines += ["", "## What the presets set", "", f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]

@@ -67,6 +67,9 @@ MODES = {
         format="torch",
     ),
     "pipeline": Mode("--pipeline-model-parallel-size 2"),
+    "pipeline, stages before replicas in the order of ranks": Mode(
+        "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    ),
     "pipeline, tied embeddings in Megatron's two sums": Mode(
         "--pipeline-model-parallel-size 2", "--edgc-no-fuse-embedding-sync", format="torch"
     ),
