@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import Packed
@@ -130,7 +130,8 @@ class EDGCState:
         dense = Traffic()
         for parameter in parameters:
             dense.count_all_reduce(parameter, self.processes)
-        self.stage = Layers(KEY, self.device, dense.bytes)
+        in_fp32 = sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters)
+        self.stage = Layers(KEY, self.device, dense.bytes, in_fp32)
         communicator = Communicator(group, self.stage.traffic)
         self.stage.units = Units([self._unit(*unit, communicator) for unit in zip(names, described, strict=True)])
         self.overlap = Overlap(self.device)

@@ -68,23 +68,24 @@ class WindowExchange:
         in.
         """
         driver = self.driver
-        decide = driver.closes_window(completed - 1)
+        decide = driver.closes_window(completed - 1) and driver.steps > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
         windows = [stage.take_window(seconds if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
         counts = [sum(column) for column in zip(*(stage.byte_counts() for stage in self.stages), strict=True)]
         counts += (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
+        counts.append(sum(stage.fp32_bytes for stage in self.stages))
         sent = [] if self.messages is None else self.messages.take_window()
         everywhere = all_gather_objects((windows, counts, sent), self.group)
         report = None
         if self.controller is not None:
             stages = _merged(windows for windows, _, _ in everywhere)
             messages = _merged_messages(sent for _, _, sent in everywhere)
-            gradients, dense, weights, weights_dense, piped, piped_dense = (
+            gradients, dense, weights, weights_dense, piped, piped_dense, in_fp32 = (
                 fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)
             )
             if decide:
                 before_decision()
-                self._decide(self.controller, completed, stages, messages, (gradients, dense))
+                self._decide(self.controller, completed, stages, messages, (gradients, dense, in_fp32))
             report = WindowReport(
                 completed,
                 driver.usual,
@@ -101,6 +102,7 @@ class WindowExchange:
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
                 costs=tuple(self.controller.costs),
+                dp_bytes_fp32=in_fp32,
             )
         shared: WindowReport = broadcast_object(report, self.group)
         driver.step_seconds, driver.steps, driver.steps_by_host = [], 0, 0
@@ -113,7 +115,7 @@ class WindowExchange:
         completed: int,
         stages: Sequence[RankWindow],
         messages: Sequence[MessageWindow],
-        sent: tuple[float, float],
+        sent: tuple[float, float, float],
     ) -> None:
         ranks = self._gradient_message_ranks()
         controller.observe(

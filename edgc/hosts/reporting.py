@@ -309,7 +309,7 @@ def _totals(report: WindowReport, run: Run) -> list[str]:
         in_fp32 = 4 / run.gradient_bytes * dense / sent
         lines[0] += f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
         if run.scatters:
-            lines[0] += f"; {2 * in_fp32:.1f}x fewer than an all-reduce in fp32"
+            lines[0] += f"; {report.dp_bytes_fp32 / sent:.1f}x fewer than an all-reduce in fp32"
     sent, dense = report.total_bytes, report.total_bytes_dense
     fewer_in_all = f", {dense / sent:.1f}x fewer" if sent else ""
     what = "gradients, updated weights, messages between stages"

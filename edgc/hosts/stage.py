@@ -14,15 +14,22 @@ from edgc.plan.run import StageKey
 
 
 class Stage(ABC):
-    """The reducers of one process that share a rank plan. ``dense_bytes_per_step``: what the host's own way sends."""
+    """The reducers of one process that share a rank plan.
 
-    def __init__(self, key: StageKey, device: torch.device, dense_bytes_per_step: float):
+    Args:
+        key: its place in the plan.
+        device: of its gradients.
+        dense_bytes_per_step: what the host's own way sends.
+        fp32_bytes_per_step: what an all-reduce in fp32 in its place would send.
+    """
+
+    def __init__(self, key: StageKey, device: torch.device, dense_bytes_per_step: float, fp32_bytes_per_step: float):
         self.key = key
         self.device = device
         self.traffic = Traffic()  # of gradients
         self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and the host's own way
         self.spans = Spans(device)
-        self.dense_bytes_per_step = dense_bytes_per_step
+        self.dense_bytes_per_step, self.fp32_bytes_per_step = dense_bytes_per_step, fp32_bytes_per_step
         self.dense_bytes = 0.0
         self._window_start = (0.0, 0.0)
 
@@ -68,6 +75,12 @@ class Stage(ABC):
         )
         self._window_start = (sent, dense)
         return window
+
+    @property
+    def fp32_bytes(self) -> float:
+        """Of all steps so far, if each were an all-reduce in fp32."""
+        share = self.fp32_bytes_per_step / self.dense_bytes_per_step if self.dense_bytes_per_step else 0.0
+        return share * self.dense_bytes
 
     def byte_counts(self) -> tuple[float, float, float, float]:
         """Bytes so far: of gradients, of gradients in the host's own way, of updated weights, and in the host's way."""

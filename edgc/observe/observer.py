@@ -59,7 +59,8 @@ class GradientObserver:
 
         def sample(name: str) -> Tensor:
             entries = self.sampler.sample(name, gradients[name], iteration)
-            return entries if loss_scale is None else entries / loss_scale
+            # in fp16 small entries would become 0
+            return entries if loss_scale is None else entries.float() / loss_scale
 
         if self.study.statistics:
             samples = {name: sample(name) for name in gradients}

@@ -167,6 +167,8 @@ def fewest_bytes_ranks(
     for matrix, spectrum in zip(planned, spectra, strict=True):
         ranks = [r for r in range(RANK_MULTIPLE, len(spectrum), RANK_MULTIPLE) if pays(r, *_shape(matrix), min_saving)]
         steps = [round(ERROR_STEPS * sum(spectrum[r:]) / tolerated) for r in ranks]
+        if not ranks:  # a small matrix, at a rank below the first one to try
+            return uniform
         rows = np.full((len(ranks), ERROR_STEPS + 1), np.inf)
         for row, r, step in zip(rows, ranks, steps, strict=True):
             if step <= ERROR_STEPS:

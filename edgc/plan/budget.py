@@ -45,6 +45,7 @@ class Candidate:
 
     ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
     gradient, over that of the mean entry of all. ``way``: in which it travels now; empty where nothing has begun.
+    ``even``: how alike its rows are, as far as the guess of ``directions`` knows.
     """
 
     matrix: MatrixSpec
@@ -54,6 +55,7 @@ class Candidate:
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
     way: str = ""
+    even: float = 1.0
 
     @property
     def rank_beside_rows(self) -> int:
@@ -131,7 +133,8 @@ class Candidate:
         known = replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
         if self.directions is None or self.directions.spread.times:
             return known
-        return replace(known, directions=replace(self.directions, spread=self.directions.spread.harder(1 / even)))
+        harder = self.directions.spread.harder(self.even / even)  # what an earlier window showed is taken back
+        return replace(known, directions=replace(self.directions, spread=harder), even=even)
 
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
@@ -220,8 +223,7 @@ class BudgetPlanner:
         iterations: of the run; ``first``: the one at which compression begins.
         stages: the parameters of each stage.
         never: places of stages that are never compressed.
-        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed; ``host_bytes``:
-            in the host's own sum.
+        bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
         worth: what a byte is worth in each iteration (None: always the same).
         least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
@@ -239,7 +241,6 @@ class BudgetPlanner:
         never: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
-        host_bytes: float = 4.0,
         most: int | None = None,
         worth: Sequence[float] | None = None,
         least_fidelity: float = 0.0,
@@ -256,14 +257,15 @@ class BudgetPlanner:
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
         self.least = sum(options(one, bytes_per_value)[0].size for one in every)  # with every smallest choice
-        self.host_bytes = host_bytes
         self.most = math.inf if most is None else self._at_rank(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
         self.never = uncompressed * sum(elements[place] for place in never)
-        self.sent, self.sent_dense = 0.0, 0.0  # as counted so far
-        self.idle = 0.0  # bytes, in the unit of ``dense``, of steps in which nothing was to be compressed
+        # bytes as counted so far: of the run, of the host's own way, and of an all-reduce in fp32
+        self.sent = self.by_host = self.in_fp32 = 0.0
+        # of steps in which nothing was to be compressed: bytes of an all-reduce in fp32, and those that were sent
+        self.idle = self.sent_idle = 0.0
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
@@ -278,13 +280,13 @@ class BudgetPlanner:
 
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
-        sent, dense = self.sent, self.sent_dense
+        sent, dense = self.sent, self.in_fp32
         if not dense:  # nothing is counted yet: what the warm-up takes
             sent, dense = iteration * self.uncompressed, iteration * self.dense
         done = iteration * self.dense
         # the host's own steps are no part of the budget, nor of the steps that it is for
         idle = self.idle / dense * done if dense else 0.0
-        spent = (sent - self.idle * self.host_bytes / 4) / dense * done if dense else 0.0
+        spent = (sent - self.sent_idle) / dense * done if dense else 0.0
         unspent = (self.dense * self.iterations - idle) / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
         overhead, remaining = self.overhead or 1.0, max(self.iterations - iteration, 1)
@@ -298,13 +300,14 @@ class BudgetPlanner:
         self,
         noise: Sequence[Mapping[str, tuple[float, float]]],
         sent: float,
-        dense: float,
+        by_host: float,
+        in_fp32: float,
         rows: Sequence[Mapping[str, Sequence[float]]] = (),
         host_share: float = 0.0,
         idle: bool = False,
     ) -> None:
         """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
-        far, and the host's.
+        far, those of the host's own way, and those of an all-reduce in fp32.
 
         ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``). ``host_share``: of the
         steps of this window, those that the host has summed; ``idle``: because nothing was to be compressed.
@@ -313,13 +316,15 @@ class BudgetPlanner:
             self.candidates[place] = [
                 one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
             ]
-        dense *= 4 / self.host_bytes
-        sent_before, dense_before, self.sent, self.sent_dense = self.sent, self.sent_dense, sent, dense
-        by_host = host_share * (dense - dense_before)
-        self.idle += by_host if idle else 0.0
-        if dense - dense_before > by_host:
-            own = sent - sent_before - by_host * self.host_bytes / 4
-            self.per_step = own / (dense - dense_before - by_host) * self.dense
+        taken, of_host, whole = sent - self.sent, by_host - self.by_host, in_fp32 - self.in_fp32
+        self.sent, self.by_host, self.in_fp32 = sent, by_host, in_fp32
+        # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
+        taken_by_host = taken if host_share == 1 else host_share * of_host
+        if idle:
+            self.idle += host_share * whole
+            self.sent_idle += taken_by_host
+        own = (1 - host_share) * whole
+        self.per_step = (taken - taken_by_host) / own * self.dense if own > 0 else None
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -445,7 +450,7 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        sent = [self.sent, self.sent_dense, self.idle]
+        sent = [self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle]
         changed = {str(place): names for place, names in self.changed.items()}
         return {"sent": sent, "overhead": self.overhead, "relief": self.relief, "changed": changed, "stages": stages}
 
@@ -458,7 +463,7 @@ class BudgetPlanner:
             own = {one.matrix.name: _shape(one) for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
-        self.sent, self.sent_dense, self.idle = state["sent"]
+        self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle = state["sent"]
         self.overhead, self.relief = state["overhead"], state["relief"]
         self.changed = {place: list(state["changed"][str(place)]) for place in self.places}
         for place in self.places:
@@ -480,10 +485,13 @@ def _learned(candidate: Candidate) -> list[Any]:
     return [None if one is None else [one.steepness, one.factor, one.times, one.held] for one in spreads] + [
         [candidate.rounding.factor, candidate.rounding.times],
         candidate.energy,
+        candidate.even,
     ]
 
 
-def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any, energy: float) -> Candidate:
+def _as_learned(
+    candidate: Candidate, directions: Any, rows: Any, rounding: Any, energy: float, even: float
+) -> Candidate:
     """``candidate`` with what ``_learned`` gave."""
 
     def way(parts: Parts | None, learned: Any) -> Parts | None:
@@ -499,6 +507,7 @@ def _as_learned(candidate: Candidate, directions: Any, rows: Any, rounding: Any,
         rows=way(candidate.rows, rows),
         rounding=RoundingNoise(*rounding),
         energy=energy,
+        even=even,
     )
 
 

@@ -191,15 +191,15 @@ class Controller:
         self,
         observations: Sequence[StageObservation],
         ranks: Sequence[int | None] | None = None,
-        sent: tuple[float, float] = (0.0, 0.0),
+        sent: tuple[float, float, float] = (0.0, 0.0, 0.0),
         host_share: float = 0.0,
         step_seconds: Mapping[bool, Sequence[float]] | None = None,
     ) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
 
         ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
-        bytes of gradients of the whole run so far, and of the host's own way, for a budget. ``host_share``: the share
-        of this window's steps that the host has summed. ``step_seconds``: see ``Trials.observe``.
+        bytes of gradients of the whole run so far, of the host's own way, and of an all-reduce in fp32. ``host_share``:
+        the share of this window's steps that the host has summed. ``step_seconds``: see ``Trials.observe``.
         """
         used = self.plan.ranks if ranks is None else ranks
         if len(observations) != len(self.stages):
@@ -212,22 +212,24 @@ class Controller:
             self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
         if self.trials is not None and step_seconds is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
-            self.trials.observe(step_seconds, max(reductions, default=math.nan))
+            self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
         # The slowest stage sets the pace of the pipeline.
         backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
         if backward:
             self.micro_backward_seconds = max(backward)
-        if self.config.ranks.link_gbps is None:
+        # with a budget parameters travel in several ways, so that one rank predicts nothing
+        if self.config.ranks.link_gbps is None and self.budget is None:
             for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
                 if cost is not None and observation.reduce_seconds > 0:
                     predicted = cost.host_seconds if self.plan.by_host else cost.seconds(used[stage])
-                    self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
+                    if predicted > 0:
+                        self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
-        before, plan, trials = self.plan.version, self._planned(iteration), self.trials
+        plan, trials = self._planned(iteration), self.trials
         if trials is not None and iteration >= plan.first_iteration and any(rank is not None for rank in plan.ranks):
-            trials.decide(iteration, plan.version != before)
+            trials.decide(iteration)
             plan = replace(plan, by_host=trials.by_host, trial=trials.trial, tried=trials.measured)
         self.plan = plan
         return plan

@@ -168,7 +168,6 @@ class RunPlan:
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                sizes.run.host_bytes,
                 self.config.ranks.largest,
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
@@ -282,7 +281,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
 def _window(config: EDGCConfig, iterations: int) -> int:
     """At most a twentieth of the run, so that what is measured can set a budget's plan; never without a measurement."""
     measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
-    return min(config.ranks.window, max(iterations // WINDOWS, measured, 2))
+    return max(min(config.ranks.window, max(iterations // WINDOWS, 2)), measured)
 
 
 def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:

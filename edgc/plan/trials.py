@@ -14,7 +14,9 @@ LEAST = 5  # steps as usual that a trial is compared with
 FASTER = 0.98  # of the time of the host's steps, which compressed ones may take
 RETURN = 0.95  # the same after they were too slow
 DOUBT = 0.5  # of the time of the host's reduction: compression that takes less was worth it beyond doubt
-CHANGED = 1.25  # times the seconds of a reduction after the last trial, or less than one over that: another link
+# Times the seconds of a reduction after the last trial, and its seconds per byte as well: another link. A plan that
+# sends less takes fewer seconds, but not fewer per byte.
+CHANGED = 1.25
 SHARE = 0.005  # of a run: of its time, and after the first trial of its steps, that trials may cost
 
 
@@ -38,15 +40,22 @@ class Trials:
         self.measured: tuple[float, ...] = ()
         self.sent = 0  # steps of trials in which the host has summed what would have been compressed
         self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
-        self._reduction = math.nan  # seconds, under the present plan
+        self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
+        self._counted = (0.0, 0.0)  # bytes of the run so far, and of the host's own way
         self._step = math.nan  # seconds of a step
 
-    def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float) -> None:
+    def observe(
+        self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, by_host: float
+    ) -> None:
         """Take in a window.
 
         ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
-        ended. ``reduce_seconds``: of the reductions of a step, in this window.
+        ended. ``reduce_seconds``: of the reductions of a step, in this window. ``sent``: bytes of the run so far;
+        ``by_host``: of the host's own way.
         """
+        taken, of_host = sent - self._counted[0], by_host - self._counted[1]
+        self._counted = sent, by_host
+        share = taken / of_host if taken > 0 and of_host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
         if len(usual) < LEAST:
             return
@@ -55,15 +64,20 @@ class Trials:
             if len(tried) >= STEPS - 1:
                 self._judge(median(steps[False]), median(steps[True]))
         elif not math.isfinite(self._reduction):
-            self._reduction = reduce_seconds
+            self._reduction, self._share = reduce_seconds, share
             hidden = self.overlapped and self.host_seconds < self._step  # it may be
             first = not self.measured and not self.by_host
             self.due |= first and (hidden or reduce_seconds > DOUBT * self.host_seconds)
-        elif not 1 / CHANGED < reduce_seconds / self._reduction < CHANGED:
+        elif self._changed(reduce_seconds / self._reduction, share / self._share) and (
             # the most that compression could save of a step is all of the host's reduction
-            worth = not self.by_host or reduce_seconds > (1 - RETURN) * self._step
-            if math.isfinite(reduce_seconds) and worth:
-                self.due, self._reduction = True, reduce_seconds
+            not self.by_host or reduce_seconds > (1 - RETURN) * self._step
+        ):
+            self.due, self._reduction, self._share = True, reduce_seconds, share
+
+    def _changed(self, seconds: float, bytes_sent: float) -> bool:
+        """Whether reductions say that the link is another one. Both are over those after the last trial."""
+        ratios = (seconds, seconds / bytes_sent) if math.isfinite(bytes_sent) else (seconds,)
+        return min(ratios) >= CHANGED or max(ratios) <= 1 / CHANGED
 
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
@@ -74,13 +88,8 @@ class Trials:
         if self.by_host != before:
             self._reduction = math.nan
 
-    def decide(self, iteration: int, new_plan: bool) -> None:
-        """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time.
-
-        ``new_plan``: from now on ranks are others.
-        """
-        if new_plan and not self.by_host:
-            self._reduction = math.nan  # the seconds will be others, too
+    def decide(self, iteration: int) -> None:
+        """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time."""
         first, last = iteration + 1, iteration + 1 + STEPS
         if not self.due or self.trial is not None or last + LEAST > self.iterations:
             return
@@ -99,10 +108,11 @@ class Trials:
             "measured": list(self.measured),
             "sent": self.sent,
             "spent": self.spent,
+            "counted": list(self._counted),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, perhaps on another link."""
         self.host_seconds, self.by_host, self.due = state["host_seconds"], state["by_host"], state["due"]
         self.measured, self.sent, self.spent = tuple(state["measured"]), state["sent"], state["spent"]
-        self.trial, self._reduction = None, math.nan
+        self.trial, self._reduction, self._counted = None, math.nan, tuple(state["counted"])

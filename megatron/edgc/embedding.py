@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
-from edgc.comm.collectives import Traffic, run
+from edgc.comm.collectives import Traffic, all_reduce_bytes, run
 from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
@@ -55,6 +55,8 @@ class TiedEmbedding:
         own = None
         for tensor_rank in sorted({rank for rank, _ in everyone}):
             members = [rank for rank, place in enumerate(everyone) if place == (tensor_rank, True)]
+            if not members:  # no copy is trained
+                continue
             group = dist.new_group(members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes))
             if dist.get_rank() in members:
                 own = group
@@ -73,6 +75,11 @@ class TiedEmbedding:
         count_dense(traffic, self._group, self.gradient())
         traffic.count_all_reduce(self.gradient(), COPIES)
         return traffic.bytes
+
+    def fp32_bytes(self) -> float:
+        """The same if both were all-reduces in fp32."""
+        size, replicas = 4.0 * self.gradient().numel(), dist.get_world_size(process_group(self._group))
+        return all_reduce_bytes(size, replicas) + all_reduce_bytes(size, COPIES)
 
     def attach(self, reducer: GradientReducer, spans: Spans, step: Callable[[], Step]) -> None:
         """``step`` tells of the step under way."""

@@ -178,7 +178,7 @@ class PipelineMessages:
     def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
         if step.loss_scale is not None and direction == "backward":
-            sample = sample / step.loss_scale
+            sample = sample.float() / step.loss_scale  # in fp16 small entries would become 0
         self.entropy[direction].append(ESTIMATORS[self.config.study.entropy_estimator](sample))
 
     def roll_back(self, iteration: int) -> None:

@@ -12,7 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
@@ -58,14 +58,17 @@ class MegatronStage(Stage):
     """
 
     def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
-        dense = Traffic()
+        dense, in_fp32 = Traffic(), 0.0
         for one in named:
             for bucket in one.group.buckets:
                 for parameter in one.names.keys() & bucket.param_to_index.keys():
-                    count_dense(dense, one.group, bucket.grad_data[slice(*bucket.param_to_index[parameter])])
+                    gradient = bucket.grad_data[slice(*bucket.param_to_index[parameter])]
+                    count_dense(dense, one.group, gradient)
+                    in_fp32 += all_reduce_bytes(4.0 * gradient.numel(), dist.get_world_size(process_group(one.group)))
         if embedding is not None:
             dense.count_all_reduce(embedding, COPIES)
-        super().__init__(key, device, dense.bytes)
+            in_fp32 += all_reduce_bytes(4.0 * embedding.numel(), COPIES)
+        super().__init__(key, device, dense.bytes, in_fp32)
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []
@@ -122,7 +125,7 @@ class EmbeddingStage(MegatronStage):
     def __init__(self, tied: TiedEmbedding, device: torch.device):
         super().__init__(StageKey(Part.EMBEDDING, 0), [], device)
         self.tied = tied
-        self.dense_bytes_per_step = tied.dense_bytes()
+        self.dense_bytes_per_step, self.fp32_bytes_per_step = tied.dense_bytes(), tied.fp32_bytes()
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -120,7 +120,7 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
     assert isinstance(planner.choices[0][-1], int)
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([seen({**noise, "words": 25.0})], 0.0, 0.0)
+    planner.observe([seen({**noise, "words": 25.0})], 0.0, 0.0, 0.0)
     planner.decide(10)
     assert planner.choices[0][-1] == "int2"
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
@@ -134,7 +134,7 @@ def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() ->
     assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
     assert all(isinstance(one, int) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0)  # as of many tokens, each of them about as often
+    planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0, 0.0)  # as of many tokens, each of them about as often
     planner.decide(10)
     assert isinstance(planner.choices[0][-1], int)
 
@@ -143,7 +143,7 @@ def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
     twins = [candidate("loud", steepness=1.0), candidate("quiet", steepness=1.0)]
     planner = BudgetPlanner(16.0, 1000, 0, [twins], (), BYTES, 4.0)
     loud, quiet = (c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
-    planner.observe([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}], 0.0, 0.0)
+    planner.observe([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}], 0.0, 0.0, 0.0)
     planner.decide(10)
     loud, quiet = (c.size(one, BYTES) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
     assert loud > 2 * quiet
@@ -188,7 +188,8 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
             measured = (
                 [seen({c.matrix.name: noise for c in planner.candidates[0]})] if iteration >= planner.first else [{}]
             )
-            planner.observe(measured, sent, (iteration + 1) * planner.dense)
+            dense = (iteration + 1) * planner.dense
+            planner.observe(measured, sent, dense, dense)
             planner.decide(iteration + 1)
     return iterations * planner.dense / sent
 
@@ -206,7 +207,7 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
     host_bytes: float,
 ) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, host_bytes, host_bytes)
+    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, host_bytes)
     whole = planner.dense * host_bytes / 4  # bytes of a step by the host
     sent, compressed, tried = 0.0, 0.0, 0
     for window in range(50):
@@ -216,7 +217,8 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         compressed += own * planner._size(planner.choices)
         sent += own * planner._size(planner.choices) + (20 - own) * whole
         noise = {str(place): 0.5 for place in range(6)}
-        planner.observe([seen(noise)], sent, 20 * (window + 1) * whole, host_share=1 - own / 20, idle=idle)
+        steps = 20 * (window + 1)
+        planner.observe([seen(noise)], sent, steps * whole, steps * planner.dense, host_share=1 - own / 20, idle=idle)
         planner.decide(20 * (window + 1))
         assert planner.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
     budgeted = 1000 - (20 * 20 - 3)  # steps
@@ -230,7 +232,8 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
     for window, noise in enumerate([0.5, 12.0, 12.0, 4.0, 0.5, 0.5, 0.5]):
         sizes.append(planner._size(planner.choices))
         sent += 20 * sizes[-1]
-        planner.observe([seen({str(place): noise for place in range(6)})], sent, 20 * (window + 1) * planner.dense)
+        dense = 20 * (window + 1) * planner.dense
+        planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
         assert planner.fidelity == pytest.approx(1 / (1 + noise))
         planner.decide(20 * (window + 1))
         if window == 2:
@@ -253,7 +256,8 @@ def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     sent = 0.0
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
         sent += 20 * planner._size(planner.choices)
-        planner.observe([seen({str(place): 12.0 for place in range(6)})], sent, iteration * planner.dense)
+        dense = iteration * planner.dense
+        planner.observe([seen({str(place): 12.0 for place in range(6)})], sent, dense, dense)
         planner.decide(iteration)
         assert planner.relief == relief, iteration
 
@@ -295,7 +299,8 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     def after_warmup(shares: list[float], even: float = 1.0) -> BudgetPlanner:
         words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
         planner = BudgetPlanner(24.0, 1000, 10, [[*layers, words]], (), BYTES, 1 + 1 / 64)
-        planner.observe([{}], 10 * planner.uncompressed, 10 * planner.dense, [{"words": [*shares, even]}])
+        dense = 10 * planner.dense
+        planner.observe([{}], 10 * planner.uncompressed, dense, dense, [{"words": [*shares, even]}])
         planner.decide(10)
         return planner
 
@@ -341,12 +346,17 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     before = {place: list(choices) for place, choices in planner.choices.items()}
     predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
     size = planner._size(planner.choices)
-    planner.observe([seen({name: 1.03 * noise for name, noise in predicted.items()})], 10 * size, 10 * planner.dense)
+    planner.observe(
+        [seen({name: 1.03 * noise for name, noise in predicted.items()})],
+        10 * size,
+        10 * planner.dense,
+        10 * planner.dense,
+    )
     planner.decide(10)
     assert planner.choices == before
     predicted["0"] *= 10
     for end in (20, 30, 40, 50):
-        planner.observe([seen(predicted)], end * size, end * planner.dense)
+        planner.observe([seen(predicted)], end * size, end * planner.dense, end * planner.dense)
     planner.decide(50)
     assert planner.choices != before and planner.choices[0][0] != before[0][0]
     planner.decide(1000)  # after the last step there is nothing to plan
@@ -361,7 +371,7 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
 
     def window(end: int, of_words: float) -> None:
         noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-        planner.observe([seen({**noise, "words": of_words})], 0.0, 0.0)
+        planner.observe([seen({**noise, "words": of_words})], 0.0, 0.0, 0.0)
         planner.decide(end)
 
     window(10, 8.0)
@@ -399,6 +409,38 @@ def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
 
 
+def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    usual, extra = (
+        BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, 4.0, worth=[(1000 - i) / 1000 for i in range(1000)])
+        for _ in range(2)
+    )
+    sizes = []
+    for planner, sent_by_host in ((usual, 1.0), (extra, 1.5)):  # of the bytes of its own way
+        sent = 0.0
+        for window in range(30):
+            idle = 10 <= window < 20
+            sent += 20 * (sent_by_host * planner.dense if idle else planner._size(planner.choices))
+            dense = 20 * (window + 1) * planner.dense
+            noise = seen({str(place): 0.5 for place in range(6)})
+            planner.observe([noise], sent, dense, dense, host_share=float(idle), idle=idle)
+            planner.decide(20 * (window + 1))
+            assert planner.overhead == pytest.approx(1.0, rel=1e-6)
+        sizes.append(planner._size(planner.choices))
+    assert sizes[0] == sizes[1]
+
+
+def test_the_evenness_of_rows_is_counted_once() -> None:
+    shares = [min(1.0, 0.3 + share) for share in ROW_SHARES]
+    before = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
+    once = before.with_rows([*shares, 0.25])
+    often = once
+    for _ in range(3):
+        often = often.with_rows([*shares, 0.25])
+    assert often == once and once.noise(16) == pytest.approx(4 * before.noise(16))
+    assert once.with_rows([*shares, 0.5]).noise(16) == pytest.approx(2 * before.noise(16)), "the newest window holds"
+
+
 def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     under_test = controller()
     plan = under_test.plan
@@ -406,15 +448,15 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     for ranks, formats in zip(plan.matrix_ranks, plan.formats, strict=True):
         assert ranks is not None and formats is not None and ranks.keys() | formats.keys() == {*ranks, "bias"}
     dense = 10 * 4.0 * 2 * (128 * 256 + 128)
-    under_test.observe([StageObservation(-5.0)] * 2, None, (dense / 4, dense))
+    under_test.observe([StageObservation(-5.0)] * 2, None, (dense / 4, dense, dense))
     assert under_test.decide(10) == plan, "in the warm-up no noise is measured"
-    under_test.observe(observed(5.0), None, (0.26 * dense, 2 * dense))
+    under_test.observe(observed(5.0), None, (0.26 * dense, 2 * dense, 2 * dense))
     after = under_test.decide(20)
     assert (after.version, after.first_iteration) == (1, 20)
     again = controller()
     again.load_state_dict(json.loads(json.dumps(under_test.state_dict())))
     for one in (under_test, again):
-        one.observe(observed(0.5), None, (3e5, 6e6))
+        one.observe(observed(0.5), None, (3e5, 6e6, 6e6))
     assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
 
 

@@ -20,13 +20,18 @@ def seconds(compressed: float | None = None, host: float | None = None) -> dict[
 
 
 def window(
-    under_test: Trials, iteration: int, reduction: float, compressed: float, host: float, new_plan: bool = False
+    under_test: Trials,
+    iteration: int,
+    reduction: float,
+    compressed: float,
+    host: float,
+    counted: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """A window in which a trial that was set has been made."""
+    """A window in which a trial that was set has been made. ``counted``: bytes of the run, and of the host's own way."""
     tried = under_test.trial is not None
     shown = seconds(compressed, host) if tried else seconds(**{"host" if under_test.by_host else "compressed": 1.0})
-    under_test.observe(shown, reduction)
-    under_test.decide(iteration, new_plan)
+    under_test.observe(shown, reduction, *counted)
+    under_test.decide(iteration)
 
 
 @pytest.mark.parametrize(("reduction", "due"), [(0.2, False), (0.49, False), (0.6, True), (3.0, True)])
@@ -41,7 +46,7 @@ def test_there_is_a_trial_where_compression_takes_more_than_half_of_the_time_of_
 @pytest.mark.parametrize(("step", "due"), [(0.9, False), (1.1, True)])
 def test_overlapped_there_is_one_where_a_step_could_hide_the_hosts_reduction(step: float, due: bool) -> None:
     under_test = trials(overlapped=True)
-    under_test.observe(seconds(compressed=step), 0.1)
+    under_test.observe(seconds(compressed=step), 0.1, 0.0, 0.0)
     assert under_test.due == due
 
 
@@ -88,13 +93,15 @@ def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     assert under_test.by_host
 
 
-def test_a_new_plan_is_no_new_link() -> None:
-    under_test = trials()
-    window(under_test, 100, 0.3, 0.8, 1.0, new_plan=True)
-    window(under_test, 200, 0.1, 0.8, 1.0)
-    assert under_test.trial is None
-    window(under_test, 300, 0.2, 0.8, 1.0)
-    assert under_test.trial is not None, "the second window of the plan is compared with its first"
+def test_a_plan_that_sends_less_is_no_faster_link() -> None:
+    under_test, sent, host = trials(), 0.0, 0.0
+    for window_number, share in enumerate((0.08, 0.06, 0.04, 0.02, 0.01)):
+        sent, host = sent + share * 100, host + 100
+        window(under_test, 100 * window_number, 0.05 + share, 0.8, 1.0, (sent, host))
+        assert under_test.trial is None
+    # the next plan sends twice as much, and takes six times as long
+    window(under_test, 600, 0.36, 0.8, 1.0, (sent + 2.0, host + 100))
+    assert under_test.trial is not None
 
 
 def test_trials_cost_half_a_percent_of_a_run() -> None:
@@ -129,11 +136,11 @@ def test_where_the_host_sums_in_next_to_no_time_there_is_no_trial() -> None:
 
 def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
     under_test = trials()
-    under_test.observe({False: [1.0] * (LEAST - 1), True: []}, 0.8)
-    under_test.decide(100, new_plan=False)
+    under_test.observe({False: [1.0] * (LEAST - 1), True: []}, 0.8, 0.0, 0.0)
+    under_test.decide(100)
     assert under_test.trial is None
     window(under_test, 200, 0.8, 1.1, 1.0)
-    under_test.observe({False: [1.1] * 20, True: [1.0] * (STEPS - 2)}, 0.8)
+    under_test.observe({False: [1.1] * 20, True: [1.0] * (STEPS - 2)}, 0.8, 0.0, 0.0)
     assert not under_test.by_host
     late = trials()
     window(late, ITERATIONS - STEPS, 0.8, 1.1, 1.0)
