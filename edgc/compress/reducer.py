@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps, interleave
-from edgc.comm.replicas import compare, digests_by_parameter
+from edgc.comm.replicas import compare, digest, digests_by_parameter
 from edgc.compress.assignment import Assignment
-from edgc.compress.engines.base import LowRank
+from edgc.compress.engines.base import LowRank, all_finite
 from edgc.compress.routes import Step, agree
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.state import CompressionState
@@ -58,7 +58,7 @@ class GradientReducer(Assignment):
 
     @property
     def plain(self) -> bool:
-        """Whether the next reduction is a plain sum in fp32 with no error to feed back: the host's own will do."""
+        """Whether the next reduction is a plain sum with no error to feed back: the host's own will do."""
         return self.exact and not self.state.feedback.packed
 
     def reduce(
@@ -83,6 +83,9 @@ class GradientReducer(Assignment):
         if not gradients:
             return
         if any(gradient.dtype != torch.float32 for gradient in gradients.values()):
+            if self.plain:
+                yield from self._sum_as_the_host(gradients)
+                return
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
         state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
@@ -130,6 +133,17 @@ class GradientReducer(Assignment):
             self.observer.add_unsent((state.feedback.squared_norm() / energy).sqrt(), energies, finite)
         if samples is not None:
             self.observer.add_fidelity((yield from samples.compare(gradients, finite)))
+
+    def _sum_as_the_host(self, gradients: Mapping[str, Tensor]) -> Steps[None]:
+        """A plain sum whose values travel in the gradients' own types."""
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values()):
+            own = [gradient for gradient in gradients.values() if gradient.dtype == dtype]
+            total = yield from self.communicator.all_reduce(torch.cat([gradient.view(-1) for gradient in own]))
+            parts = torch.split(total, [gradient.numel() for gradient in own])
+            torch._foreach_copy_([gradient.view(-1) for gradient in own], list(parts))
+        self.finite = all_finite(list(gradients.values()))
+        if self.verify:
+            self._digests = {name: digest(gradient) for name, gradient in gradients.items()}
 
     def _sum_rows(self, squares: Mapping[str, Tensor]) -> Steps[None]:
         """Over the group, for the plan that follows the warm-up. Each process has seen other tokens."""

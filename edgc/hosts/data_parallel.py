@@ -164,8 +164,13 @@ class EDGCState:
         gradient.
         """
         self.begin()
-        self.add({p: p.grad for p in self.parameters if p.grad is not None})
+        gradients: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
+        strided = {p: gradient for p, gradient in gradients.items() if not gradient.is_contiguous()}
+        copies = {p: gradient.contiguous() for p, gradient in strided.items()}
+        self.add({**gradients, **copies})
         self.end()
+        for parameter, gradient in strided.items():
+            gradient.copy_(copies[parameter])
 
     def begin(self) -> None:
         """A step begins: no gradient has come."""

@@ -52,7 +52,7 @@ class GaussianPieces:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.entries = 0  # so far
         self._shift: Tensor | None = None
         self._mean = self._squares = torch.zeros((), dtype=torch.float64)  # the latter of differences from the mean
 
@@ -69,15 +69,15 @@ class GaussianPieces:
                 self._mean, self._squares = (torch.zeros_like(self._shift[0]) for _ in range(2))
             variance, mean = torch.var_mean(values - self._shift, correction=0)
             # Chan et al. 1979: two sets' squared differences from their common mean
-            apart, total = mean - self._mean, self._count + count
-            self._squares = self._squares + count * variance + self._count * count / total * apart.square()
+            apart, total = mean - self._mean, self.entries + count
+            self._squares = self._squares + count * variance + self.entries * count / total * apart.square()
             self._mean = self._mean + count / total * apart
-            self._count = total
+            self.entries = total
 
     def entropy(self) -> Tensor:
         """Raises ValueError for fewer than two entries."""
-        _require_two(self._count)
-        return 0.5 * torch.log(2 * math.pi * math.e / (self._count - 1) * self._squares)
+        _require_two(self.entries)
+        return 0.5 * torch.log(2 * math.pi * math.e / (self.entries - 1) * self._squares)
 
 
 class KeptPieces:
@@ -86,6 +86,11 @@ class KeptPieces:
     def __init__(self, estimate: Callable[[Tensor], float]):
         self._estimate = estimate
         self._pieces: list[Tensor] = []
+
+    @property
+    def entries(self) -> int:
+        """So far."""
+        return sum(piece.numel() for piece in self._pieces)
 
     def add(self, x: Tensor) -> None:
         """Any number of entries, of any shape."""

@@ -1,5 +1,6 @@
 """Measures the gradients of one reducer, each iteration once."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -76,7 +77,7 @@ class GradientObserver:
             self._pieces.add(sample(name))
             self._awaited.remove(name)
         if not self._awaited:
-            self.measurements.entropy.append(self._pieces.entropy())
+            self.measurements.entropy.append(self._pieces.entropy() if self._pieces.entries > 1 else math.nan)
             self._pieces = None
 
     def add_spikes(self, iteration: int, excess: Tensor, limit: float, finite: Tensor) -> None:

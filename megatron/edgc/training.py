@@ -154,6 +154,7 @@ class Session:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         tied = TiedEmbedding(self.chunks) if self.config.pipeline.fuse_embedding_sync else None
         self.stages = stages_of(self.chunks, stage, device, tied)
+        self._check_stages(stage)
         layers = self.stages[0]
         # probing is no training traffic
         communicator = Communicator(layers.process_group, Traffic())
@@ -167,6 +168,17 @@ class Session:
         if tied is not None:
             tied.install(self.seam)
         return plan
+
+    def _check_stages(self, stage: int) -> None:
+        """Raises ``ConfigError``, on all ranks alike, where one has nothing to reduce but a tied embedding."""
+        own = next((one for one in self.stages if one.key.part is Part.LAYERS), None)
+        empty = own is None or not any(parameter.elements for parameter in own.parameters)
+        if found := sorted({place for place in all_gather_objects(stage + 1 if empty else None) if place}):
+            stages = ", ".join(map(str, found))
+            raise ConfigError(
+                f"pipeline stage {stages} has no parameters to train besides a tied embedding: EDGC needs some on "
+                "every stage"
+            )
 
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
         """What each rank knows of its stages. Experts and embedding have no cost: the layers around them pay."""

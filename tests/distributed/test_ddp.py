@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +473,74 @@ def test_the_bytes_of_a_module_in_16_bits_are_half(tmp_path: Path) -> None:
     start, *windows = read_events(tmp_path)
     assert start["gradient_bytes"] == 2
     assert 2 * windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(8, rel=0.05)
+
+
+def dense_in_16_bits(rank: int) -> tuple[bool, tuple[float, ...], bool]:
+    """Whether engine ``dense`` gives the gradients of plain DDP, what both send, and whether a plain sum follows
+    compression.
+    """
+    tokens, targets = batch(rank, 0)
+    gradients = []
+    for dense in (False, True):
+        model = DistributedDataParallel(net().bfloat16())
+        state = attach(model, EDGCConfig.of(engine="dense", pp="off"), iterations=10) if dense else None
+        nn.functional.cross_entropy(model(tokens).float(), targets).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert state is not None
+    same_bits = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    model = net().bfloat16()
+    later = attach(model, LOW_RANK.but(warmup_fraction=0.0), iterations=20)
+    plain = []
+    for step in range(3):
+        nn.functional.cross_entropy(model(batch(rank, step)[0]).float(), targets).backward()
+        later.step()
+        plain.append(later.stage.reducers[0].plain)
+        later.driver.plan = replace(later.driver.plan, by_host=True)
+    return same_bits, state.stage.byte_counts()[:2], plain == [False, True, True]
+
+
+def test_uncompressed_gradients_of_16_bits_travel_in_16_bits() -> None:
+    for same_bits, (sent, by_ddp), plain_again in run_on_ranks(dense_in_16_bits, 2):
+        assert same_bits and sent == by_ddp > 0
+        assert plain_again, "rounding to 16 bits leaves no error where DDP would keep none"
+
+
+def strided(rank: int) -> tuple[float, bool]:
+    """How far averages are from true ones where a gradient is not contiguous, and whether it stays so."""
+    layer = nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)
+    state = attach(layer, EDGCConfig.of(engine="dense", pp="off"), iterations=10)
+    torch.manual_seed(rank)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    wanted = [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+    for gradient in wanted:
+        torch.distributed.all_reduce(gradient)
+        gradient /= 2
+    state.step()
+    apart = [(p.grad - gradient).abs().max() for p, gradient in zip(layer.parameters(), wanted, strict=True)]
+    return float(max(apart)), not layer.weight.grad.is_contiguous()  # type: ignore[union-attr]
+
+
+def test_gradients_in_another_memory_format_are_averaged_in_place() -> None:
+    for apart, still_strided in run_on_ranks(strided, 2):
+        assert apart < 1e-6 and still_strided
+
+
+def closed(rank: int) -> tuple[int, int]:
+    """Windows that the controller has seen before and after the end of a run that was cut short."""
+    training = Training(rank, LOW_RANK)
+    assert training.state is not None
+    training.train(2 * LOW_RANK.ranks.window)
+    state = training.state
+    before = 0 if state.windows.controller is None else len(state.windows.controller.history)
+    state.close()
+    return before, 0 if state.windows.controller is None else len(state.windows.controller.history)
+
+
+def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:
+    (before, after), _ = run_on_ranks(closed, 2)
+    assert before == after > 0
 
 
 # seconds that a reduction takes longer, by whether it compresses

@@ -173,6 +173,8 @@ def test_the_fewest_bytes_of_all_plans_that_leave_out_no_more() -> None:
     # the error is absolute: beside a gradient a hundred times as large the others do not count
     large = {**energies, "a": [1e4 * e for e in energies["a"]]}
     assert fewest_bytes_ranks(matrices, large, 12, 1.5) == {"a": 12, "b": 4, "c": 4}
+    small = [MatrixSpec("small", 6, 1000)]
+    assert fewest_bytes_ranks(small, {"small": [4.0, 2.0]}, 2, 1.5) == {"small": 2}, "no multiple of 4 pays"
     assert fewest_bytes_ranks(matrices, {}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
     assert fewest_bytes_ranks(matrices, {name: [0.0] * 8 for name in energies}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
 

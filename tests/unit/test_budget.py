@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from edgc.config import EDGCConfig
+from edgc.plan.alignment import CommCost
 from edgc.plan.budget import ROW_SHARES, BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
-from edgc.plan.controller import Controller, StageObservation
+from edgc.plan.controller import Controller, StageCost, StageObservation
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.specs import MatrixSpec
 
@@ -407,6 +408,17 @@ def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
 
 def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
+
+
+def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
+    # parameters in few bits alone have rank 0, and a cost fitted to larger ranks may be 0 there
+    config = EDGCConfig.of(volume=4.0, window=10, allocation="uniform")
+    stages = [[candidate("bias", 1, 128, low_rank=False)]]
+    planner = BudgetPlanner(4.0, 200, 10, stages, (), BYTES, 1.0)
+    cost = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
+    under_test = Controller(config, 200, [[]], [cost], (), budget=planner)
+    under_test.observe([StageObservation(-5.0, reduce_seconds=0.1)])
+    assert under_test.costs == [cost]
 
 
 def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send() -> None:

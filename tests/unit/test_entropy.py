@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from edgc.config import EDGCConfig
 from edgc.observe import entropy
 from edgc.observe.entropy import GradientSampler, histogram_entropy, spacing_entropy
+from edgc.observe.observer import GradientObserver
+from edgc.specs import MatrixSpec
 
 ESTIMATORS = {name: lambda x, estimate=estimate: float(estimate(x)) for name, estimate in entropy.ESTIMATORS.items()}
 gaussian_entropy = ESTIMATORS["gaussian"]
@@ -333,3 +336,21 @@ def test_a_strided_sample_follows_the_entropy_of_the_whole() -> None:
     grad = torch.randn(400, 300, generator=torch.Generator().manual_seed(4)) * scales
     sampled = [gaussian_entropy(sampler.sample("w", grad, 10 * k)) for k in range(4)]
     assert sum(sampled) / 4 == pytest.approx(gaussian_entropy(grad), abs=0.02)
+
+
+def test_an_observer_unscales_in_fp32_and_records_no_entropy_of_a_single_entry() -> None:
+    config = EDGCConfig.of(iteration_sampling_rate=1.0, gradient_sampling_rate=1.0)
+    torch.manual_seed(1)
+    gradient, scale = 1e-8 * torch.randn(64, 64), torch.tensor(65536.0)
+    seen = []
+    for dtype in (torch.float32, torch.float16):
+        observer = GradientObserver([MatrixSpec("w", 64, 64)], config)
+        observer.begin(0)
+        observer.measure({"w": (scale * gradient).to(dtype)}, 0, scale)
+        seen.append(float(observer.measurements.entropy[0]))
+    assert seen[1] == pytest.approx(seen[0], abs=0.01), "1e-8 is less than fp16's smallest number"
+
+    alone = GradientObserver([MatrixSpec("scale", 1, 1)], config)
+    alone.begin(0)
+    alone.measure({"scale": torch.ones(1, 1)}, 0)
+    assert math.isnan(alone.measurements.entropy[0])

@@ -27,7 +27,7 @@ def window(
     host: float,
     counted: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """A window in which a trial that was set has been made. ``counted``: bytes of the run, and of the host's own way."""
+    """A window in which a trial that was set has been made. ``counted``: bytes of the run, and of the host."""
     tried = under_test.trial is not None
     shown = seconds(compressed, host) if tried else seconds(**{"host" if under_test.by_host else "compressed": 1.0})
     under_test.observe(shown, reduction, *counted)
