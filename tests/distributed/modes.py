@@ -411,6 +411,8 @@ def page(seen: dict[str, Seen]) -> str:
     lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
     lines += [
         "",
+        "Not tried: Transformer Engine, training in FP8 (`--fp8-format`), the precision-aware optimizer.",
+        "",
         "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/recipes/cpu.py`, since "
         "Megatron has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
         "",
