@@ -610,7 +610,8 @@ class EDGCConfig:
         if self.dynamic and self.ranks.static_rank is None:
             rule = f"is longer than the run of {iterations} iterations"
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
-            rule = f"measures nothing at {self.ranks.iteration_sampling_rate:g} of the iterations"
+            rate = self.ranks.iteration_sampling_rate
+            rule = f"measures nothing at {rate:g} of the iterations; give more to {flag('iteration_sampling_rate')}"
             _require(self.ranks.window * self.ranks.iteration_sampling_rate >= 1, "window", self.ranks.window, rule)
 
     @property

@@ -11,7 +11,8 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Study, knobs
 WIDTH = 100  # characters
 INTRODUCTION = (
     "These flags change how EDGC compresses. Many runs need only --edgc-preset, and most only the first group. With "
-    "Megatron they stand beside --edgc, which switches EDGC on, and perhaps --edgc-cpu, which trains without GPUs. In Python they are keys of what edgc.config.EDGCConfig.from_preset takes. "
+    "Megatron they stand beside --edgc, which switches EDGC on, and perhaps --edgc-cpu, which trains without GPUs. In "
+    "Python they are keys of what edgc.config.EDGCConfig.from_preset takes. "
     "Defaults are those of the default preset, balanced."
 )
 

@@ -16,7 +16,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn_of_kernels
+from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
 from edgc.hosts.stage import Stage
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.hosts.steps import StepDriver
@@ -143,6 +143,8 @@ class EDGCState:
         self.windows.adopt_plans()
         self.reporter = Reporter(self.config, run)
         self.reporter.start(self.plan)
+        if controller is not None:
+            warn_of_budget(controller)
         self._started = True
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
@@ -313,6 +315,7 @@ class EDGCState:
         if self.windows.controller is not None:
             self.windows.controller = controller
         self.windows.adopt_plans()
+        self.reporter.resume(self.driver.plan)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != VERSION:

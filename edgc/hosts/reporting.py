@@ -19,8 +19,10 @@ from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.window import WindowReport
-from edgc.plan.controller import NO_RANK, RankPlan, StageCost
+from edgc.plan.controller import NO_RANK, Controller, RankPlan, StageCost
 from edgc.plan.run import Run, RunPlan
+
+MISSED = 0.97  # of its volume, which a run may miss without a word
 
 
 class Reporter:
@@ -46,6 +48,7 @@ class Reporter:
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.on_rank_0 = process() == 0
         self._by_host = False  # in the plan of the window before
+        self._host_summed = False  # in any window
         self._tried: tuple[float, ...] = ()
         self.events = EventLog(config.job.log_dir if self.on_rank_0 else None)
 
@@ -70,11 +73,13 @@ class Reporter:
         ``embedding_apart``: why EDGC cannot sum them.
         """
         config = self.config
+        self._by_host = plan.tries and not plan.compresses
         value_bytes = self.run.gradient_bytes
         if config.engine == "dense":
             how = "dense all-reduce, counted"
         elif config.ranks.volume is not None:
             how = f"{config.ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {config.ranks.window}"
+            how += ", once compression is faster" if self._by_host else ""
         elif not config.dynamic:
             what = "compressed" if config.ranks.fixed is None else f"rank {config.ranks.fixed}"
             how = f"{what} after {100 * config.ranks.warmup_fraction:g}% of the run"
@@ -144,6 +149,10 @@ class Reporter:
             },
         )
 
+    def resume(self, plan: RankPlan) -> None:
+        """A run goes on with this plan, whose trial was reported before."""
+        self._by_host, self._tried = plan.by_host, plan.tried
+
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""
         if self.log_interval and completed % self.log_interval == 0 and step_seconds:
@@ -174,10 +183,12 @@ class Reporter:
         now = f"edgc | {report.iteration}/{self.iterations}"
         if plan.tried != self._tried:
             compressed, host = plan.tried
+            who = "the host sums" if plan.by_host else "EDGC compresses"
             self._print(
                 f"{now} | a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: "
-                f"{'the host sums' if plan.by_host else 'EDGC compresses'} from now on"
+                f"{who} {'as before' if plan.by_host == self._by_host else 'from now on'}"
             )
+        self._host_summed |= self._by_host or plan.by_host or bool(plan.tried)
         self._by_host, self._tried = plan.by_host, plan.tried
         ahead = report.message_plan
         if ahead is not None:
@@ -212,6 +223,7 @@ class Reporter:
                 self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
             for line in _totals(report, self.run):
                 self._print(f"edgc | {line}")
+            self._warn_of_volume(report)
         self._tensorboard(report)
         event = asdict(report)
         for message, boundary in zip(event["messages"], report.messages, strict=True):
@@ -247,6 +259,17 @@ class Reporter:
             if math.isfinite(message.entropy):
                 writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
 
+    def _warn_of_volume(self, report: WindowReport) -> None:
+        """A run that ends above its budget; steps that the host has summed are no part of it."""
+        volume, sent = self.config.ranks.volume, report.dp_bytes
+        if volume is None or not sent or self._host_summed:
+            return
+        if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
+            self.warn(
+                f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
+                "windows, or few iterations were measured"
+            )
+
     def _stage_move(self, used: Sequence[int | None], plan: RankPlan, place: int) -> str:
         was = "the host's sum" if self._by_host else self._rank(used[place])
         if plan.by_host:
@@ -266,6 +289,16 @@ class Reporter:
     def _print(self, text: str) -> None:
         if self.on_rank_0:
             print(text, flush=True)
+
+
+def warn_of_budget(controller: Controller) -> None:
+    """Where a run cannot send as little as its volume."""
+    budget = controller.budget
+    if budget is not None and budget.reachable < budget.volume:
+        Reporter.warn(
+            f"{flag('volume')} {budget.volume:g}: this run can send about {budget.reachable:.0f}x fewer bytes at most, "
+            "with its warm-up and the smallest rank or format of each parameter"
+        )
 
 
 def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:

@@ -6,9 +6,14 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from edgc.config import ConfigError, flag
+
 
 class EventLog:
-    """Appends events to ``events.jsonl`` in a folder; without a folder it does nothing."""
+    """Appends events to ``events.jsonl`` in a folder; without a folder it does nothing.
+
+    Raises ``ConfigError`` where the file cannot be written.
+    """
 
     FILE = "events.jsonl"
 
@@ -16,8 +21,17 @@ class EventLog:
         self._file: TextIO | None = None
         if folder is not None:
             path = Path(folder)
-            path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / self.FILE).open("a", encoding="utf-8")
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._file = (path / self.FILE).open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"{flag('log_dir')} = {folder}: no event log can be written: {error}") from error
+
+    def close(self) -> None:
+        """Nothing can be written any more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event and flush it, so that a killed run keeps its log."""

@@ -278,6 +278,13 @@ class BudgetPlanner:
         self.choices: dict[int, list[Choice]] = {}
         self.choices = self._best(self.budget(first))
 
+    @property
+    def reachable(self) -> float:
+        """The volume of a run in which every parameter always has its smallest choice after the warm-up."""
+        warmup = min(self.first, self.iterations)
+        least = warmup * self.uncompressed + (self.iterations - warmup) * (self.least + self.never)
+        return self.iterations * self.dense / least if least else math.inf
+
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
         sent, dense = self.sent, self.in_fp32

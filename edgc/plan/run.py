@@ -215,10 +215,11 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         warmup = config.ranks.warmup_fraction * bits_of(config.formats.dense_wire) / 32
         if warmup >= 1 / volume:
             share = 100 * config.ranks.warmup_fraction
+            fewer = "" if bits_of(config.formats.dense_wire) <= 4 else f", or {flag('dense_wire')} int4"
             raise ConfigError(
                 f"{flag('volume')} = {volume:g}: the warm-up of {share:g} % of the run in "
                 f"{config.formats.dense_wire} alone sends more than that allows; give a smaller "
-                f"{flag('warmup_fraction')}, or {flag('dense_wire')} int8"
+                f"{flag('warmup_fraction')}{fewer}"
             )
     usable = max(
         largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)

@@ -315,6 +315,12 @@ class Checkpoints:
         """Go on where ``state_dict`` was taken."""
         for stage in self.stages:
             self._load_stage(stage, index, state, folder)
+        layers = self.stages[0]
+        if (before := index["places"].get(place_of(layers))) and before[0] != dist.get_world_size(layers.process_group):
+            Reporter.warn(
+                f"{os.path.basename(folder)} was written by {before[0]} data-parallel processes: the sums of their "
+                "errors go on, what its last window had measured does not"
+            )
         self._load_messages(index, state, folder)
         if self.controller is None or not self._same_engine(index):
             return
@@ -322,10 +328,10 @@ class Checkpoints:
             Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
         resolved = {name: index["resolved"][name] for name in RANKS}
-        if index["requested"] != self.requested.only(RANKS):
+        others = index["requested"] != self.requested.only(RANKS)
+        self._load_controller(self.controller, index["controller"], {} if others else resolved, folder)
+        if others:
             Reporter.warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
-            resolved = {}
-        self._load_controller(self.controller, index["controller"], resolved, folder)
 
     def _load_controller(
         self,

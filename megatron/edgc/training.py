@@ -26,8 +26,9 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn_of_kernels
+from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
 from edgc.hosts.steps import StepDriver
+from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.plan.controller import Controller, StageCost
 from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
@@ -62,6 +63,8 @@ class Session:
         check_param_wire(config, args)
         fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
         check_options(config, args)
+        if args.rank == 0:
+            EventLog(config.job.log_dir).close()  # before all processes have met, an error is that of one alone
         if not with_messages:
             config = config.but(pp="off")
         self.requested = config
@@ -134,6 +137,8 @@ class Session:
         apart = self.stages[0].embedding
         embedding_bytes = None if apart is None else apart.nbytes
         self.reporter.start(plan, message_settings, sent_back, embedding_bytes, embedding_apart(self.args))
+        if controller is not None:
+            warn_of_budget(controller)
         self.checkpoints = Checkpoints(
             self.args,
             self.requested,
@@ -220,6 +225,7 @@ class Session:
     def _resume(self) -> None:
         """A checkpoint has been loaded, on rank 0 the controllers' state with it."""
         self.windows.adopt_plans()
+        self.reporter.resume(self.driver.plan)
         for stage in self.stages:
             for group in stage.groups:
                 group.edgc_weights.before = None
@@ -263,7 +269,7 @@ class Session:
         places = self.driver.not_finite()
         if not places:
             return
-        what = f"iteration {iteration}: the summed gradients of {', '.join(map(str, places))} are not finite"
+        what = f"iteration {iteration + 1}: the summed gradients of {', '.join(map(str, places))} are not finite"
         if self.args.check_for_nan_in_loss_and_grad:
             raise NonFiniteSum(
                 f"{what}. The step is not applied, and EDGC's state is that of before it: resume from the last "

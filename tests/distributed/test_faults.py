@@ -30,7 +30,7 @@ MODES = {"fp32": [], "bf16, distributed optimizer": ["--bf16", "--use-distribute
 def test_a_sum_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(mode: str) -> None:
     finished = launch(FAULTY, ["message", *EDGC, *MODES[mode]], processes=2)
     assert finished.returncode != 0
-    line = "iteration 5: the summed gradients of stage 1 are not finite. The step is not applied"
+    line = "iteration 6: the summed gradients of stage 1 are not finite. The step is not applied"
     assert re.findall(r"edgc: error: process (\d): " + re.escape(line), finished.stdout), failure(finished.stdout)
     assert len(losses(finished.stdout)) == 5  # of the iterations before
 
@@ -38,14 +38,14 @@ def test_a_sum_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(mod
 def test_without_megatrons_check_the_run_goes_on_with_a_warning() -> None:
     finished = launch(FAULTY, ["message", *EDGC, "--no-check-for-nan-in-loss-and-grad"], processes=2)
     assert finished.returncode == 0, failure(finished.stdout)
-    assert finished.stdout.count("edgc: warning: iteration 5: the summed gradients of stage 1 are not finite") == 1
+    assert finished.stdout.count("edgc: warning: iteration 6: the summed gradients of stage 1 are not finite") == 1
 
 
 def test_replicas_that_drift_apart_end_the_run_at_the_end_of_the_window() -> None:
     finished = launch(FAULTY, ["basis", *EDGC], processes=2)
     assert finished.returncode != 0
     line = (
-        r"edgc: error: process [01]: iteration 7: processes 0, 1 of one data-parallel group hold different bits in the "
+        r"edgc: error: process [01]: iteration 8: processes 0, 1 of one data-parallel group hold different bits in the "
     )
     assert re.search(line, finished.stdout), failure(finished.stdout)
     assert len(losses(finished.stdout)) == 7

@@ -410,6 +410,14 @@ def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
 
 
+def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    usual, small = (BudgetPlanner(volume, 100, 5, stages, (), BYTES, 0.5) for volume in (24.0, 5000.0))
+    assert 24.0 < usual.reachable == small.reachable < 5000.0
+    sent = 5 * usual.uncompressed + 95 * sum(options(one, BYTES)[0].size for one in stages[0])
+    assert usual.reachable == pytest.approx(100 * usual.dense / sent)
+
+
 def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
     # parameters in few bits alone have rank 0, and a cost fitted to larger ranks may be 0 there
     config = EDGCConfig.of(volume=4.0, window=10, allocation="uniform")

@@ -1,6 +1,9 @@
 import math
 from pathlib import Path
 
+import pytest
+
+from edgc.config import ConfigError
 from edgc.observe.events import EventLog, read_events
 
 
@@ -25,3 +28,10 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     EventLog(None).write("start")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ConfigError, match=f"--edgc-log-dir = {taken}: no event log can be written"):
+        EventLog(str(taken))
