@@ -80,7 +80,7 @@ def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], itera
         else:
             who = f"process {', '.join(map(str, others))} holds other bits than most of its data-parallel group"
         raise ReplicaMismatch(
-            f"iteration {iteration + 1}: {who} in the {KINDS[kind]} of {names[place]}. All must compute the same bits: use "
-            "one type of GPU and one version of each library for the whole job, and resume from a checkpoint that was "
-            "written before this iteration"
+            f"iteration {iteration + 1}: {who} in the {KINDS[kind]} of {names[place]}. All must compute the same bits: "
+            "use one type of GPU and one version of each library for the whole job, and resume from a checkpoint that "
+            "was written before this iteration"
         )

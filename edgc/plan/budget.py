@@ -230,6 +230,7 @@ class BudgetPlanner:
             parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
             ``ENOUGH`` times.
         least_worth: steps that are worth no more than this are not guarded so.
+        window: iterations between two decisions.
     """
 
     def __init__(
@@ -245,11 +246,14 @@ class BudgetPlanner:
         worth: Sequence[float] | None = None,
         least_fidelity: float = 0.0,
         least_worth: float = 0.0,
+        window: int = 1,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
         each = np.ones(iterations) if worth is None else np.asarray(worth)
-        # of an iteration, its share of what it and all later ones are worth
-        self.share = each / np.cumsum(each[::-1])[::-1]
+        # of a step in the window from an iteration on, its share of what it and all later ones are worth
+        before = np.concatenate([[0.0], np.cumsum(each)])
+        ends = np.minimum(np.arange(iterations) + window, iterations)
+        self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
         self.guarded = each > least_worth
         self.places = [place for place in range(len(stages)) if place not in never]

@@ -17,7 +17,7 @@ from edgc.specs import MatrixSpec, Parameter
 # Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
 # are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
 # rows of an embedding may have a token that occurs in a step.
-DIRECTIONS, ROWS, ROWS_OF_EMBEDDING = 1.7, 0.3, 1.3
+DIRECTIONS, ROWS = 1.7, 1.3
 # With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
 # longer amid training than it did before.
 WORTH_IT = 0.75
@@ -119,8 +119,9 @@ class MessageSizes:
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
             directions = Parts(Spread(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
-            by_row = ROWS_OF_EMBEDDING if one.embedding else ROWS
-            rows = Parts(Spread(one.rows, by_row), *self.rows(one), self.row_format)
+            # The rows of a layer are no choice: of queries, keys and values in one matrix the values have the largest,
+            # and what queries and keys need would wait.
+            rows = Parts(Spread(one.rows, ROWS), *self.rows(one), self.row_format) if one.embedding else None
             found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
         return found + [Candidate(one.spec, price=price, energy=VECTOR) for one in others]
@@ -172,6 +173,7 @@ class RunPlan:
                 worth_of(rate, iterations, power) if rate and power else None,
                 self.config.study.least_fidelity,
                 LEAST_RATE**power if rate and power else 0.0,
+                self.config.ranks.window,
             )
         trials = None
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found

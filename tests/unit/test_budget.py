@@ -410,6 +410,15 @@ def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
 
 
+def test_a_step_gets_what_its_window_is_worth() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    worth = [1.0] * 50 + [0.5] * 50
+    by_step, by_window = (BudgetPlanner(8.0, 100, 0, stages, (), BYTES, 0.5, worth=worth, window=w) for w in (1, 20))
+    assert by_step.share[40] == by_window.share[0] * 75 / 35 == pytest.approx(1 / 35)
+    assert by_window.share[40] == pytest.approx(0.75 / 35), "half of the window is worth half"
+    assert by_window.share[90] == pytest.approx(1 / 10)
+
+
 def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     usual, small = (BudgetPlanner(volume, 100, 5, stages, (), BYTES, 0.5) for volume in (24.0, 5000.0))

@@ -46,7 +46,7 @@ def test_equal_digests_pass() -> None:
 def test_the_process_that_differs_from_most_is_named() -> None:
     seen = digests(3)
     seen[1, 1, 1] += 1
-    with pytest.raises(ReplicaMismatch, match=r"iteration 7: process 4 holds other bits .* in the factors of b\."):
+    with pytest.raises(ReplicaMismatch, match=r"iteration 8: process 4 holds other bits .* in the factors of b\."):
         check(NAMES, seen, [0, 4, 8], 7)
 
 

@@ -163,7 +163,17 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
         assert budget is not None
         found.append(budget.share[500] / budget.share[900])
     assert found[0] == pytest.approx(100 / 500)
-    assert 1.3 * found[0] < found[1] < 2 * found[0]
+    assert 1.25 * found[0] < found[1] < 2 * found[0]
+
+
+def test_rows_are_a_choice_of_embeddings_alone() -> None:
+    parameters = (Parameter("words", (512, 64), embedding=True), Parameter("qkv", (192, 64)))
+    stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, CHEAP)
+    run = Run(iterations=1000, replicas=4)
+    config = EDGCConfig.from_preset({"volume": 10.0})
+    (planned,) = plan_run(config, run, [[stage]]).stages
+    rows = {one.matrix.name: one.rows is not None for one in sizes({"int4": 0.5}, run=run).candidates(planned)}
+    assert rows == {"words": True, "qkv": False}
 
 
 def test_a_window_is_at_most_a_twentieth_of_a_run_with_a_volume_and_holds_a_measurement() -> None:
