@@ -45,7 +45,7 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     compressed: bool, active: tuple[int | None, ...], expected: int | None
 ) -> None:
     reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
-    tied = SimpleNamespace(dense_bytes=lambda: 0.0, reducer=reducer)
+    tied = SimpleNamespace(dense_bytes=lambda: 0.0, fp32_bytes=lambda: 0.0, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
     stage.set_rank(active, 2, RankPlan(0, 0, active))
     assert reducer.rank == expected

@@ -62,25 +62,30 @@ def _old(lines: Sequence[Line]) -> list[str]:
 
 
 def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """Entropy over the run, by stage and by kind of layer."""
-    figure, (by_stage, by_kind) = _panels(2)
+    """Entropy over the run, by stage and, where statistics were kept, by kind of layer."""
+    by_layer = [(line, stage) for line in lines for stage in _stages(line) if kinds(line, stage)]
+    figure, places = _panels(2 if by_layer else 1)
     table = header(["run", "of", "first window", "last window", "correlation with the iteration"])
     for line in lines:
-        stages = range(len(line["windows"][0]["entropy"]))
-        for stage in stages:
+        for stage in _stages(line):
             entropies = trajectory(line, stage)
-            by_stage.plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
+            places[0].plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
             table.append(_trend(_label(line, lines), stage_name(line, stage), entropies))
-        for stage in stages:
-            for kind in kinds(line, stage):
-                entropies = statistic(line, stage, kind, "gaussian_entropy")
-                by_kind.plot(*entropies, linewidth=1, label=f"{stage_name(line, stage)}: {kind}")
-                table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
-    by_stage.set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
-    by_kind.set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
-    by_stage.legend(frameon=False)
-    by_kind.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
+    places[0].legend(frameon=False)
+    for line, stage in by_layer:
+        for kind in kinds(line, stage):
+            entropies = statistic(line, stage, kind, "gaussian_entropy")
+            places[1].plot(*entropies, linewidth=1, label=f"{stage_name(line, stage)}: {kind}")
+            table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
+    if by_layer:
+        places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
+        places[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure, table
+
+
+def _stages(line: Line) -> range:
+    return range(len(line["windows"][0]["entropy"]))
 
 
 def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
