@@ -16,6 +16,9 @@ from edgc.specs import MatrixSpec
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
 NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which every parameter travels as it does now
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
+# Mean noise that is little enough at the first step of a run with a volume of 24; of other volumes it goes with this
+# power. What such a step does not need is kept for later ones: the noise of the same bytes grows during a run.
+LITTLE, LITTLE_POWER = 0.1, 1.7
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
 WINDOWS = 20  # of a run, at least
@@ -189,11 +192,16 @@ def _slope(first: Option, second: Option) -> float:
 
 
 def spend(
-    candidates: Sequence[Candidate], bytes_per_value: Mapping[str, float], budget: float, same_ways: bool = False
+    candidates: Sequence[Candidate],
+    bytes_per_value: Mapping[str, float],
+    budget: float,
+    same_ways: bool = False,
+    little: float = 0.0,
 ) -> list[Choice]:
     """For each parameter the choice with which all together have the least weighted noise in ``budget`` bytes.
 
-    ``same_ways``: each travels as it does now, with more or less of it.
+    ``same_ways``: each travels as it does now, with more or less of it. ``little``: no more bytes are spent once the
+    mean noise is less than this.
 
     All start at their smallest option. Steps up the hulls are taken in falling order of noise saved per byte, as long
     as they fit. If not even the smallest options fit, they are the choice.
@@ -206,10 +214,15 @@ def spend(
         for index, (candidate, way) in enumerate(zip(candidates, ways, strict=True))
         for place, (lower, upper) in enumerate(pairwise(way))
     )
+    noise = sum(one.weight * way[0].noise for one, way in zip(candidates, ways, strict=True))
+    enough = little * sum(one.weight for one in candidates)
     for _, index, place in steps:
+        if noise < enough:
+            break
         cost = ways[index][place + 1].size - ways[index][place].size
         # a step that does not fit ends a parameter's turn: it would have to skip one
         if cost <= left and places[index] == place:
+            noise += candidates[index].weight * (ways[index][place + 1].noise - ways[index][place].noise)
             places[index] += 1
             left -= cost
     return [way[place].choice for way, place in zip(ways, places, strict=True)]
@@ -280,7 +293,7 @@ class BudgetPlanner:
         # in their first window, so that window says little about the new way
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.choices: dict[int, list[Choice]] = {}
-        self.choices = self._best(self.budget(first))
+        self.choices = self._best(first)
 
     @property
     def reachable(self) -> float:
@@ -369,7 +382,7 @@ class BudgetPlanner:
             return
         if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
             self.choices = {}
-            self.choices = self._best(self.budget(iteration))
+            self.choices = self._best(iteration)
             return
         first_window = self.overhead is None  # a part of it may have been warm-up
         if self.per_step is not None:
@@ -381,11 +394,12 @@ class BudgetPlanner:
         elif self.fidelity > ENOUGH * self.least_fidelity:
             self.relief = max(self.relief / 2, 1.0)
         budget = self.budget(iteration)
-        usual, best = self._best(budget, same_ways=True), self._best(budget)
+        usual, best = self._best(iteration, same_ways=True), self._best(iteration)
         if self._size(usual) <= budget and self._noise(best) > (1 - NEW_WAYS_GAIN) * self._noise(usual):
             best = usual
         size, noise = self._size(self.choices), self._noise(self.choices)
-        fits = LEAST_USED * budget <= size <= budget
+        # the best plan may need less than the budget
+        fits = LEAST_USED * min(budget, self._size(best)) <= size <= min(budget, self._size(best) / LEAST_USED)
         before = self.choices
         if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
             self.choices = best
@@ -398,12 +412,19 @@ class BudgetPlanner:
             for place in self.places
         }
 
-    def _best(self, budget: float, same_ways: bool = False) -> dict[int, list[Choice]]:
+    def little(self, iteration: int) -> float:
+        """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
+        if self.relief > 1:
+            return 0.0
+        return LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations)
+
+    def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
+        budget = self.budget(iteration)
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         if self.choices:
             ways = [way_of(choice) for place in self.places for choice in self.choices[place]]
             every = [replace(candidate, way=way) for candidate, way in zip(every, ways, strict=True)]
-        found = iter(spend(every, self.bytes_per_value, budget, same_ways))
+        found = iter(spend(every, self.bytes_per_value, budget, same_ways, self.little(iteration)))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
         self.short, self.bounded = self._size(best) > budget, budget == self.most
         return best

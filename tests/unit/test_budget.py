@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import edgc.plan.budget as budget_module
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import CommCost
 from edgc.plan.budget import ROW_SHARES, BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
@@ -275,8 +276,11 @@ def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget()
 
 
 @pytest.mark.parametrize("volume", [24.0, 48.0, 100.0])
-def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(volume: float) -> None:
+def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
+    volume: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At 100x the last steps would have less than the smallest choices take."""
+    monkeypatch.setattr(budget_module, "LITTLE", 0.0)  # nothing is kept for them
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
     planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
@@ -392,7 +396,7 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
     assert way_of(planner.choices[0][-1]) == "rank"
     few = candidate("words", 1024, 128, by_rows=2.5).rows
     planner.candidates[0][-1] = replace(words.fitted(16, 4.0), rows=few).weighed(energy)
-    usual, best = planner._best(planner.budget(10), same_ways=True), planner._best(planner.budget(10))
+    usual, best = planner._best(10, same_ways=True), planner._best(10)
     assert way_of(best[0][-1]) == "rows" and planner._noise(best) < 0.99 * planner._noise(usual)
     planner.decide(10)
     assert planner.choices == (best if moves else usual)
@@ -408,6 +412,25 @@ def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
 
 def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
+
+
+def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    sizes: dict[float, list[float]] = {}
+    for little in (0.0, 0.1):
+        monkeypatch.setattr(budget_module, "LITTLE", little)
+        planner, sent = BudgetPlanner(24.0, 1000, 20, stages, (), BYTES, 0.5, window=20), 0.0
+        for window in range(50):
+            sent += 20 * (planner._size(planner.choices) if window else planner.uncompressed)
+            dense = 20 * (window + 1) * planner.dense
+            # the same choices make thirty times the noise in the second half of the run
+            growth = 1 if window < 25 else 30
+            noise = {one.matrix.name: 0.02 * growth for one in planner.candidates[0]}
+            planner.observe([seen(noise) if window else {}], sent, dense, dense)
+            planner.decide(20 * (window + 1))
+            sizes.setdefault(little, []).append(planner._size(planner.choices))
+        assert 1000 * planner.dense / sent == pytest.approx(24.0, rel=0.05), "all of the budget is spent in the end"
+    assert sizes[0.1][10] < 0.7 * sizes[0.0][10] and sizes[0.1][30] > 1.2 * sizes[0.0][30]
 
 
 def test_a_step_gets_what_its_window_is_worth() -> None:

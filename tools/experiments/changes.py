@@ -25,6 +25,7 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("rows measured first", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
     ("last steps within the budget", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) >= 48),
     ("rows of embeddings alone", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
+    ("bytes kept for later", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
 )
 
 
