@@ -416,7 +416,7 @@ class BudgetPlanner:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
         if self.relief > 1:
             return 0.0
-        return LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations)
+        return float(LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations))
 
     def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
         budget = self.budget(iteration)
