@@ -18,7 +18,7 @@ NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 # Mean noise that is little enough at the first step of a run with a volume of 24; of other volumes it goes with this
 # power. What such a step does not need is kept for later ones: the noise of the same bytes grows during a run.
-LITTLE, LITTLE_POWER = 0.1, 1.7
+LITTLE, LITTLE_POWER = 0.03, 1.7
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
 WINDOWS = 20  # of a run, at least
