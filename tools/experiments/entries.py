@@ -111,15 +111,16 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
 
 
 def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[float, Interval]]:
-    """Of each compressed entry its gap by the value of the setting, smallest first; without runs of older code.
+    """Of each compressed entry its gap by the value of the setting, smallest first; of older code as an entry apart.
 
     ``values``: by setting.
     """
     found: dict[str, dict[float, Interval]] = {}
     here = [entry for entry in entries(lines) if entry.setting in values]
     for entry in sorted(here, key=lambda entry: values[entry.setting]):
-        if entry.engine != "dense" and not entry.old:
-            found.setdefault(entry.name, {})[values[entry.setting]] = entry.gap
+        if entry.engine != "dense":
+            name = f"{entry.name}, old" if entry.old else entry.name
+            found.setdefault(name, {})[values[entry.setting]] = entry.gap
     return found
 
 

@@ -29,7 +29,7 @@ def draw(lines: Sequence[Line]) -> bytes:
 
 
 def draw_trends(lines: Sequence[Line], trends: Mapping[str, Mapping[str, float]]) -> bytes:
-    """The plot as PNG: a panel for each trend, in it a line for each compressed entry of today's code."""
+    """The plot as PNG: a panel for each trend, in it a line for each compressed entry."""
     figure, places = panels(1, len(trends), width=3.6, height=3.6)
     for (what, values), axes in zip(trends.items(), places, strict=True):
         for name, gaps in trend(lines, values).items():
