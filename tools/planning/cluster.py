@@ -50,7 +50,6 @@ class Training:
     overlapped: bool
     gpu: float  # compute capability
     network: Network
-    stages_first: bool  # in the order of ranks: stages before replicas
     loss_scale: bool  # with one EDGC also keeps its state of before a step
 
     @classmethod
@@ -91,7 +90,6 @@ class Training:
             overlapped=flags.overlap_grad_reduce,
             gpu=cluster.compute_capability,
             network=network,
-            stages_first=flags.use_tp_pp_dp_mapping,
             loss_scale=flags.fp16,
         )
 
@@ -168,7 +166,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--use-tp-pp-dp-mapping", "--fp16"):
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16"):
         parser.add_argument(flag, action="store_true")
     return parser.parse_known_args(list(given))[0]
 
