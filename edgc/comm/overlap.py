@@ -28,19 +28,24 @@ class Overlap:
         self._under_way: list[Handle] = []
 
     def start(
-        self, reduction: Steps[None], reads: Iterable[Tensor] = (), spans: Spans | None = None, alone: bool = False
+        self,
+        reduction: Steps[None],
+        reads: Callable[[], Iterable[Tensor]] = tuple,
+        spans: Spans | None = None,
+        alone: bool = False,
     ) -> "Handle":
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
-        ``reads``: tensors made on another stream that the reduction reads and may drop. On CUDA the host is done with
-        them long before the side stream is, and their memory must not be given away so early.
+        ``reads`` gives the tensors made on another stream that the reduction reads and may drop. It is asked on CUDA
+        alone, where the host is done with them long before the side stream is: their memory must not be given away so
+        early.
 
         ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.
         ``alone``: it needs so much memory that those under way have to end before it starts.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-            for tensor in reads:
+            for tensor in reads():
                 if tensor.is_cuda:
                     tensor.record_stream(self.stream)
         while alone and self._under_way:
@@ -109,7 +114,8 @@ class Handle:
         """Take in the message under way and send the next one."""
         if self._reduction is None:
             return
-        with torch.no_grad(), self._overlap.queue():
+        # A host's torch function mode, as --edgc-cpu has one, would be asked at each of thousands of small operations.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), self._overlap.queue():
             begin = self._spans.mark() if self._spans is not None else None
             if self._work is not None:
                 self._work.wait()

@@ -212,7 +212,7 @@ class EDGCState:
         torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
         alone = reducer.errors_at_once(gradients)
-        self._handles.append(self.overlap.start(reduction, reducer.state.tensors(), self.stage.spans, alone))
+        self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, alone))
 
     @torch.no_grad()
     def end(self) -> None:

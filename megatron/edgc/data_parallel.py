@@ -64,7 +64,7 @@ class StageSums:
             reducer, shards = unit.reducer, self.shards if scatter else None
             reduction = reducer.reduce(unit.gradients, step.iteration, step.loss_scale, shards)
             self._handles[unit] = self.overlap.start(
-                reduction, reducer.state.tensors(), self.spans, reducer.errors_at_once(unit.gradients)
+                reduction, reducer.state.tensors, self.spans, reducer.errors_at_once(unit.gradients)
             )
 
     def end(self, overlapped: bool) -> None:
@@ -198,7 +198,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             all_shards, [_parts(bucket, weights.communicator.world_size) for bucket in self.buckets]
         )
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=weights.before)
+            self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:
             with torch.no_grad():
                 run(gather)

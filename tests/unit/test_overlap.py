@@ -3,6 +3,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from edgc.comm.collectives import Steps
 from edgc.comm.overlap import Overlap
@@ -87,6 +88,26 @@ def test_the_reduction_runs_without_autograd() -> None:
 
     Overlap(torch.device("cpu")).start(steps()).wait()
     assert not any(product.requires_grad for product in products)
+
+
+def test_a_torch_function_mode_of_the_host_sees_nothing_of_a_reduction() -> None:
+    seen: list[object] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def steps() -> Steps[None]:
+        torch.ones(3) * 2
+        yield Message([], "m")
+        torch.ones(3) * 3
+
+    with Mode():
+        Overlap(torch.device("cpu")).start(steps()).wait()
+        assert torch.ones not in seen
+        torch.ones(3)
+    assert torch.ones in seen
 
 
 class EventSpans(Spans):
@@ -203,7 +224,7 @@ def test_on_cuda_memory_that_a_reduction_may_drop_waits_for_the_side_stream(log:
     read = SimpleNamespace(
         is_cuda=True, record_stream=lambda stream: log.append("recorded" if stream is overlap.stream else "other")
     )
-    overlap.start(reduction(log, "a", 1), reads=[cast(torch.Tensor, read), torch.zeros(1)])
+    overlap.start(reduction(log, "a", 1), reads=lambda: [cast(torch.Tensor, read), torch.zeros(1)])
     assert log == ["side stream waits for backward's", "recorded", "a0 leaves"]
 
 
