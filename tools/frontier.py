@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
-        line = result(trial, measured, json.loads((folder / COMMAND).read_text()), bool(runs.study))
+        line = result(trial, measured, json.loads((folder / COMMAND).read_text()), bool(runs.study or runs.studies))
         record_result(DOCS / "results.jsonl", line)
         fewer = times_fewer(line["dp_bytes_dense"], line["dp_bytes"])
         print(
@@ -69,15 +69,21 @@ def main(argv: list[str] | None = None) -> int:
     missing = not_run(runs.trials, lines)
     for text in missing:
         print(f"frontier: not run yet: {text}", flush=True)
-    if lines:
-        if runs.study:
-            page, picture = studies.page(runs.name, runs.title, runs.study, lines)
-        else:
-            page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
-            picture = draw_trends(lines, runs.trends) if runs.trends else draw(lines)
-        write(DOCS / f"{runs.name}.md", page.encode())
-        write(DOCS / f"{runs.name}.png", picture)
-        print(f"written: {', '.join(str(DOCS / f'{runs.name}.{kind}') for kind in ('md', 'png'))}")
+    if not lines:
+        return 1 if failed else 0
+    pages: dict[str, tuple[str, bytes]] = {}
+    if runs.study:
+        pages[runs.name] = studies.page(runs.name, runs.title, runs.study, lines)
+    else:
+        page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
+        pages[runs.name] = page, draw_trends(lines, runs.trends) if runs.trends else draw(lines)
+    for study in runs.studies:
+        name = f"{runs.name}_{study}"
+        pages[name] = studies.page(runs.name, f"{runs.title}: {study}", study, lines, picture=name)
+    for name, (page, picture) in pages.items():
+        write(DOCS / f"{name}.md", page.encode())
+        write(DOCS / f"{name}.png", picture)
+        print(f"written: {', '.join(str(DOCS / f'{name}.{kind}') for kind in ('md', 'png'))}")
     return 1 if failed else 0
 
 

@@ -67,6 +67,7 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("models: {", "models: [", "mine.yaml"),
         ("title:", "trends: {width: {tiny: 64}}\ntitle:", "trends name what is not listed: tiny"),
         ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of fidelity"),
+        ("title:", "studies: [entropy, tea-leaves]\ntitle:", "study = tea-leaves: must be one of fidelity"),
     ],
 )
 def test_a_list_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -252,6 +253,7 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
             }
             for end in ends
         ],
+        losses=[[10, 4.0], [20, 3.0 if name == "dense" else 3.3], [30, 2.0], [40, 2.0]],
         fidelity={} if name == "dense" else {"fc1.weight": signals, "fc1.bias": {"elements": 0}},
         **other,
     )
@@ -285,6 +287,11 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     rows = [row for row in page.splitlines() if row.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
     assert "nan" not in page
+
+
+def test_the_study_of_losses_says_when_the_loss_departs() -> None:
+    page, _ = studies.page("mine", "A title", "losses", [seen("dense", 10, [None]), seen("r4", 10, [4])])
+    assert "| r4 | 1 | +0.00 % | +10.00 % | +0.00 % | +0.00 % | +0.50 % |" in page
 
 
 def test_rank_correlation_sees_the_order_alone() -> None:

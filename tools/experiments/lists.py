@@ -18,7 +18,7 @@ from tools.shared.megatron import data_flags
 
 RUNS = REPOSITORY / "runs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
-LIST_KEYS = {"title", "study", "corpus", "flags", "models", "defaults", "entries", "comparisons", "trends"}
+LIST_KEYS = {"title", "study", "studies", "corpus", "flags", "models", "defaults", "entries", "comparisons", "trends"}
 
 
 class ListError(Exception):
@@ -67,7 +67,8 @@ class Trial:
 class RunList:
     """A list of runs, the pairs of entries to set side by side, and the study that it is, if any.
 
-    ``trends``: what to draw the gap against, by its name; of each the values, by setting.
+    ``studies``: those that have a page beside the list's own. ``trends``: what to draw the gap against, by its name; of
+    each the values, by setting.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RunList:
     trials: tuple[Trial, ...]
     comparisons: tuple[tuple[str, str], ...]
     study: str | None = None
+    studies: tuple[str, ...] = ()
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -126,12 +128,13 @@ def load_list(path: Path) -> RunList:
     names = {trial.name for trial in trials}
     if unknown := sorted({name for pair in comparisons for name in pair} - names):
         raise ListError(f"{path}: compared but not listed: {', '.join(unknown)}")
-    study = content.get("study")
-    if study is not None and study not in STUDIES:
-        raise ListError(f"{path}: study = {study}: must be one of {', '.join(STUDIES)}")
+    study, studies = content.get("study"), tuple(content.get("studies", []))
+    for one in (*studies, *([] if study is None else [study])):
+        if one not in STUDIES:
+            raise ListError(f"{path}: study = {one}: must be one of {', '.join(STUDIES)}")
     trends = content.get("trends", {})
     if unknown := sorted(
         {where for values in trends.values() for where in values} - {setting(vars(t)) for t in trials}
     ):
         raise ListError(f"{path}: trends name what is not listed: {'; '.join(unknown)}")
-    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, trends)
+    return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, studies, trends)

@@ -19,7 +19,10 @@ IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name",
 
 
 def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool) -> dict[str, Any]:
-    """One line of ``results.jsonl``, with what each window saw if asked; docs/frontier/README.md has the fields."""
+    """One line of ``results.jsonl``, with training losses and what each window saw if asked.
+
+    docs/frontier/README.md has the fields.
+    """
     config = measured.start["config"]
     line = {
         "model": trial.model,
@@ -48,6 +51,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
     }
     if windows:
         line["windows"] = [_window(event) for event in measured.windows]
+        line["losses"] = [[iteration, _rounded(loss)] for iteration, loss in measured.loss]
         if signals := fidelity(measured):
             line["fidelity"] = signals
     return line

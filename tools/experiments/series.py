@@ -40,6 +40,12 @@ def correlation(first: Line, second: Line, stage: int) -> tuple[float, float]:
     return float(np.corrcoef(one, other)[0, 1]), float(np.abs(one - other).max())
 
 
+def training_gap(line: Line, dense: Line) -> Series:
+    """(iterations, gaps): the training loss over that of the dense run, as a share, where both were logged."""
+    reference = dict(dense["losses"])
+    return _series((at, loss / reference[at] - 1) for at, loss in line["losses"] if at in reference)
+
+
 def kinds(line: Line, stage: int) -> list[str]:
     """Linear layers and embeddings: the other parameters have too few entries for a histogram."""
     measured: Mapping[str, Any] = line["windows"][-1]["statistics"][stage]

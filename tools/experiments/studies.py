@@ -25,6 +25,7 @@ from tools.experiments.series import (
     stage_name,
     statistic,
     step_bytes,
+    training_gap,
     trajectory,
     weighted,
 )
@@ -34,17 +35,18 @@ from tools.shared.pictures import GREY, panels, tidy, to_png
 Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
 # a gap below this is what a user would accept: it decides the smallest rank that the study of ranks suggests
 ACCEPTED_GAP = 0.01
+QUARTERS = 4
 
 
-def page(name: str, title: str, study: str, lines: Sequence[Line]) -> tuple[str, bytes]:
-    """The study's page and its plot as PNG."""
+def page(name: str, title: str, study: str, lines: Sequence[Line], picture: str = "") -> tuple[str, bytes]:
+    """The study's page and its plot as PNG. ``picture``: the plot's name, where it is not that of the list."""
     lines = [line for line in lines if "defect" not in line and "windows" in line]
     figure, table = STUDIES[study](lines)
     text = [f"# {title}", "", f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`; raw lines in"]
     text += [
         "[results.jsonl](results.jsonl).",
         "",
-        f"![{title}]({name}.png)",
+        f"![{title}]({picture or name}.png)",
         "",
         *table,
         "",
@@ -81,6 +83,34 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     if by_layer:
         places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
         places[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure, table
+
+
+def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """When in a run its training loss departs from that of the dense run of the same seed."""
+    figure, (gaps, largest_ranks) = _panels(2)
+    lines = [line for line in lines if "losses" in line]  # older ones have none
+    dense = {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense"}
+    table = header(["run", "seed", *(f"quarter {quarter + 1}" for quarter in range(QUARTERS)), "validation"])
+    for line in lines:
+        reference = dense.get((setting(line), line["seed"]))
+        if reference is None or line is reference:
+            continue
+        label = f"{_label(line, lines)}, seed {line['seed']}"
+        iterations, gap = training_gap(line, reference)
+        gaps.plot(iterations, 100 * gap, linewidth=1, label=label)
+        ends = [window["iteration"] for window in line["windows"]]
+        used = [max((rank or 0 for rank in window["ranks"]), default=0) for window in line["windows"]]
+        largest_ranks.step(ends, used, label=label)
+        quarter = np.minimum(QUARTERS * (iterations - 1) // iterations[-1], QUARTERS - 1)
+        means = [percent(float(gap[quarter == place].mean())) for place in range(QUARTERS)]
+        validation = percent(line["val_loss"] / reference["val_loss"] - 1)
+        table.append(row([_label(line, lines), line["seed"], *means, validation]))
+    gaps.axhline(0, color=GREY)
+    gaps.set(xlabel="iteration", ylabel="training loss over dense (%)")
+    largest_ranks.set(xlabel="iteration", ylabel="largest rank")
+    gaps.legend(frameon=False, fontsize=7)
+    table += ["", "Training loss over that of the dense run of the same seed, mean over a quarter of the run."]
     return figure, table
 
 
@@ -281,6 +311,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 STUDIES: Mapping[str, Study] = {
     "fidelity": fidelity,
     "entropy": entropy,
+    "losses": losses,
     "ranks": ranks,
     "windows": agreement,
     "statistics": normality,
