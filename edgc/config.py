@@ -54,6 +54,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
+OF_A_VOLUME = {"learning_rate_power"}  # settings that do nothing without one
+BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step"}  # settings that do nothing beside a static rank
+UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
+
 
 class ConfigError(ValueError):
     """A setting that breaks a rule; the message names the setting, its value and the rule."""
@@ -287,14 +292,13 @@ class Ranks:
                 object.__setattr__(self, name, int(value))  # flags are floats
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
-        for given, others in {"static_rank": ("rmin", "rmax"), "volume": ("rmin",)}.items():
-            for name in others:
-                if getattr(self, given) is not None:
-                    _require(getattr(self, name) is None, name, getattr(self, name), f"does nothing beside {given}")
+        void = {"static_rank": BY_ENTROPY, "volume": {"static_rank", *BY_ENTROPY} - {"rmax"}}
+        for given, others in void.items():
+            for one in (knob for knob in fields(self) if knob.name in others and getattr(self, given) is not None):
+                value = getattr(self, one.name)
+                _require(value == one.default, one.name, value, f"does nothing beside {given}")
         if self.volume is not None:
-            _require(1 < self.volume < math.inf, "volume", self.volume, "must be above 1")
-            _require(self.static_rank is None, "static_rank", self.static_rank, "does nothing beside volume")
-            _require(self.rank_model == "gaussian", "rank_model", self.rank_model, "does nothing beside volume")
+            _require(1 < self.volume < math.inf, "volume", self.volume, "must be a number above 1")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
@@ -565,6 +569,8 @@ class EDGCConfig:
             preset = {key: value for key, value in preset.items() if key not in void}
         if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
             del preset["pp"]
+        if given.get("engine") == "dense":  # whatever the preset rounds
+            preset = {key: value for key, value in preset.items() if key != "dense_wire"}
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
@@ -636,10 +642,6 @@ class EDGCConfig:
         return has_rank(self.engine)
 
 
-POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
-OF_A_VOLUME = {"learning_rate_power"}  # settings that do nothing without one
-BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step"}  # settings that do nothing beside a static rank
-UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 SECTIONS: Mapping[str, type[Any]] = {
     "ranks": Ranks,
     "formats": Formats,

@@ -1,3 +1,4 @@
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -28,6 +29,10 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
         ({"static_rank": 8.5}, r"--edgc-static-rank = 8.5: a rank must be a whole number"),
         ({"static_rank": float("nan")}, r"--edgc-static-rank = nan: must be a rank, or a share"),
+        ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside static_rank"),
+        ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside volume"),
+        ({"volume": math.inf}, r"--edgc-volume = inf: must be a number above 1"),
+        ({"engine": "topk:"}, r"--edgc-engine = topk:: nothing follows the colon"),
         ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
         ({"basis_wire": "int6+int4+int2"}, r"--edgc-basis-wire = int6\+int4\+int2: must be one of fp32, "),
         ({"basis_wire": "int6+"}, r"--edgc-basis-wire = int6\+: must be one of"),
@@ -132,6 +137,11 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
     assert EDGCConfig.from_preset({"preset": "paper"}).pipeline.messages == Messages("auto-epilogue", "powersgd")
     for given in ({"engine": "dense"}, {"engine": "int4"}, {"static_rank": 128}, {"volume": 12}):
         assert EDGCConfig.from_preset({"preset": "paper", **given}).pipeline.messages == Messages()
+
+
+def test_the_dense_engine_leaves_out_what_a_preset_rounds() -> None:
+    config = EDGCConfig.from_preset({"preset": "balanced", "engine": "dense"})
+    assert (config.engine, config.formats.dense_wire, config.ranks.volume) == ("dense", "fp32", None)
 
 
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:

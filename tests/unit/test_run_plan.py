@@ -206,7 +206,7 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"volume": 1.0}, "volume = 1.0: must be above 1"),
+        ({"volume": 1.0}, "volume = 1.0: must be a number above 1"),
         ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside volume"),
         ({"volume": 20.0, "rmin": 8}, "rmin = 8: does nothing beside volume"),
         ({"volume": 20.0, "rank_model": "measured"}, "does nothing beside volume"),

@@ -67,9 +67,11 @@ def has_rank(value: str) -> bool:
 
 def check_engine(value: str) -> None:
     """Raises ValueError, with the rule, for what names no engine."""
-    name, _, argument = value.partition(":")
+    name, colon, argument = value.partition(":")
     if name not in ENGINES and value != "dense":
         raise ValueError(f"must be one of {', '.join([*ENGINES, 'dense'])}")
+    if colon and not argument:
+        raise ValueError("nothing follows the colon")
     if name in ENGINES:
         ENGINES[name].check(argument or ENGINES[name].argument)
 
