@@ -103,6 +103,36 @@ def test_a_model_on_its_cluster(training: Training) -> None:
         Training.of("gpt2_12.1b", None, ["--global-batch-size", "500"])
 
 
+def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_them(training: Training) -> None:
+    def with_experts(parallel: int, *more: str) -> Training:
+        flags = ["--num-experts", "8", "--expert-model-parallel-size", str(parallel), *more]
+        return Training.of("gpt2_12.1b", None, flags)
+
+    third = training.stage_elements // 3  # attention: 4 of 12 w^2
+    apart, pairs = with_experts(8), with_experts(4)
+    assert (apart.shared_elements, apart.expert_elements) == (third, 2 * third), "one of eight experts"
+    assert (apart.expert_replicas, apart.reduced_elements) == (1, third), "nobody else holds it"
+    assert apart.dense_bytes == pytest.approx(training.dense_bytes / 3)
+    assert (pairs.expert_replicas, pairs.reduced_elements) == (2, 5 * third)
+    assert pairs.dense_bytes == pytest.approx(8 * third * 7 / 8 + 8 * 4 * third / 2)
+    assert with_experts(8, "--moe-ffn-hidden-size", str(training.width // 4)).expert_elements == pytest.approx(
+        third / 8, rel=1e-3
+    )
+    link = Link(100.0)
+    to_and_fro = 2 * 12 * 2 * apart.message_bytes * 7 / 8  # 12 layers of a stage, 2 experts a token
+    assert apart.expert_seconds(link) == pytest.approx(to_and_fro * 8 / 100e9)
+    assert training.expert_seconds(link) == with_experts(1).expert_seconds(link) == 0
+    dense = CONTENDERS[0]
+    steps = [predict(one, dense, None, one.apart(100.0)) for one in (apart, training)]
+    assert steps[0].gradient_bytes == pytest.approx(steps[1].gradient_bytes / 3)
+    assert steps[0].exposed < steps[1].exposed and steps[0].seconds > steps[1].seconds
+    for parallel, message in ((3, "--num-experts 8 does not divide"), (16, "--num-experts 8 does not divide")):
+        with pytest.raises(LaunchError, match=message):
+            with_experts(parallel)
+    with pytest.raises(LaunchError, match="--expert-model-parallel-size 3 does not divide the 8 replicas"):
+        Training.of("gpt2_12.1b", None, ["--num-experts", "9", "--expert-model-parallel-size", "3"])
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
     compressing = Compressing.read(plan.COSTS, training.title, "balanced")
     by_name = {one.name: one for one in CONTENDERS}

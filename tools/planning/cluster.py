@@ -33,6 +33,18 @@ StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Those of every layer: ``count`` in all, of which a process holds one in ``parallel``. ``per_token``: those that a
+    token goes to. ``width``: of one, inside.
+    """
+
+    count: int
+    parallel: int
+    per_token: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Training:
     """What of a model's flags and its cluster a step depends on."""
 
@@ -51,6 +63,7 @@ class Training:
     gpu: float  # compute capability
     network: Network
     loss_scale: bool  # with one EDGC also keeps its state of before a step
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, model_name: str, cluster_name: str | None, extra: Sequence[str] = ()) -> "Training":
@@ -74,6 +87,11 @@ class Training:
                 f"--global-batch-size {flags.global_batch_size} does not divide by {replicas} replicas of "
                 f"micro-batches of {flags.micro_batch_size}"
             )
+        experts = _experts(flags)
+        if experts is not None and replicas % experts.parallel:
+            raise LaunchError(
+                f"--expert-model-parallel-size {experts.parallel} does not divide the {replicas} replicas of a stage"
+            )
         per_chunk = flags.num_layers_per_virtual_pipeline_stage
         return cls(
             title=model.title,
@@ -91,6 +109,7 @@ class Training:
             gpu=cluster.compute_capability,
             network=network,
             loss_scale=flags.fp16,
+            experts=experts,
         )
 
     @property
@@ -109,9 +128,49 @@ class Training:
         return list(placement.links(network, self.chunks > 1))
 
     @property
+    def layers_here(self) -> float:
+        """Of a stage, on one of its tensor ranks."""
+        return self.layers / self.pipeline / self.tensor
+
+    @property
+    def shared_elements(self) -> int:
+        """Parameters of a stage's layers on one GPU that all replicas hold; no embeddings."""
+        return int((12 if self.experts is None else 4) * self.width**2 * self.layers_here)
+
+    @property
+    def expert_elements(self) -> int:
+        """Parameters of a stage's experts on one GPU."""
+        if self.experts is None:
+            return 0
+        return int(2 * self.width * self.experts.width * self.experts.count / self.experts.parallel * self.layers_here)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Processes that hold the same experts."""
+        return self.replicas // (1 if self.experts is None else self.experts.parallel)
+
+    @property
     def stage_elements(self) -> int:
         """Parameters of a stage's layers on one GPU, embeddings apart."""
-        return 12 * self.width**2 * self.layers // self.pipeline // self.tensor
+        return self.shared_elements + self.expert_elements
+
+    @property
+    def reduced_elements(self) -> int:
+        """Those of them that another GPU holds as well."""
+        return self.shared_elements + (self.expert_elements if self.expert_replicas > 1 else 0)
+
+    @property
+    def dense_bytes(self) -> float:
+        """That a GPU sends in a dense all-reduce of its layers' gradients in fp32."""
+        own = all_reduce_bytes(self.shared_elements * 4.0, self.replicas)
+        return own + all_reduce_bytes(self.expert_elements * 4.0, self.expert_replicas)
+
+    @property
+    def updated_elements(self) -> float:
+        """Parameters that the optimizer of one GPU updates."""
+        if not self.scatters:
+            return self.stage_elements
+        return self.shared_elements / self.replicas + self.expert_elements / self.expert_replicas
 
     @property
     def embedding_elements(self) -> int:
@@ -120,14 +179,25 @@ class Training:
     def forward_seconds(self) -> float:
         """Of a micro-batch through a chunk of layers: products of matrices and of the attention."""
         tokens = self.micro_batch * self.sequence
-        per_layer = 2 * 12 * self.width**2 * tokens + 4 * self.sequence * self.width * tokens
-        flops = per_layer * self.layers / self.pipeline / self.chunks / self.tensor
+        elements = 12 * self.width**2
+        if self.experts is not None:
+            elements = 4 * self.width**2 + self.experts.per_token * 2 * self.width * self.experts.width
+        per_layer = 2 * elements * tokens + 4 * self.sequence * self.width * tokens
+        flops = per_layer * self.layers_here / self.chunks
         return flops / (REACHED * PEAK_TFLOPS[self.gpu] * 1e12)
+
+    def expert_seconds(self, link: Link) -> float:
+        """Of a micro-batch through a chunk: its tokens go to their experts and come back, in each layer."""
+        if self.experts is None or self.experts.parallel == 1:
+            return 0.0
+        elsewhere = (self.experts.parallel - 1) / self.experts.parallel
+        layers = self.layers / self.pipeline / self.chunks
+        return 2 * layers * link.seconds(self.experts.per_token * self.message_bytes * elsewhere)
 
     @property
     def state_bytes(self) -> float:
         """That EDGC keeps on a GPU for its layers, with errors in fp32."""
-        return 4.0 * self.stage_elements * (2 if self.loss_scale else 1)
+        return 4.0 * self.reduced_elements * (2 if self.loss_scale else 1)
 
     @property
     def message_bytes(self) -> float:
@@ -159,13 +229,28 @@ def _network(cluster: Cluster) -> Network:
     )
 
 
+def _experts(flags: argparse.Namespace) -> Experts | None:
+    """Raises ``LaunchError`` for experts that cannot be shared evenly."""
+    if flags.num_experts is None:
+        return None
+    parallel = flags.expert_model_parallel_size
+    if flags.num_experts % parallel:
+        raise LaunchError(f"--num-experts {flags.num_experts} does not divide by EP = {parallel}")
+    width = flags.moe_ffn_hidden_size or flags.ffn_hidden_size or 4 * flags.hidden_size
+    return Experts(flags.num_experts, parallel, flags.moe_router_topk, width)
+
+
 def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=int, required=True)
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
-    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    for flag in ("--num-layers-per-virtual-pipeline-stage", "--ffn-hidden-size", "--num-experts"):
+        parser.add_argument(flag, type=int)
+    parser.add_argument("--moe-ffn-hidden-size", type=int)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--moe-router-topk", type=int, default=2)
     for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16"):
         parser.add_argument(flag, action="store_true")
     return parser.parse_known_args(list(given))[0]
@@ -261,12 +346,12 @@ def predict(
 ) -> Prediction:
     """One step on these links."""
     half = 0.5 if training.scatters else 1.0
-    whole = all_reduce_bytes(training.stage_elements * 4.0, training.replicas)
+    whole = training.dense_bytes
     slowest = max((ring for _, ring in links), key=lambda ring: ring.seconds(whole))
     sent = whole * contender.bits / 32 * half
     units, rank = _dense(sent), None
     if contender.method and compressing is not None:
-        share = training.stage_elements / compressing.elements
+        share = training.reduced_elements / compressing.elements
         bytes_each = compressing.bytes_per_rank * share
 
         def alone(rank: int) -> float:
@@ -287,18 +372,17 @@ def predict(
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(compressing.messages // UNITS, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
-    elements = training.stage_elements
     stages = [
         StageTimes(
-            forward=forward,
-            backward=2 * forward,
+            forward=forward + (experts := training.expert_seconds(ring)),
+            backward=2 * forward + experts,
             link=messages,
             ring=ring,
             activations=training.message_bytes,
             gradients=training.message_bytes,
             units=units,
-            gathered=elements * 2.0 * (training.replicas - 1) / training.replicas if training.scatters else 0,
-            optimizer=OPTIMIZER_BYTES * elements / MEMORY[training.gpu] / (training.replicas if half < 1 else 1),
+            gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
+            optimizer=OPTIMIZER_BYTES * training.updated_elements / MEMORY[training.gpu],
         )
         for messages, ring in links
     ]

@@ -120,11 +120,14 @@ def reading(training: Training, places: Sequence[Place]) -> list[str]:
 
 def section(training: Training, predictions: Sequence[Prediction], places: Sequence[Place]) -> list[str]:
     """Of one model."""
+    experts = ""
+    if (own := training.experts) is not None:
+        experts = f"EP {own.parallel}, {own.count} experts in each layer of which a token goes to {own.per_token}, "
     lines = [
         f"## {training.title}",
         "",
-        f"TP {training.tensor}, PP {training.pipeline}, DP {training.replicas}, {training.micro_batches} micro-batches "
-        f"of {training.micro_batch} x {training.sequence} tokens; "
+        f"TP {training.tensor}, PP {training.pipeline}, DP {training.replicas}, {experts}"
+        f"{training.micro_batches} micro-batches of {training.micro_batch} x {training.sequence} tokens; "
         f"{3 * training.forward_seconds() * training.micro_batches * training.chunks:.2f} s of passes a step.",
         "",
         *table(predictions),
@@ -162,6 +165,8 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "",
         f"- Passes reach {cluster.REACHED:.0%} of the data sheet's tflop/s in 16 bits. A backward pass takes twice a",
         "  forward pass. Nothing is recomputed. Embeddings are left out.",
+        "- With experts (`--num-experts`) tokens go to them and come back in each layer, in both passes, over the link",
+        "  of their stage's reductions, and nothing is computed meanwhile. All experts get as many tokens.",
         f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
         "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
         f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link.",
