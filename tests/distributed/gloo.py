@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# The processes of all tests are forked from one that has imported torch, which takes longer than most of the tests.
+START_METHOD = "forkserver"
+get_context(START_METHOD).set_forkserver_preload(["torch", "edgc.hosts.data_parallel"])
+
 
 def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call ``function(rank, *args)`` on each of ``ranks`` spawned processes in one gloo group; return all results.
+    """Call ``function(rank, *args)`` on each of ``ranks`` processes in one gloo group; return all results.
 
-    An exception on any rank fails the caller. ``function`` must live at the top level of its module.
+    An exception on any rank fails the caller. ``function`` must live at the top level of its module. The processes have
+    the environment of the first call.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(ranks, folder, function, args), nprocs=ranks)
+        mp.start_processes(_worker, (ranks, folder, function, args), nprocs=ranks, start_method=START_METHOD)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
