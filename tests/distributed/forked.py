@@ -1,17 +1,15 @@
-"""Starts a script on several processes that share one import of torch and Megatron.
+"""A process that imports torch and Megatron once, and starts scripts as forks of itself: see ``megatron_runs``.
 
-    python tests/distributed/forked.py PROCESSES SCRIPT ARGUMENTS...
-    python tests/distributed/forked.py each SCRIPT FOLDER
+Each line of its input is a request in JSON: ``folder``, ``processes``, ``script``, ``arguments``, ``environment``. The
+processes find their places in the environment, as under torchrun. FOLDER/output gets what they print. FOLDER/group has
+their process group while they run, and FOLDER/status, when all have ended, the exit status: that of the one process, or
+as of torchrun 0, and 1 if any of several failed. When one fails the others are killed.
 
-The second starts the script on one process for each list of arguments in FOLDER/arguments.json, one after another, and
-leaves FOLDER/I.txt with the output of the I-th and FOLDER/statuses.json.
-
-torchrun starts an interpreter for each process, and their imports take most of the time of a short training. Here one
-process imports and forks. As under torchrun, the script finds its place in the environment, and when one process fails
-the others are killed. The exit status is that of torchrun: 0, or 1 if any failed.
+An interpreter for each process would spend most of the time of a short training on these imports.
 """
 
 import ctypes
+import gc
 import json
 import math
 import os
@@ -21,54 +19,66 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
-    processes, script, *arguments = sys.argv[1:]
     from megatron.edgc.recipes import cpu
 
-    cpu.redirect()  # before Megatron is imported; when the script calls it again, nothing happens
+    cpu.redirect()  # before Megatron is imported; when a script calls it again, nothing happens
     import megatron.edgc.recipes.pretrain
     import megatron.edgc.training  # noqa: F401
 
-    sys.path[0] = os.path.dirname(script)
-    if processes == "each":
-        return one_after_another(script, Path(*arguments))
-    return together(int(processes), script, arguments)
-
-
-def one_after_another(script: str, folder: Path) -> int:
-    statuses = []
-    for place, arguments in enumerate(json.loads((folder / "arguments.json").read_text())):
+    gc.freeze()  # else the first collection of each fork would copy all that was imported
+    for line in sys.stdin:
+        request = json.loads(line)
         child = os.fork()
         if child == 0:
-            output = os.open(folder / f"{place}.txt", os.O_WRONLY | os.O_CREAT)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.argv = [script, *arguments]
-            runpy.run_path(script, run_name="__main__")
-            return 0
+            return start(**request)
         _, status = os.waitpid(child, 0)
-        statuses.append(os.waitstatus_to_exitcode(status))
-    (folder / "statuses.json").write_text(json.dumps(statuses))
-    return 0
+        tell(request["folder"], "status", os.waitstatus_to_exitcode(status))
+    os._exit(0)  # an orderly end would list what libraries leak
 
 
-def together(processes: int, script: str, arguments: list[str]) -> int:
+def start(folder: str, processes: int, script: str, arguments: list[str], environment: dict[str, str]) -> int:
+    os.setsid()
+    die_with_parent()
+    for target, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        os.dup2(os.open(path, flags), target)
+    os.dup2(1, 2)
+    tell(folder, "group", os.getpid())
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = os.path.dirname(script)
+    sys.argv = [script, *arguments]
+    if processes > 1:
+        return together(processes, script)
+    return run(script)
+
+
+def tell(folder: str, name: str, value: int) -> None:
+    """A file that is there once it is whole."""
+    unfinished = Path(folder, f"{name}.unfinished")
+    unfinished.write_text(str(value))
+    unfinished.rename(Path(folder, name))
+
+
+def together(processes: int, script: str) -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    sys.argv = [script, *arguments]
     running = set()
     for process in range(processes):
         child = os.fork()
         if child == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+            die_with_parent()
             place = {"RANK": process, "LOCAL_RANK": process, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
             os.environ.update({name: str(value) for name, value in place.items()})
-            runpy.run_path(script, run_name="__main__")
-            return 0
+            return run(script)
         running.add(child)
     deadline = math.inf
     while running:
@@ -82,6 +92,15 @@ def together(processes: int, script: str, arguments: list[str]) -> int:
             for other in running:
                 os.kill(other, signal.SIGKILL)
     return int(deadline < math.inf)
+
+
+def run(script: str) -> int:
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def die_with_parent() -> Any:
+    return ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Launch real multi-process Megatron runs from tests."""
 
 import json
+import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,31 +28,60 @@ def launch(
     script: Path, arguments: list[str], processes: int = 1, timeout: float = 240, torchrun: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on so many processes without a GPU; return its exit status and its output, both streams in
-    ``stdout``. Without ``torchrun``, the processes share one import of torch and Megatron.
+    ``stdout``. Several processes, without ``torchrun``, are forks of one that has imported torch and Megatron.
     """
-    launcher = [sys.executable]
     if processes > 1 and not torchrun:
-        launcher += [str(FORKED), str(processes)]
-    elif processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return _run([*launcher, str(script), *arguments], timeout)
+        return _forked(script, arguments, processes, timeout)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if torchrun else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
 
 
-def launch_each(script: Path, several: list[list[str]], timeout: float = 600) -> list[tuple[int, str]]:
-    """Run ``script`` on one process with each of these arguments, one after another: exit statuses and outputs. All
-    share one import of torch and Megatron.
-    """
+def launch_each(script: Path, several: list[list[str]]) -> list[tuple[int, str]]:
+    """Run ``script`` on one process, a fork, with each of these arguments in turn: exit statuses and outputs."""
+    finished = [_forked(script, arguments, 1, 60) for arguments in several]
+    return [(one.returncode, one.stdout) for one in finished]
+
+
+def _forked(script: Path, arguments: list[str], processes: int, timeout: float) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``, by ``forked.py``."""
+    server = _server()
+    assert server.stdin is not None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "arguments.json").write_text(json.dumps(several))
-        finished = _run([sys.executable, str(FORKED), "each", str(script), name], timeout)
-        assert finished.returncode == 0, finished.stdout
-        statuses = json.loads((folder / "statuses.json").read_text())
-        return [(status, (folder / f"{place}.txt").read_text()) for place, status in enumerate(statuses)]
+        request = {"script": str(script), "arguments": arguments, "processes": processes, "folder": name}
+        server.stdin.write(json.dumps({**request, "environment": _environment()}) + "\n")
+        server.stdin.flush()
+        status, group, deadline, late = folder / "status", folder / "group", math.inf, False
+        while not status.is_file():
+            assert server.poll() is None, "the process that starts others has ended"
+            if deadline == math.inf and group.is_file():  # before that it imports
+                deadline = time.monotonic() + timeout
+            if time.monotonic() > deadline and not late:
+                late = True
+                os.killpg(int(group.read_text()), signal.SIGKILL)
+            time.sleep(0.05)
+        output = (folder / "output").read_text(errors="replace")
+        if late:
+            raise subprocess.TimeoutExpired([str(script), *arguments], timeout, output)
+        return subprocess.CompletedProcess([str(script), *arguments], int(status.read_text()), output)
 
 
-def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    environment = {
+@cache
+def _server() -> subprocess.Popen[str]:
+    """It ends with this process, whose end closes its input."""
+    return subprocess.Popen([sys.executable, str(FORKED)], env=_environment(), stdin=subprocess.PIPE, text=True)
+
+
+def _environment() -> dict[str, str]:
+    return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -56,15 +89,6 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
         "PYTHONWARNINGS": "ignore",
         "TRITON_INTERPRET": "1",  # for the modes that ask for its kernels
     }
-    return subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def train(arguments: list[str], processes: int = 4, script: Path = PRETRAIN, torchrun: bool = False) -> str:

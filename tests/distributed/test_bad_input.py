@@ -95,9 +95,9 @@ def test_a_truncated_dataset_is_refused(tmp_path: Path, file: str, message: str)
     path = tmp_path / f"corpus.{file}"
     path.write_bytes(path.read_bytes()[: 1000 if file == "bin" else 60])
     arguments = [*without(TWO_STEPS, "--mock-data"), "--data-path", str(tmp_path / "corpus")]
-    finished = launch(PRETRAIN, arguments)
-    assert finished.returncode == 2
-    (line,) = (line for line in finished.stdout.splitlines() if "error: " in line)
+    ((status, output),) = launch_each(PRETRAIN, [arguments])
+    assert status == 2
+    (line,) = (line for line in output.splitlines() if "error: " in line)
     assert message in line
 
 
@@ -107,7 +107,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(tmp_path: Path) -> N
     prefix = str(tmp_path / "corpus")
     assert preprocess_data.main(["--input", str(text), "--train-sentencepiece", "300", "--output-prefix", prefix]) == 0
     data = [*without(TWO_STEPS, "--mock-data"), "--data-path", f"{prefix}_text_document"]
-    finished = launch(PRETRAIN, data)
-    assert finished.returncode == 2
-    (line,) = (line for line in finished.stdout.splitlines() if "error: " in line)
+    ((status, output),) = launch_each(PRETRAIN, [data])
+    assert status == 2
+    (line,) = (line for line in output.splitlines() if "error: " in line)
     assert "encoded with SentencePieceTokenizer corpus.model, but --tokenizer-type NullTokenizer is another" in line
