@@ -173,8 +173,8 @@ def page(counts: Sequence[Count], raw: str) -> str:
             "",
             f"{first.gradient_bytes / 2**30:.2f} GiB of gradients in fp32, {first.gpu}, {first.link_gbps:g} Gbit/s a "
             f"process; dense {1e3 * first.dense_seconds:.0f} ms. The warm-up of `balanced`, in",
-            f"{BALANCED['dense_wire']}, takes {first.warm_up_transient_bytes / first.gradient_bytes:.2f} of the gradients' "
-            "memory for its time.",
+            f"{BALANCED['dense_wire']}, takes {first.warm_up_transient_bytes / first.gradient_bytes:.2f} of the "
+            "gradients' memory for its time.",
             "",
             *header(
                 ["method", "ranks", "reductions", "launches", "messages", "passes over the gradient", "Tflop", "memory"]
