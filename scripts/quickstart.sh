@@ -13,7 +13,7 @@ case "$*" in
     '') run=runs/quickstart shorter=() ;;
     --quick)
         run=runs/quickstart/quick
-        shorter=(--train-iters 40 --lr-warmup-iters 10 --edgc-window 5 --save-interval 10)
+        shorter=(--train-iters 40 --lr-warmup-iters 10 --edgc-window 5 --save-interval 20 --eval-iters 5)
         ;;
     *) printf 'quickstart: error: %s: only --quick is known\n' "$*" >&2 && exit 2 ;;
 esac

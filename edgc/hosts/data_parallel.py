@@ -309,11 +309,17 @@ class EDGCState:
             for reducer, measurements in zip(reducers, own, strict=True):
                 reducer.observer.measurements = measurements_of(measurements)
         self.stage.restore_bytes(*state["bytes"])
-        # on every process, so that an error is one of all
-        controller = self.plan.controller(self.iterations, self._sizes)
-        controller.load_state_dict(state["controller"])
-        if self.windows.controller is not None:
-            self.windows.controller = controller
+        if state["config"]["engine"] == self.config.engine:
+            # on every process, so that an error is one of all
+            controller = self.plan.controller(self.iterations, self._sizes)
+            controller.load_state_dict(state["controller"])
+            if self.windows.controller is not None:
+                self.windows.controller = controller
+        else:
+            Reporter.warn(
+                f"the EDGC state is of a run with the engine {state['config']['engine']}, and this link asks for "
+                f"{self.config.engine}: the controller starts anew"
+            )
         self.windows.adopt_plans()
         self.reporter.resume(self.driver.plan)
 

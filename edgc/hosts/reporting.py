@@ -267,7 +267,7 @@ class Reporter:
         if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
             self.warn(
                 f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
-                "windows, or few iterations were measured"
+                "windows, few iterations were measured, or too little of the gradient arrived for a while"
             )
 
     def _stage_move(self, used: Sequence[int | None], plan: RankPlan, place: int) -> str:

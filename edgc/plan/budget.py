@@ -267,6 +267,7 @@ class BudgetPlanner:
         before = np.concatenate([[0.0], np.cumsum(each)])
         ends = np.minimum(np.arange(iterations) + window, iterations)
         self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
+        self.worth = each / each.mean()
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
         self.guarded = each > least_worth
         self.places = [place for place in range(len(stages)) if place not in never]
@@ -274,7 +275,7 @@ class BudgetPlanner:
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
         self.least = sum(options(one, bytes_per_value)[0].size for one in every)  # with every smallest choice
-        self.most = math.inf if most is None else self._at_rank(most)
+        self.bound(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
@@ -294,6 +295,10 @@ class BudgetPlanner:
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.choices: dict[int, list[Choice]] = {}
         self.choices = self._best(first)
+
+    def bound(self, most: int | None) -> None:
+        """No step takes more bytes than this rank in every parameter that can have one (None: no bound)."""
+        self.most = math.inf if most is None else self._at_rank(most)
 
     @property
     def reachable(self) -> float:
@@ -318,7 +323,10 @@ class BudgetPlanner:
         least = overhead * (self.least + self.never)
         beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
         each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
-        return min(self.relief * each / overhead - self.never, self.most)
+        if self.relief > 1:  # beyond the budget, whatever earlier relief has taken
+            plain = self.dense / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+            each = max(each, plain) + (self.relief - 1) * plain
+        return min(each / overhead - self.never, self.most)
 
     def observe(
         self,

@@ -85,7 +85,7 @@ class RankPlan:
 
     def sums_by_host(self, iteration: int) -> bool | None:
         """Whether the host sums in this iteration; None in a warm-up of EDGC's."""
-        if iteration < self.first_iteration:
+        if iteration < self.first_iteration or all(rank is None for rank in self.ranks):
             return self.by_host or None
         return self.by_host != (self.trial is not None and self.trial[0] <= iteration < self.trial[1])
 
@@ -401,13 +401,14 @@ class Controller:
         assert rmax is not None
         if limit >= RANK_MULTIPLE:
             limit = RANK_MULTIPLE * (limit // RANK_MULTIPLE)
-        if wanted == before:
-            return before
+        if wanted is None and before is None:
+            return None
         if before is None:
             return rmax
+        before = min(before, rmax)  # a resumed run may have a smaller one
         if wanted is None:
             return None if before == rmax else min(before + limit, rmax)
-        return min(max(wanted, before - limit), before + limit)
+        return min(max(wanted, before - limit), before + limit, rmax)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain numbers and lists."""

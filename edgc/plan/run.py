@@ -214,7 +214,10 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     config.check_run(run.iterations)
     if (volume := config.ranks.volume) is not None:
         config = config.but(window=_window(config, run.iterations))
-        warmup = config.ranks.warmup_fraction * bits_of(config.formats.dense_wire) / 32
+        exact = config.formats.dense_wire == "fp32"  # then the host sums, or what sends as much
+        warmup = (
+            config.ranks.warmup_fraction * (run.host_bytes if exact else bits_of(config.formats.dense_wire) / 8) / 4
+        )
         if warmup >= 1 / volume:
             share = 100 * config.ranks.warmup_fraction
             fewer = "" if bits_of(config.formats.dense_wire) <= 4 else f", or {flag('dense_wire')} int4"

@@ -109,10 +109,13 @@ class Trials:
             "sent": self.sent,
             "spent": self.spent,
             "counted": list(self._counted),
+            "reduction": self._reduction,
+            "share": self._share,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, perhaps on another link."""
         self.host_seconds, self.by_host, self.due = state["host_seconds"], state["by_host"], state["due"]
         self.measured, self.sent, self.spent = tuple(state["measured"]), state["sent"], state["spent"]
-        self.trial, self._reduction, self._counted = None, math.nan, tuple(state["counted"])
+        self.trial, self._counted = None, tuple(state["counted"])
+        self._reduction, self._share = state["reduction"], state["share"]  # so that another link is seen

@@ -200,7 +200,7 @@ class Checkpoints:
                 "parallel": parallel_sizes(self.args),
                 "engine": self.requested.engine,
                 "requested": self.requested.only(RANKS),
-                "resolved": self.config.only(RESOLVED),
+                "resolved": self.controller.config.only(RESOLVED),
                 "stages": [str(key) for key in self.keys],
                 "controller": kept,
                 "messages": self._message_plan(of_messages),
@@ -346,6 +346,8 @@ class Checkpoints:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
         controller.config = controller.config.but(**settings)
+        if controller.budget is not None:
+            controller.budget.bound(controller.config.ranks.largest)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""

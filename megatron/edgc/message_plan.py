@@ -2,9 +2,10 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from edgc.config import ConfigError, EDGCConfig
+from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Ranks
 from edgc.plan.alignment import RANK_MULTIPLE
 from edgc.plan.controller import StageCost
 from megatron.edgc.message_costs import largest_message_rank, message_break_even, message_shape
@@ -59,7 +60,8 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
     if messages.follows:
         own["rank_model"] = "gaussian"
     else:
-        own.update(engine=messages.engine, static_rank=messages.rank, rmin=None, rmax=None)
+        own.update({one.name: one.default for one in fields(Ranks) if one.name in BY_ENTROPY})
+        own.update(engine=messages.engine, static_rank=messages.rank)
     return config.but(**own)
 
 

@@ -175,7 +175,12 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
         settled, _ = plan_messages(config, ARGS, {1: cost})
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
-    for settings in ({"pp": "backward:int4"}, {"pp": "auto:int4", "kernels": "fused"}):
+    by_entropy = {"rank_model": "measured", "rank_step": 16}  # of gradients
+    for settings in (
+        {"pp": "backward:int4"},
+        {"pp": "auto:int4", "kernels": "fused"},
+        {"pp": "both:powersgd:8", **by_entropy},
+    ):
         settled, _ = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)})
         found.append((settled.engine, settled.ranks.static_rank))
     return found
@@ -184,6 +189,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
 SETTLED = [
     *[("powersgd", 20), ("powersgd", 12), ("dense", None), ("powersgd", 8)],
     *[("int4", None)] * 2,
+    ("powersgd", 8),
 ]
 
 

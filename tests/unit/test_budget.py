@@ -249,6 +249,30 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
     assert 1.5 * usual < less < 2.2 * usual and after <= usual and planner.reason == "budget"
 
 
+def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = BudgetPlanner(24.0, 400, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+    sent, sizes = 0.0, []
+    for window in range(12):
+        sizes.append(planner._size(planner.choices))
+        sent += 20 * sizes[-1]
+        dense = 20 * (window + 1) * planner.dense
+        planner.observe([seen({str(place): 20.0 for place in range(6)})], sent, dense, dense)
+        planner.decide(20 * (window + 1))
+    assert sent > 400 * planner.dense / 24, "more than the whole run was to take"
+    assert planner.relief == 64 and sizes[-1] > 4 * sizes[0]
+
+
+def test_a_bound_on_the_rank_may_change() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = BudgetPlanner(8.0, 1000, 0, stages, (), BYTES, 4.0)
+    free = planner.budget(0)
+    planner.bound(8)
+    assert planner.budget(0) == planner.most < free
+    planner.bound(None)
+    assert planner.budget(0) == free
+
+
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)

@@ -321,6 +321,23 @@ def test_state_survives_json_and_goes_on_alike() -> None:
     assert second.plan == whole.plan
 
 
+def test_a_resumed_run_with_a_smaller_rmax_keeps_to_it_from_the_next_window_on() -> None:
+    before = controller(stages=2, align=True)
+    assert play(before, [*WARM, -5.0], backward=0.004)[-1] == (64, 64)
+    after = controller(stages=2, align=True, rmin=8, rmax=32)
+    after.load_state_dict(before.state_dict())
+    (ranks,) = play(after, [-5.0], backward=0.004)
+    assert ranks == (32, 32)
+
+
+def test_the_warm_up_of_entropy_is_no_compression() -> None:
+    c = controller()
+    play(c, WARM[:3])
+    assert c.plan.sums_by_host(300) is None
+    play(c, [*WARM[3:], -5.0])
+    assert c.plan.sums_by_host(1100) is False
+
+
 def test_state_of_another_pipeline_is_refused() -> None:
     with pytest.raises(ValueError, match="controller state of 2 stages, this run has 3"):
         controller(stages=3).load_state_dict(controller(stages=2).state_dict())

@@ -218,3 +218,14 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
 def test_what_does_not_go_with_a_volume_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EDGCConfig.of(**given)
+
+
+def test_the_warm_up_of_a_volume_counts_what_the_host_sends() -> None:
+    settings = {"volume": 8.0, "dense_wire": "fp32", "warmup_fraction": 0.2}
+    config = EDGCConfig.from_preset(settings)
+    processes = [[ProcessStage(StageKey(Part.LAYERS, 0), LAYERS)]]
+    with pytest.raises(ConfigError, match=r"the warm-up of 20 % of the run in fp32 alone sends more"):
+        plan_run(config, Run(iterations=1000, replicas=4), processes)
+    # a reduce-scatter sends half
+    scattered = plan_run(config, Run(iterations=1000, replicas=4, scatters=True), processes)
+    assert scattered.config.ranks.volume == 8

@@ -163,6 +163,10 @@ def test_a_resumed_run_goes_on_with_what_was_decided() -> None:
     assert again.state_dict() == before.state_dict()
     assert again.by_host
     window(before, 300, 0.8, 1.1, 1.0)
+    elsewhere = trials()
+    elsewhere.load_state_dict(before.state_dict())
+    window(elsewhere, 400, 1.6, 1.1, 1.0)
+    assert elsewhere.trial is not None, "a resumed run that has another link sees it"
     window(before, 400, 1.6, 1.1, 1.0)
     state: dict[str, Any] = before.state_dict()
     assert before.trial is not None
