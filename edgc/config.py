@@ -497,7 +497,8 @@ class EDGCConfig:
     engine: str = _knob(
         "powersgd",
         "how gradients are reduced: in low rank (powersgd, alternating), by a share of their entries (topk, randomk; "
-        "topk:0.05 sends 5 %), rounded to a few bits (int8, int4, int3, int2, onebit, loco, bf16; int4:stochastic has "
+        "topk:0.05 sends 5 %) or of their rows (rows:0.1), "
+        "rounded to a few bits (int8, int4, int3, int2, onebit, loco, bf16; int4:stochastic has "
         "no bias, int4:rotated spreads outliers), or by the host's own reduction (dense), with bytes and entropy still "
         "measured",
         "name",

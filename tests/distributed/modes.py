@@ -370,7 +370,8 @@ def page(seen: dict[str, Seen]) -> str:
         "",
         "Written by `python -m tests.distributed.modes` from runs of four or eight gloo processes on a CPU (torch "
         f"{version('torch')}, megatron-core {version('megatron-core')}, Python {sys.version.split()[0]}); the same "
-        "runs are tests. Each mode trains a 2-layer GPT for four steps: dense, at full rank, compressed with a "
+        "runs are tests. Each mode trains a 2-layer GPT, with `balanced` at a "
+        "fixed rank of 8 unless its flags say otherwise, for four steps: dense, at full rank, compressed with a "
         "checkpoint after the second step, and on from that checkpoint.",
         "",
         "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went; "
@@ -384,7 +385,8 @@ def page(seen: dict[str, Seen]) -> str:
         "in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where a "
         "step may be run again, EDGC keeps the state before the step, too.",
         "- Triton's kernels ran in its interpreter.",
-        "- *fewer bytes*: of these four steps, the first of them in int8, against plain Megatron: gradients, with a "
+        "- *fewer bytes*: of these four steps, the first of them in `--edgc-dense-wire` "
+        "(int4 with `balanced`), against plain Megatron: gradients, with a "
         "tied embedding's sum between stages, which EDGC fuses with the others unless a flag says no; *than bf16*: if "
         "plain Megatron's were in bf16; *in all*: gradients, updated weights where they are gathered, and messages "
         "where there are stages, then each of the latter two.",
