@@ -12,7 +12,7 @@ from torch import Tensor
 from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, failure, launch, train
 
-# Without alignment no clock enters a decision, so two runs can be compared bit for bit.
+# Without alignment and messages no clock enters a decision, so two runs can be compared bit for bit.
 ITERATIONS = 24
 FOUR_RANKS = ["--pipeline-model-parallel-size", "2", "--train-iters", str(ITERATIONS)]
 EDGC = [
@@ -26,6 +26,8 @@ EDGC = [
     "--edgc-rmin",
     "4",
     "--edgc-no-align",
+    "--edgc-pp",
+    "off",
 ] + [
     "--edgc-iteration-sampling-rate",
     "0.5",
