@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 
 def main() -> int:
@@ -99,8 +98,8 @@ def run(script: str) -> int:
     return 0
 
 
-def die_with_parent() -> Any:
-    return ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

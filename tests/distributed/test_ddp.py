@@ -434,6 +434,24 @@ def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> No
             torch.testing.assert_close(errors[name], total, rtol=1e-5, atol=1e-8)
 
 
+def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
+    """The engine and the ranks of a run that goes on where compressing takes longer than the sum itself."""
+    before = Training(rank, PAPER, 20)
+    before.train(12)
+    data_parallel.reduction_cost = lambda *_: StageCost(CommCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
+    after = Training(rank, PAPER.but(rmin=None, rmax=None), 20)
+    assert before.state is not None and after.state is not None
+    assert before.state.driver.plan.ranks != (None,)
+    after.state.load_state_dict(before.state.state_dict())
+    after.train(8)
+    assert after.state.report is not None
+    return after.state.config.engine, after.state.report.plan.ranks
+
+
+def test_a_resumed_run_whose_link_asks_for_no_compression_has_a_plan_of_none() -> None:
+    assert run_on_ranks(where_no_rank_pays, 2) == [("dense", (None,))] * 2
+
+
 def test_a_step_that_overflows_is_visible_to_the_scaler_and_changes_no_state() -> None:
     for found, partly in run_on_ranks(all_overflows, 2):
         assert found.pop("scale") == 2.0**9
