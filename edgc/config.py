@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
 OF_A_VOLUME = {"learning_rate_power"}  # settings that do nothing without one
-BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step"}  # settings that do nothing beside a static rank
+BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 
 
@@ -82,7 +82,7 @@ def _require_choices(settings: Any) -> None:
 def _require(holds: bool, name: str, value: Any, rule: str) -> None:
     # "not holds" would let NaN through comparisons that are written positively; they are, so NaN fails them.
     if not holds:
-        raise ConfigError(f"{flag(name)} = {value}: {rule}")
+        raise ConfigError(f"{flag(name)}{'' if isinstance(value, bool) else f' = {value}'}: {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,6 +570,9 @@ class EDGCConfig:
             preset = {key: value for key, value in preset.items() if key not in void}
         if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
             del preset["pp"]
+        if not has_rank(engine := given.get("engine", cls.engine)):
+            for one in sorted(given.keys() & {"allocation", *BY_ENTROPY}):
+                _require(False, one, given[one], f"does nothing beside the engine {engine}, which has no rank")
         if given.get("engine") == "dense":  # whatever the preset rounds
             preset = {key: value for key, value in preset.items() if key != "dense_wire"}
         if (volume := given.get("volume", preset.get("volume"))) is not None:

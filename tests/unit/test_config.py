@@ -31,6 +31,7 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"static_rank": float("nan")}, r"--edgc-static-rank = nan: must be a rank, or a share"),
         ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside static_rank"),
         ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside volume"),
+        ({"volume": 8, "align": False}, r"--edgc-no-align: does nothing beside volume"),
         ({"volume": math.inf}, r"--edgc-volume = inf: must be a number above 1"),
         ({"engine": "topk:"}, r"--edgc-engine = topk:: nothing follows the colon"),
         ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
@@ -64,7 +65,7 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a static rank"),
         (
             {"engine": "loco", "equalise": True},
-            r"--edgc-equalise = True: the engine loco keeps errors by its own rule",
+            r"--edgc-equalise: the engine loco keeps errors by its own rule",
         ),
         ({"engine": "loco", "error_decay": 0.5}, r"--edgc-study error_decay = 0.5: the engine loco keeps"),
         ({"engine": "topk:0"}, r"--edgc-engine = topk:0: the share of the entries that travel must lie in \(0, 1\]"),
@@ -174,6 +175,13 @@ def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str
     with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):
         EDGCConfig.from_preset(unused)
     EDGCConfig.from_preset({**unused, "static_rank": 8})
+
+
+@pytest.mark.parametrize("unused", [{"rmax": 16}, {"align": False}, {"rank_step": 4}, {"allocation": "lgreco"}])
+def test_what_sets_a_rank_cannot_be_given_to_an_engine_without_one(unused: dict[str, object]) -> None:
+    for engine in ("int4", "dense"):
+        with pytest.raises(ConfigError, match=f"does nothing beside the engine {engine}, which has no rank"):
+            EDGCConfig.from_preset({"engine": engine, **unused})
 
 
 def test_settings_keep_their_values_with_and_without_their_groups() -> None:

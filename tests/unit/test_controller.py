@@ -200,14 +200,16 @@ def test_a_window_without_a_finite_entropy_does_not_end_the_warm_up() -> None:
 
 
 def test_static_rank_starts_after_the_warm_up_and_never_changes() -> None:
-    c = controller(static_rank=32, rmin=None, rmax=None)
+    c = controller(static_rank=32, rmin=None, rmax=None, align=True)
     assert c.plan == RankPlan(0, 1000, (32,), reasons=("static",))
     assert first_stage(play(c, [-5.0, -9.0, -1.0])) == [32, 32, 32]
 
 
 @pytest.mark.parametrize(("tilt", "ranks"), [(0.5, [44, 36, 28, 20]), (-0.5, [20, 28, 36, 44])])
 def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, ranks: list[int]) -> None:
-    c = controller(static_rank=32, rmin=None, rmax=None, rank_tilt=tilt, iterations=4 * WINDOW, warmup_fraction=0.0)
+    c = controller(
+        static_rank=32, rmin=None, rmax=None, align=True, rank_tilt=tilt, iterations=4 * WINDOW, warmup_fraction=0.0
+    )
     assert c.plan.ranks == (ranks[0],)
     assert first_stage(play(c, [math.nan] * 3)) == ranks[1:]
     assert static_ranks(c.config) == (16, 48) and smallest_rank(c.config) == 16
@@ -402,7 +404,7 @@ def test_water_filling_moves_rank_between_matrices_at_equal_bytes() -> None:
 
 
 def test_water_filling_also_shares_a_static_rank() -> None:
-    c = controller(allocation="waterfill", rmin=None, rmax=None, static_rank=32)
+    c = controller(allocation="waterfill", rmin=None, rmax=None, static_rank=32, align=True)
     steep = [0.5**place for place in range(32)]
     c.observe([StageObservation(energies={"a": falling(1.0)[:32], "b": steep})])
     plan = c.decide(100)
@@ -414,7 +416,7 @@ def test_water_filling_also_shares_a_static_rank() -> None:
 @pytest.mark.parametrize("price", [1.0, 3.0])
 def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) -> None:
     """The tied embedding of a pipeline is a stage of one matrix. Its steps of rank cost ``price`` times the bytes."""
-    config = BASE.but(allocation="waterfill", rmin=None, rmax=None, static_rank=32, min_saving=1.0)
+    config = BASE.but(allocation="waterfill", rmin=None, rmax=None, static_rank=32, align=True, min_saving=1.0)
     layers, embedding = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 1024, 1024)), (MatrixSpec("a", 1024, 1024),)
     too_small = (MatrixSpec("c", 8, 8),)  # no rank pays there, so nothing is measured: the others do not wait for it
     c = Controller(config, 10_000, [layers, layers, embedding, too_small], [COST] * 4, prices=[1.0, 1.0, price, 1.0])
@@ -434,7 +436,7 @@ def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) 
 
 
 def test_the_fewest_bytes_for_the_energy_of_a_static_rank() -> None:
-    c = controller(allocation="lgreco", rmin=None, rmax=None, static_rank=32)
+    c = controller(allocation="lgreco", rmin=None, rmax=None, static_rank=32, align=True)
     c.observe([StageObservation(energies={"a": falling(1.0), "b": falling(1e-3)})])
     (ranks,) = c.decide(100).matrix_ranks
     assert ranks is not None and ranks["a"] >= 32 > ranks["b"]
