@@ -6,7 +6,7 @@
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
 go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
 runs/network/points.jsonl, and a run that is there is not repeated with the same code. At the end OUTPUT/README.md,
-OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point.
+OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point, whether it ran now or was in OUTPUT before.
 
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
@@ -17,11 +17,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
+from tools.experiments.changes import CHANGES
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import markdown, over_time, picture, table
 from tools.network.runs import CHANGING, CONTENDERS, CORPUS, EVEN, LINKS, MODES, UNEVEN, Point, RunFailed, measure
@@ -121,7 +123,8 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
 
         found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows, during)
     code = commit(REPOSITORY, *CODE)
-    point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, **found)
+    known = len(CHANGES)
+    point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, changes=known, **found)
     link = "no limit" if rate is None else f"{rate:g} Mbit/s"
     link += "" if kind == EVEN else f", {kind}"
     print(
@@ -133,17 +136,20 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
 
 
 def read() -> list[Point]:
-    """The points kept."""
-    if not POINTS.is_file():
-        return []
-    lines = [json.loads(line) for line in POINTS.read_text().splitlines()]
+    """The points of runs on this machine."""
+    return [_point(json.loads(line)) for line in POINTS.read_text().splitlines()] if POINTS.is_file() else []
+
+
+def _point(fields: dict[str, Any]) -> Point:
     lists = ("ranks", "window_seconds")
-    return [Point(**{**line, **{name: tuple(line.get(name, ())) for name in lists}}) for line in lines]
+    return Point(**{**fields, **{name: tuple(fields.get(name, ())) for name in lists}})
 
 
 def report(output: Path) -> None:
-    """The page of the newest of each point."""
-    newest = {(point.mode, point.mbit, point.contender, point.links, point.repetition): point for point in read()}
+    """The page of the newest of each point, those that it had before among them."""
+    before = output / "points.json"
+    known = [_point(one) for one in json.loads(before.read_text())["points"]] if before.is_file() else []
+    newest = {(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in [*known, *read()]}
     points = list(newest.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)

@@ -1,7 +1,7 @@
 """The page of points: tables by mode, and step time against the rate of the links."""
 
+import math
 from collections.abc import Sequence
-from statistics import median
 
 from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Point
 from tools.shared.markdown import header, row
@@ -26,35 +26,30 @@ GLOO = (
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """A row for each rate and contender of one mode; medians over repetitions. What is compared is of the same one."""
+    """A row for each rate, repetition and contender of one mode, compared with the dense run of that repetition."""
     lines = header(
-        ["link", "contender", "s a step", "against dense", "communication, s", "against dense"]
+        ["link", "commit", "contender", "s a step", "against dense", "communication, s", "against dense"]
         + ["MB a step, counted", "by the interface", "ranks"]
     )
-    for rate in sorted({point.mbit for point in points}, key=_order):
-        own = [point for point in points if point.mbit == rate]
+    runs = sorted({(_order(point.mbit), point.repetition) for point in points})
+    for rate, repetition in runs:
+        own = [point for point in points if (_order(point.mbit), point.repetition) == (rate, repetition)]
         dense = _of(own, "dense")
         for contender in CONTENDERS:
-            found = _of(own, contender)
-            if not found:
-                continue
-            step, talk = (_median(found, field) for field in ("step_seconds", "communication_seconds"))
-            counted, interface = (_median(found, field) / 1e6 for field in ("counted_bytes", "interface_bytes"))
-            spread = [point.step_seconds for point in found]
-            within = f" ({min(spread):.2f} to {max(spread):.2f})" if len(spread) > 1 else ""
-            ranks = "; ".join(dict.fromkeys(map(_ranks, found)))
-            cells = [
-                "no limit" if rate is None else f"{rate:g} Mbit/s",
-                contender,
-                f"{step:.2f}{within}",
-                _changes(found, dense, "step_seconds") if contender != "dense" else "",
-                f"{talk:.2f} ({talk / step:.0%})",
-                _changes(found, dense, "communication_seconds") if contender != "dense" else "",
-                f"{counted:.2f}",
-                f"{interface:.2f}",
-                ranks if contender not in ("dense", "bf16", "int8", "int4") else "",
-            ]
-            lines.append(row(cells))
+            for point in _of(own, contender):
+                cells = [
+                    "no limit" if point.mbit is None else f"{point.mbit:g} Mbit/s",
+                    point.commit + (", old" if point.old else ""),
+                    contender,
+                    f"{point.step_seconds:.2f}",
+                    _change(point, dense, "step_seconds"),
+                    f"{point.communication_seconds:.2f} ({point.communication_seconds / point.step_seconds:.0%})",
+                    _change(point, dense, "communication_seconds"),
+                    f"{point.counted_bytes / 1e6:.2f}",
+                    f"{point.interface_bytes / 1e6:.2f}",
+                    _ranks(point) if contender not in ("dense", "bf16", "int8", "int4") else "",
+                ]
+                lines.append(row(cells))
     return lines
 
 
@@ -64,21 +59,25 @@ def _ranks(point: Point) -> str:
 
 def markdown(points: Sequence[Point], machine: str) -> str:
     """The whole page."""
-    commits = ", ".join(dict.fromkeys(point.commit for point in points))
     lines = [
         "# Time on limited links",
         "",
         "Made by `bash scripts/bench_network.sh`; every run is in [points.json](points.json). These are real Megatron",
         "runs over gloo. Each process has its own network namespace, and `tc tbf` limits the namespace's link in both",
-        "directions. The model is a GPT",
-        f"of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a CPU ({machine};",
-        f"commit {commits}). A step's time is the median over windows of {WINDOW} steps, after a first window of",
-        "warm-up. Communication is the time of the reductions alone, its share of the step in brackets. Bytes are",
-        "those of a process and step: what EDGC counts, and what the interface sent with headers and exchanges",
-        "at the ends of windows. EDGC's probe, and later its trials in training, decide whether to compress. *Ranks*",
-        "are those of the last window, of each repetition. A range is that of repetitions, beside their median.",
-        "Repetitions may be hours apart and of other commits (points.json). This machine is shared, and its speed",
-        "changes between them. So what is compared is always of one repetition. The picture has the first one.",
+        f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a CPU",
+        f"({machine}).",
+        "",
+        f"- A step's time is the median over windows of {WINDOW} steps, after a first window of warm-up.",
+        "- *Communication* is the time of the reductions alone, its share of the step in brackets.",
+        "- *MB a step* are those of a process: what EDGC counts, gathered weights of the distributed optimizer included,",
+        "  and what the interface sent with headers and exchanges at the ends of windows.",
+        "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
+        "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
+        "  window.",
+        "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
+        "  dense* compares with the dense run of the same repetition, the nearest one above.",
+        "- The picture has the first repetition of each link.",
+        "- Rows are *old* where today's code [compresses otherwise](../frontier/README.md#the-frontier-loss-against-bytes).",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
@@ -124,13 +123,12 @@ def picture(points: Sequence[Point]) -> bytes:
         limited = [point.mbit for point in own if point.mbit is not None]
         for contender in CONTENDERS:
             found = _of(own, contender)
-            rates = sorted({point.mbit for point in found if point.mbit is not None})
-            steps = [_median([point for point in found if point.mbit == rate], "step_seconds") for rate in rates]
-            free = [point for point in found if point.mbit is None]
-            if free and limited:
-                rates.append(3 * max(limited))
-                steps.append(_median(free, "step_seconds"))
-            if rates:
+            # at most one point for each rate
+            steps_at = {_order(point.mbit): point.step_seconds for point in found}
+            if limited and math.inf in steps_at:
+                steps_at[3 * max(limited)] = steps_at.pop(math.inf)
+            if rates := sorted(steps_at):
+                steps = [steps_at[rate] for rate in rates]
                 style = "--" if contender in ("bf16", "powersgd-int8") else "-"
                 axes.plot(rates, steps, style, marker="o", color=COLORS.get(contender, "black"), label=contender)
         axes.set_xscale("log")
@@ -148,21 +146,11 @@ def _of(points: Sequence[Point], contender: str) -> list[Point]:
     return [point for point in points if point.contender == contender]
 
 
-def _median(points: Sequence[Point], field: str) -> float:
-    return float(median(getattr(point, field) for point in points))
-
-
-def _changes(points: Sequence[Point], dense: Sequence[Point], field: str) -> str:
-    """Against dense of the same repetition: the median, and the range where there are several."""
-    references = {point.repetition: getattr(point, field) for point in dense}
-    found = [
-        getattr(point, field) / references[point.repetition] - 1 for point in points if references.get(point.repetition)
-    ]
-    if not found:
-        return ""
-    within = f" ({min(found):+.0%} to {max(found):+.0%})" if len(found) > 1 else ""
-    return f"{median(found):+.0%}{within}"
+def _change(point: Point, dense: Sequence[Point], field: str) -> str:
+    """Against the dense run of the same repetition."""
+    reference = next((getattr(one, field) for one in dense), 0)
+    return f"{getattr(point, field) / reference - 1:+.0%}" if reference and point.contender != "dense" else ""
 
 
 def _order(rate: float | None) -> float:
-    return float("inf") if rate is None else rate
+    return math.inf if rate is None else rate

@@ -8,12 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from edgc.config import EDGCConfig
 from edgc.observe.events import EventLog, read_events
 from tools._root import REPOSITORY
+from tools.experiments.changes import changed
 from tools.network.links import INTERFACE, Links
 
 CORPUS = REPOSITORY / "runs" / "data" / "network"
@@ -82,7 +85,7 @@ class Point:
     ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
     ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
-    in each measured window.
+    in each measured window. ``changes``: how many of ``tools.experiments.changes.CHANGES`` its code had.
     """
 
     mbit: float | None
@@ -100,6 +103,14 @@ class Point:
     started: int
     links: str = EVEN
     window_seconds: tuple[float, ...] = ()
+    changes: int = 0
+
+    @property
+    def old(self) -> bool:
+        """Whether today's code compresses otherwise."""
+        mode, given = MODES[self.mode], shlex.split(CONTENDERS[self.contender])
+        engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
+        return bool(changed(engine, mode.pipeline, given, self.changes))
 
 
 def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], steps: int) -> list[str]:
