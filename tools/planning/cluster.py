@@ -3,12 +3,11 @@
 import argparse
 import json
 import shlex
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
@@ -273,7 +272,7 @@ class Contender:
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
     Contender("dense bf16", "--edgc-engine bf16", bits=16),
-    Contender("paper, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
+    Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
     Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0),
     Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0),
     Contender("fast", "--edgc-preset fast", method="balanced", volume=48.0),
@@ -289,7 +288,7 @@ class Compressing:
     elements: float
     ranks: tuple[float, ...]
     seconds: tuple[float, ...]
-    bytes_per_rank: float
+    sent: tuple[float, ...]
     messages: int
 
     @classmethod
@@ -301,21 +300,29 @@ class Compressing:
         if not own:
             raise LaunchError(f"{path}: no line of {title} with {method} in units; tools/count_step.py makes them")
         own.sort(key=lambda row: float(row["ranks"][0]))
-        smallest = own[0]
         return cls(
-            smallest["gradient_bytes"] / 4,
+            own[0]["gradient_bytes"] / 4,
             tuple(float(row["ranks"][0]) for row in own),
             tuple(max(row["host_seconds"], row["device_seconds"]) for row in own),
-            smallest["sent_bytes"] / smallest["ranks"][0],
-            smallest["collectives"],
+            tuple(float(row["sent_bytes"]) for row in own),
+            own[0]["collectives"],
         )
 
     def at(self, rank: float) -> float:
-        """Between counted ranks a straight line, which goes on beyond them; below the smallest its time."""
-        if len(self.ranks) > 1 and rank > self.ranks[-1]:
-            (r, s), (before_r, before_s) = ((self.ranks[i], self.seconds[i]) for i in (-1, -2))
-            return s + (rank - r) * (s - before_s) / (r - before_r)
-        return float(np.interp(rank, self.ranks, self.seconds))
+        """Seconds: between counted ranks a straight line, which goes on beyond them; below the smallest its time."""
+        return _on_line(max(rank, self.ranks[0]), self.ranks, self.seconds)
+
+    def bytes_at(self, rank: float) -> float:
+        """Sent at a rank. One counted rank says nothing of what has none: then all bytes go with the rank."""
+        if len(self.ranks) == 1:
+            return rank * self.sent[0] / self.ranks[0]
+        return _on_line(rank, self.ranks, self.sent)
+
+    def rank_of(self, sent: float) -> int:
+        """The largest rank that sends no more."""
+        if len(self.ranks) == 1:
+            return int(sent * self.ranks[0] / self.sent[0])
+        return int(_on_line(sent, self.sent, self.ranks))
 
 
 @dataclass(frozen=True)
@@ -352,23 +359,21 @@ def predict(
     units, rank = _dense(sent), None
     if contender.method and compressing is not None:
         share = training.reduced_elements / compressing.elements
-        bytes_each = compressing.bytes_per_rank * share
 
         def alone(rank: int) -> float:
             latencies = (compressing.messages - 1) * slowest.latency
-            return share * compressing.at(rank) + latencies + slowest.seconds(rank * bytes_each)
+            return share * compressing.at(rank) + latencies + slowest.seconds(share * compressing.bytes_at(rank))
 
         if contender.rank is not None:
             rank = contender.rank
         else:
-            rank = _worth_it(
-                int(whole / contender.volume / bytes_each), alone, WORTH_IT * slowest.seconds(whole * half)
-            )
+            most = compressing.rank_of(whole / contender.volume / share)
+            rank = _worth_it(most, alone, WORTH_IT * slowest.seconds(whole * half))
         if rank is None:
             sent = whole * half
             units = _dense(sent)
         else:
-            sent = rank * bytes_each
+            sent = share * compressing.bytes_at(rank)
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(compressing.messages // UNITS, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
@@ -388,6 +393,15 @@ def predict(
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)
+
+
+def _on_line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Straight lines through points of rising x, of which the first and the last go on beyond them."""
+    if len(xs) == 1:
+        return ys[0]
+    end = min(max(bisect(xs, x), 1), len(xs) - 1)
+    slope = (ys[end] - ys[end - 1]) / (xs[end] - xs[end - 1])
+    return ys[end] + (x - xs[end]) * slope
 
 
 def _worth_it(rank: int, seconds: Callable[[int], float], limit: float) -> int | None:

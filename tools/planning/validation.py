@@ -89,7 +89,7 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
         "All are first repetitions.",
         "",
-        f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** Asked were 10 % and 20 %.",
+        f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** The targets were 10 % and 20 %.",
         "",
         f"![Predicted against measured]({name}.png)",
         "",
