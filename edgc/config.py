@@ -209,17 +209,17 @@ class Ranks:
 
     static_rank: float | None = _knob(
         None,
-        "one rank for the whole run after the warm-up; below 1 a share of the model's width, the smaller side of most "
-        "matrices, or the break-even rank if that is less (with paper: plain PowerSGD)",
+        "one rank for the whole run after the warm-up (with paper: plain PowerSGD). A value below 1 is a share of the "
+        "model's width, the smaller side of most matrices; the break-even rank is taken if it is smaller",
         "rank, or share of the width",
         "arXiv 1905.13727",
     )
     volume: float | None = _knob(
         None,
-        "how many times fewer bytes of gradients than a dense all-reduce in fp32 the whole run may send. A planner "
-        "spends them: it gives every parameter a rank, a share of its rows, or a number of bits, by the noise that was "
-        "measured in what the optimizer got. It takes the place of --edgc-rest-wire, --edgc-compress-embeddings and "
-        "--edgc-allocation. No step sends more than --edgc-rmax in all matrices would",
+        "compression ratio of the gradients over the whole run, warm-up included: 24 allows a 24th of the bytes of "
+        "all-reduces in fp32. A planner spends them: it gives every parameter a rank, a share of its rows, or a number "
+        "of bits, by the noise that was measured in what the optimizer got. It takes the place of --edgc-rest-wire, "
+        "--edgc-compress-embeddings and --edgc-allocation. No step sends more than --edgc-rmax in all matrices would",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
@@ -245,7 +245,8 @@ class Ranks:
     rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
     window: int = _knob(
         1000,
-        "ranks change only at multiples of this; with --edgc-volume it is at most a twentieth of the run",
+        "iterations between two plans; with --edgc-volume it is at most a twentieth of the run, and the end of the "
+        "warm-up also ends a window",
         "iterations",
         f"{PAPER}, w",
     )
@@ -256,7 +257,11 @@ class Ranks:
         f"{PAPER}, warm-up",
     )
     iteration_sampling_rate: float = _knob(
-        0.1, "share of iterations whose gradient is measured", "fraction", f"{PAPER}, GDS alpha"
+        0.1,
+        "share of iterations whose gradient is measured; a run of less than some thousand iterations needs more, so "
+        "that a window has four of them or more",
+        "fraction",
+        f"{PAPER}, GDS alpha",
     )
     gradient_sampling_rate: float = _knob(
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
@@ -487,8 +492,8 @@ class EDGCConfig:
 
     preset: str | None = _knob(
         None,
-        "what sets the defaults of the other settings: the paper's algorithm (paper), EDGC's own from many bytes to "
-        "few (safe, balanced, fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none "
+        "what sets the defaults of the other settings: the paper's algorithm (paper), a volume of 8 (safe), 24 "
+        "(balanced) or 48 (fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none "
         "for other engines",
         "name",
         "docs/frontier/README.md",

@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from textwrap import fill
 from typing import Any
 
-from edgc.config import PRESETS, ConfigError, EDGCConfig, Study, knobs
+from edgc.config import PRESETS, UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, knobs
 
 WIDTH = 100  # characters
 INTRODUCTION = (
@@ -132,7 +132,11 @@ def markdown() -> str:
             f"| `{lever.name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_value(usual[lever.name])} "
             f"| {_linked(meta['source'])} |"
         )
-    lines += ["", "## What the presets set", "", f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
+    unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
+    lines += ["", "## What the presets set", ""]
+    lines += [f"Beside a volume these lines of `safe`, `balanced` and `fast` do nothing: {unused}."]
+    lines += ["They hold where a rank is given, or entropy sets it.", ""]
+    lines += [f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
     levers = {lever.name for lever in fields(Study)}
     for knob in (*knobs(), *fields(Study)):
