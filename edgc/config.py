@@ -306,7 +306,7 @@ class Ranks:
             _require(1 < self.volume < math.inf, "volume", self.volume, "must be a number above 1")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
-            _require(0 < value <= 1, name, value, "a sampling rate must lie in (0, 1]")
+            _require(1e-6 <= value <= 1, name, value, "a sampling rate must lie between 1e-6 and 1")
         _require(0 <= self.warmup_fraction <= 1, "warmup_fraction", self.warmup_fraction, "must lie in [0, 1]")
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
@@ -569,15 +569,16 @@ class EDGCConfig:
         name = given.get("preset", usual)
         preset = dict(PRESETS.get(name, {}))
         # who gives a setting of ranks that entropy sets wants it to set them
-        by_entropy = BY_ENTROPY - ({"rmax"} if "volume" in preset else set())
+        by_entropy = BY_ENTROPY - {"align"} - ({"rmax"} if "volume" in preset else set())
         if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
             void = POLICIES if "volume" in given else POLICIES | OF_A_VOLUME
             preset = {key: value for key, value in preset.items() if key not in void}
         if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
             del preset["pp"]
         if not has_rank(engine := given.get("engine", cls.engine)):
-            for one in sorted(given.keys() & {"allocation", *BY_ENTROPY}):
-                _require(False, one, given[one], f"does nothing beside the engine {engine}, which has no rank")
+            rule = f"does nothing beside the engine {engine}, which has no rank"
+            for knob in (one for one in fields(Ranks) if one.name in {"allocation", *BY_ENTROPY} & given.keys()):
+                _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
         if given.get("engine") == "dense":  # whatever the preset rounds
             preset = {key: value for key, value in preset.items() if key != "dense_wire"}
         if (volume := given.get("volume", preset.get("volume"))) is not None:
@@ -627,7 +628,11 @@ class EDGCConfig:
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
             rate = self.ranks.iteration_sampling_rate
             rule = f"measures nothing at {rate:g} of the iterations; give more to {flag('iteration_sampling_rate')}"
-            _require(self.ranks.window * self.ranks.iteration_sampling_rate >= 1, "window", self.ranks.window, rule)
+            _require(self.ranks.window * rate >= 1, "window", self.ranks.window, rule)
+        if self.ranks.volume is not None:
+            rate = self.ranks.iteration_sampling_rate
+            rule = f"measures one iteration alone in a run of {iterations}: no budget can be planned"
+            _require(iterations * rate > 1, "iteration_sampling_rate", rate, rule)
 
     @property
     def fidelity_share(self) -> float:

@@ -19,12 +19,10 @@ CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, thos
 
 
 def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
-    """For the controller of a run. A reduce-scatter, which is half of an all-reduce, also sums what is rounded."""
-    # sums in 16 bits are known to all processes, so that what they cut off can be fed back
-    rounded = 0.5 if run.scatters and run.gradient_bytes == 4 else 1.0
+    """For the controller of a run."""
     warmup = wire(config.formats.dense_wire)
-    uncompressed = run.host_bytes if warmup.exact else rounded * warmup.bytes_per_value()
-    bytes_per_value = {name: rounded * wire(name).bytes_per_value() for name in CHOICES}
+    uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
+    bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in CHOICES}
 
     def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
-from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object
+from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import Packed
 from edgc.compress.reducer import GradientReducer
@@ -21,6 +21,7 @@ from edgc.hosts.stage import Stage
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
+from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
@@ -28,7 +29,7 @@ from edgc.plan.controller import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-VERSION = 6
+VERSION = 7
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 
@@ -87,6 +88,7 @@ class EDGCState:
         self.described = {name: describe(name, p, p in embeddings) for p, name in self.parameters.items()}
         self.steps = 0  # averaged so far
         self.report: WindowReport | None = None  # of the last window
+        self.reporter: Reporter | None = None  # from the first step on
         self._started = self._ended = False
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
         self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
@@ -102,7 +104,18 @@ class EDGCState:
         if not self._started:
             self._build(self.requested, timed=True)
 
+    def _log_problem(self) -> str:
+        """Why the event log cannot be written, if it cannot."""
+        try:
+            EventLog(self.requested.job.log_dir if process(self.group) == 0 else None).close()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     def _build(self, config: EDGCConfig, timed: bool) -> None:
+        for problem in filter(None, all_gather_objects(self._log_problem(), self.group)):
+            raise ConfigError(problem)  # on all processes
+        self._close_log()
         parameters = list(self.parameters)
         self.device = parameters[0].device
         if any(parameter.device != self.device for parameter in parameters):
@@ -116,15 +129,13 @@ class EDGCState:
             gradient_bytes=max(parameter.itemsize for parameter in parameters),
             overlapped=True,
         )
-        warn_of_kernels(config, self.device)
         # gradients come about in the reverse order of the parameters
         names = cut(((name, p.nbytes) for p, name in reversed(self.parameters.items())), self.unit_bytes)
         described = [[self.described[name] for name in unit] for unit in names]
         cost = reduction_cost(described, config, run, uncounted, self.device) if timed else None
         own = ProcessStage(KEY, tuple(parameter for unit in described for parameter in unit), cost)
+        self.run = run
         self.plan = plan_run(config, run, all_gather_objects([own], group))
-        for warning in self.plan.warnings:
-            Reporter.warn(warning)
         self.config = self.plan.config
 
         dense = Traffic()
@@ -141,11 +152,21 @@ class EDGCState:
         controller = self.plan.controller(self.iterations, self._sizes) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
-        self.reporter = Reporter(self.config, run)
-        self.reporter.start(self.plan)
-        if controller is not None:
-            warn_of_budget(controller)
         self._started = True
+
+    def _announce(self) -> None:
+        """Before the first step: a run that was resumed was built twice."""
+        if self.reporter is not None:
+            return
+        warn_of_kernels(self.config, self.device, self.group)
+        for warning in self.plan.warnings:
+            Reporter.warn(warning, self.group)
+        self.reporter = Reporter(self.config, self.run, group=self.group)
+        self.reporter.start(self.plan)
+        if self.steps:
+            self.reporter.resume(self.driver.plan)
+        if self.windows.controller is not None:
+            warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
         allocation = allocate(parameters, self.config, smallest_rank(self.config))
@@ -176,9 +197,10 @@ class EDGCState:
 
     def begin(self) -> None:
         """A step begins: no gradient has come."""
-        self.start()
         if self._ended:
             raise RuntimeError("this EDGC state was closed")
+        self.start()
+        self._announce()
         self._handles = []
         self.driver.step()
         self.stage.units.begin()
@@ -241,6 +263,8 @@ class EDGCState:
             self._report(last)
 
     def _report(self, last: bool) -> None:
+        self._announce()
+        assert self.reporter is not None
         self.report = self.windows.exchange(self.steps)
         self.reporter.window(self.report, last)
 
@@ -248,7 +272,13 @@ class EDGCState:
         """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
         if self._started and not self._ended and self.steps < self.iterations:
             self._report(last=True)
+        self._close_log()
         self._ended = True
+
+    def _close_log(self) -> None:
+        if self.reporter is not None:
+            self.reporter.events.close()
+        self.reporter = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -282,11 +312,18 @@ class EDGCState:
         """Go on where ``state_dict`` was taken: at as many processes with the same bits, at others with the same sums.
 
         Every process of the group must call this. A run with the settings of the one before keeps the ranks that its
-        link was found to allow. Raises ``ConfigError`` for another engine and for parameters of other sizes.
+        link was found to allow. With ``reset_state`` nothing is taken of the state. Raises ``ConfigError`` for another
+        engine and for parameters of other sizes.
         """
+        if self.requested.job.reset_state:
+            Reporter.warn("starting without the EDGC state, as asked for", self.group)
+            return
         self._check(state)
         requested = self.requested.flat()
         same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(OF_THE_JOB))
+        # one process has no link that could bound ranks
+        before, now = len(state["measurements"]), processes(self.group)
+        same &= (before == 1) == (now == 1)
         config = self.requested
         if same:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
@@ -294,17 +331,16 @@ class EDGCState:
         if same:  # the settled ranks look as if they had been asked for
             self.plan = replace(self.plan, tries=state["controller"]["trials"] is not None)
         self.steps = state["steps"]
-        processes = len(state["measurements"])
         load_stage(
             self.stage,
             state["layout"],
             state["tensors"].__getitem__,
             self.steps,
             parts=state["config"]["engine"] == self.config.engine,
-            norms=processes == self.processes,
+            norms=before == now,
         )
         reducers = self.stage.reducers
-        own = state["measurements"][self._process] if processes == self.processes else []
+        own = state["measurements"][self._process] if before == now else []
         if len(own) == len(reducers):  # other processes and other units have measured other things
             for reducer, measurements in zip(reducers, own, strict=True):
                 reducer.observer.measurements = measurements_of(measurements)
@@ -312,16 +348,21 @@ class EDGCState:
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self.iterations, self._sizes)
-            controller.load_state_dict(state["controller"])
+            try:
+                controller.load_state_dict(state["controller"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"the controller's state does not fit ({error}); set reset_state to go on without it"
+                ) from error
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:
             Reporter.warn(
                 f"the EDGC state is of a run with the engine {state['config']['engine']}, and this link asks for "
-                f"{self.config.engine}: the controller starts anew"
+                f"{self.config.engine}: the controller starts anew",
+                self.group,
             )
         self.windows.adopt_plans()
-        self.reporter.resume(self.driver.plan)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != VERSION:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from edgc import __version__
-from edgc.comm.objects import process, processes
+from edgc.comm.objects import ProcessGroup, process, processes
 from edgc.compress.batch import triton_kernels
 from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
@@ -26,13 +26,14 @@ MISSED = 0.97  # of its volume, which a run may miss without a word
 
 
 class Reporter:
-    """Prints and logs on process 0.
+    """Prints and logs on process 0 of a group.
 
     Args:
         run: what is trained; its ``gradient_bytes`` are those of plain training.
         log_interval: iterations between two lines of progress; 0: none.
         scalars: gives a writer with TensorBoard's ``add_scalar``, or None where this process has none.
         packages: whose versions the log names, beside Python's and torch's.
+        group: the processes of the run; None: all.
     """
 
     def __init__(
@@ -42,20 +43,21 @@ class Reporter:
         log_interval: int = 0,
         scalars: Callable[[], Any] = lambda: None,
         packages: Sequence[str] = (),
+        group: ProcessGroup | None = None,
     ):
         self.config, self.run, self.iterations = config, run, run.iterations
         self._spike = f"{config.study.spike_limit:g}"  # times the running norm
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
-        self.on_rank_0 = process() == 0
+        self.group, self.prints = group, process(group) == 0
         self._by_host = False  # in the plan of the window before
-        self._host_summed = False  # in any window
+        self._host_summed = False  # but for trials
         self._tried: tuple[float, ...] = ()
-        self.events = EventLog(config.job.log_dir if self.on_rank_0 else None)
+        self.events = EventLog(config.job.log_dir if self.prints else None)
 
     @staticmethod
-    def warn(message: str) -> None:
-        """One warning line, once for the whole run."""
-        if process() == 0:
+    def warn(message: str, group: ProcessGroup | None = None) -> None:
+        """One warning line, once for all processes of the group."""
+        if process(group) == 0:
             print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
 
     def start(
@@ -128,7 +130,7 @@ class Reporter:
             "start",
             config=config.flat(),
             iterations=self.iterations,
-            world_size=processes(),
+            world_size=processes(self.group),
             gradient_bytes=value_bytes,
             embedding_sum=embedding_sum,
             stages=[
@@ -188,7 +190,7 @@ class Reporter:
                 f"{now} | a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: "
                 f"{who} {'as before' if plan.by_host == self._by_host else 'from now on'}"
             )
-        self._host_summed |= self._by_host or plan.by_host or bool(plan.tried)
+        self._host_summed |= self._by_host or plan.by_host
         self._by_host, self._tried = plan.by_host, plan.tried
         ahead = report.message_plan
         if ahead is not None:
@@ -265,10 +267,11 @@ class Reporter:
         if volume is None or not sent or self._host_summed:
             return
         if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
-            self.warn(
+            message = (
                 f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
                 "windows, few iterations were measured, or too little of the gradient arrived for a while"
             )
+            self.warn(message, self.group)
 
     def _stage_move(self, used: Sequence[int | None], plan: RankPlan, place: int) -> str:
         was = "the host's sum" if self._by_host else self._rank(used[place])
@@ -287,26 +290,26 @@ class Reporter:
         return self.config.pipeline.messages.engine if rank == NO_RANK else f"rank {rank}"
 
     def _print(self, text: str) -> None:
-        if self.on_rank_0:
+        if self.prints:
             print(text, flush=True)
 
 
-def warn_of_budget(controller: Controller) -> None:
+def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
     """Where a run cannot send as little as its volume."""
     budget = controller.budget
     if budget is not None and budget.reachable < budget.volume:
-        Reporter.warn(
-            f"{flag('volume')} {budget.volume:g}: this run can send about {budget.reachable:.0f}x fewer bytes at most, "
+        message = (
+            f"{flag('volume')} {budget.volume:g}: this run can send about {budget.reachable:.3g}x fewer bytes at most, "
             "with its warm-up and the smallest rank or format of each parameter"
         )
+        Reporter.warn(message, group)
 
 
-def warn_of_kernels(config: EDGCConfig, device: torch.device) -> None:
+def warn_of_kernels(config: EDGCConfig, device: torch.device, group: ProcessGroup | None = None) -> None:
     """Where fused kernels are asked for that do not run on this device."""
     if config.study.kernels == "fused" and triton_kernels(device) is None:
-        Reporter.warn(
-            "--edgc-study kernels=fused: Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
-        )
+        message = "Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+        Reporter.warn(f"{flag('kernels')} = fused: {message}", group)
 
 
 def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
@@ -339,7 +342,8 @@ def _totals(report: WindowReport, run: Run) -> list[str]:
     sent, dense = report.dp_bytes, report.dp_bytes_dense
     lines = [f"gradients: sent {_bytes(sent)} of {_bytes(dense)}"]
     if sent:
-        in_fp32 = 4 / run.gradient_bytes * dense / sent
+        # parameters of a plain module may be of several types
+        in_fp32 = (4 / run.gradient_bytes * dense if run.scatters else report.dp_bytes_fp32) / sent
         lines[0] += f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
         if run.scatters:
             lines[0] += f"; {report.dp_bytes_fp32 / sent:.1f}x fewer than an all-reduce in fp32"
@@ -367,7 +371,7 @@ def logged(fidelity: Fidelity) -> dict[str, float]:
 def _bytes(count: float) -> str:
     """1234567 -> '1.23 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # else it would be rounded to 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

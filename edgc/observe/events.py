@@ -23,9 +23,18 @@ class EventLog:
             path = Path(folder)
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                self._file = (path / self.FILE).open("a", encoding="utf-8")
+                self._file = (path / self.FILE).open("a+", encoding="utf-8")
+                self._end_last_line()
             except OSError as error:
                 raise ConfigError(f"{flag('log_dir')} = {folder}: no event log can be written: {error}") from error
+
+    def _end_last_line(self) -> None:
+        """A run that was killed may have left it unfinished."""
+        assert self._file is not None
+        if end := self._file.tell():
+            self._file.seek(end - 1)
+            if self._file.read() != "\n":
+                self._file.write("\n")
 
     def close(self) -> None:
         """Nothing can be written any more."""
@@ -53,11 +62,11 @@ def _plain(value: Any) -> Any:
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """All events of a run, oldest first. A last line that a killed run left unfinished is ignored."""
+    """All events of a run, oldest first. Lines that a killed run left unfinished are ignored."""
     events = []
     for line in (Path(folder) / EventLog.FILE).read_text(encoding="utf-8").splitlines():
         try:
             events.append(json.loads(line))
         except json.JSONDecodeError:
-            break
+            continue
     return events

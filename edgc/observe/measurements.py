@@ -51,11 +51,11 @@ class Measurements:
         self.largest_spike = largest.clamp_min(before) if isinstance(before, float) else torch.maximum(largest, before)
 
     def mean_energies(self) -> dict[str, list[float]]:
-        """Mean over the measured iterations; of a matrix whose rank changed in between, over the last rank."""
+        """Mean over the measured iterations that were finite; of a matrix whose rank changed, over the last rank."""
         return _means(self.energies)
 
     def mean_row_shares(self) -> dict[str, list[float]]:
-        """Mean over the measured iterations."""
+        """Mean over the measured iterations that were finite."""
         return _means(self.row_shares)
 
     def total_fidelity(self) -> dict[str, Fidelity]:
@@ -74,9 +74,10 @@ def _means(several: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
     for name, last in several[-1].items() if several else ():
         # those of before a resume lie on the CPU
         seen = [one[name].cpu() for one in several if name in one and len(one[name]) == len(last)]
-        mean = torch.stack(seen).mean(dim=0).tolist()
-        if all(map(math.isfinite, mean)):  # squares of a spike in the very first step may overflow
-            means[name] = mean
+        # where a loss scale was too large, or a spike's squares overflow, a step has shown nothing
+        finite = [one for one in seen if torch.isfinite(one).all()]
+        if finite:
+            means[name] = torch.stack(finite).mean(dim=0).tolist()
     return means
 
 

@@ -92,7 +92,8 @@ class GradientObserver:
         """
         self.measurements.residual.append(torch.where(finite, share, torch.nan))
         if energies is not None:
-            self.measurements.energies.append(energies)
+            masked = {name: torch.where(finite, own, torch.nan) for name, own in energies.items()}
+            self.measurements.energies.append(masked)
 
     def add_fidelity(self, values: dict[str, Tensor]) -> None:
         """After the reduction of a measured iteration: what ``FidelitySampler.compare`` gives."""

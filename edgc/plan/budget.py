@@ -355,8 +355,8 @@ class BudgetPlanner:
         if idle:
             self.idle += host_share * whole
             self.sent_idle += taken_by_host
-        own = (1 - host_share) * whole
-        self.per_step = (taken - taken_by_host) / own * self.dense if own > 0 else None
+        # of a window with both it is not known: the first of the host's steps also sends errors
+        self.per_step = None if host_share or not whole > 0 else taken / whole * self.dense
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -498,15 +498,17 @@ class BudgetPlanner:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
         if state.keys() != self.state_dict().keys():
             raise ValueError("the budget's state is of another release of EDGC")
-        for place in self.places:
-            saved = state["stages"].get(str(place), {})
+        # a stage of which nothing was to be compressed then starts anew
+        known = [place for place in self.places if str(place) in state["stages"]]
+        for place in known:
+            saved = state["stages"][str(place)]
             own = {one.matrix.name: _shape(one) for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle = state["sent"]
         self.overhead, self.relief = state["overhead"], state["relief"]
-        self.changed = {place: list(state["changed"][str(place)]) for place in self.places}
-        for place in self.places:
+        for place in known:
+            self.changed[place] = list(state["changed"][str(place)])
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
             self.choices[place] = [choice for choice, *_ in saved]
             self.candidates[place] = [

@@ -14,6 +14,8 @@ from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
+# Settings that what a controller remembers depends on.
+REFERENCES = "static_rank", "rank_model", "entropy_estimator"
 NO_RANK = 0  # in a plan: compressed by an engine that has no rank
 
 
@@ -413,6 +415,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain numbers and lists."""
         return {
+            "settings": self.config.only(REFERENCES),
             "history": [list(entropy) for entropy in self.history],
             "anchor": list(self.anchor),
             "tolerated": list(self.tolerated),
@@ -437,21 +440,49 @@ class Controller:
             self.budget.load_state_dict(state["budget"])
         if self.trials is not None and state["trials"] is not None:
             self.trials.load_state_dict(state["trials"])
-        self.history = [tuple(entropy) for entropy in state["history"]]
-        self.anchor = list(state["anchor"])
-        self.tolerated = list(state["tolerated"])
+        then, now = state["settings"], self.config.only(REFERENCES)
+        by_entropy = then["static_rank"] is None and self.config.dynamic
+        # else they are in another unit
+        if then["entropy_estimator"] == now["entropy_estimator"]:
+            self.history = [tuple(entropy) for entropy in state["history"]]
+            self.anchor = list(state["anchor"]) if by_entropy else self.anchor
+            if then["rank_model"] == now["rank_model"]:
+                self.tolerated = list(state["tolerated"])
         self.micro_backward_seconds = state["micro_backward_seconds"]
+        given = self.config.ranks.link_gbps is not None  # then own costs are computed from it, perhaps another one
         self.costs, self.message_costs = (
             [
-                None if cost is None else StageCost(**{**cost, "compressed": CommCost(**cost["compressed"])})
-                for cost in state[costs]
+                cost if saved is None or (given and cost is not None) else _as_cost(saved)
+                for cost, saved in zip(costs, state[name], strict=True)
             ]
-            for costs in ("costs", "message_costs")
+            for name, costs in (("costs", self.costs), ("message_costs", self.message_costs))
         )
         by_host = self.trials is not None and self.trials.by_host
-        plan = replace(RankPlan.from_dict(state["plan"]), by_host=by_host, trial=None)
+        self._go_on(replace(RankPlan.from_dict(state["plan"]), by_host=by_host, trial=None), by_entropy)
+
+    def _go_on(self, plan: RankPlan, by_entropy: bool) -> None:
+        """From a plan of the run before, as far as today's settings would have led there.
+
+        ``by_entropy``: entropy has set its ranks, and still does.
+        """
         ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
-        self.plan = plan if ranks == plan.ranks else replace(plan, version=plan.version + 1, ranks=ranks)
+        changed: dict[str, Any] = {"ranks": ranks}
+        if self.budget is not None:
+            self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now
+            changed = {name: value for name, value in self._budgeted(self.budget).items() if name != "reasons"}
+        elif not by_entropy and self.config.engine != "dense" and not self.config.study.rank_tilt:
+            first = self._first_plan()
+            if (first.ranks, first.first_iteration, first.reasons) != (ranks, plan.first_iteration, plan.reasons):
+                changed = {"ranks": first.ranks, "first_iteration": first.first_iteration, "reasons": first.reasons}
+                changed |= {"matrix_ranks": (), "proposed": (), "targets": ()}
+        if all(getattr(plan, name) == value for name, value in changed.items()):
+            self.plan = plan
+        else:
+            self.plan = replace(plan, version=plan.version + 1, **changed)
+
+
+def _as_cost(fields: Mapping[str, Any]) -> StageCost:
+    return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})
 
 
 def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig:

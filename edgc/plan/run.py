@@ -71,6 +71,14 @@ class Run:
         return self.gradient_bytes / 2 if self.scatters else self.gradient_bytes
 
     @property
+    def rounded_share(self) -> float:
+        """Of an all-reduce's bytes, what a sum of rounded values sends: a reduce-scatter also sums these.
+
+        Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
+        """
+        return 0.5 if self.scatters and self.gradient_bytes == 4 else 1.0
+
+    @property
     def alone(self) -> bool:
         """Whether no two processes hold the same layers, so that only messages between stages can be compressed."""
         return self.replicas == 1
@@ -215,9 +223,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if (volume := config.ranks.volume) is not None:
         config = config.but(window=_window(config, run.iterations))
         exact = config.formats.dense_wire == "fp32"  # then the host sums, or what sends as much
-        warmup = (
-            config.ranks.warmup_fraction * (run.host_bytes if exact else bits_of(config.formats.dense_wire) / 8) / 4
-        )
+        value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(config.formats.dense_wire) / 8
+        warmup = config.ranks.warmup_fraction * value_bytes / 4
         if warmup >= 1 / volume:
             share = 100 * config.ranks.warmup_fraction
             fewer = "" if bits_of(config.formats.dense_wire) <= 4 else f", or {flag('dense_wire')} int4"
@@ -245,7 +252,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if config.asks_link and not (volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
         asked = config.ranks.largest is not None
-        compresses = asked or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
+        # a budget rounds what has no matrix for low rank, and nothing was timed of it
+        rounds = volume is not None and all(stage.cost is None for stage in known)
+        compresses = asked or rounds or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
         # a link that is only computed is not there to be timed
         tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
         if tries and not compresses:
@@ -256,10 +265,12 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         if not compresses:
             needed = flag("rmax" if config.ranks.static_rank is None else "static_rank")
             until = " until reductions take longer" if tries else ""
-            warnings.append(
-                "on this link compression takes longer than the dense reduction at every rank: reducing dense"
-                f"{until}. Give {needed} a rank to compress all the same"
-            )
+            if usable < RANK_MULTIPLE and volume is None:
+                why = f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
+            else:
+                why = "on this link compression takes longer than the dense reduction at every rank: reducing dense"
+                why += f"{until}. Give {needed} a rank to compress all the same"
+            warnings.append(why)
             pp = config.pipeline.pp
             if config.pipeline.messages.follows:
                 warnings.append(

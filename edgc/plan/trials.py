@@ -67,7 +67,8 @@ class Trials:
             self._reduction, self._share = reduce_seconds, share
             hidden = self.overlapped and self.host_seconds < self._step  # it may be
             first = not self.measured and not self.by_host
-            self.due |= first and (hidden or reduce_seconds > DOUBT * self.host_seconds)
+            # also where neither was timed
+            self.due |= first and (hidden or not reduce_seconds <= DOUBT * self.host_seconds)
         elif self._changed(reduce_seconds / self._reduction, share / self._share) and (
             # the most that compression could save of a step is all of the host's reduction
             not self.by_host or reduce_seconds > (1 - RETURN) * self._step
@@ -75,9 +76,12 @@ class Trials:
             self.due, self._reduction, self._share = True, reduce_seconds, share
 
     def _changed(self, seconds: float, bytes_sent: float) -> bool:
-        """Whether reductions say that the link is another one. Both are over those after the last trial."""
+        """Whether reductions say that the link is another one, on which the other may be faster. Both are over those
+        after the last trial.
+        """
         ratios = (seconds, seconds / bytes_sent) if math.isfinite(bytes_sent) else (seconds,)
-        return min(ratios) >= CHANGED or max(ratios) <= 1 / CHANGED
+        slower, faster = min(ratios) >= CHANGED, max(ratios) <= 1 / CHANGED
+        return slower or (faster and not self.by_host)
 
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)

@@ -40,7 +40,7 @@ from megatron.edgc.stages import MegatronStage
 from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
-VERSION = 8
+VERSION = 9
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
@@ -316,7 +316,8 @@ class Checkpoints:
         for stage in self.stages:
             self._load_stage(stage, index, state, folder)
         layers = self.stages[0]
-        if (before := index["places"].get(place_of(layers))) and before[0] != dist.get_world_size(layers.process_group):
+        before = index["places"].get(place_of(layers))
+        if before is not None and before[0] != dist.get_world_size(layers.process_group):
             Reporter.warn(
                 f"{os.path.basename(folder)} was written by {before[0]} data-parallel processes: the sums of their "
                 "errors go on, what its last window had measured does not"
@@ -329,7 +330,9 @@ class Checkpoints:
             return
         resolved = {name: index["resolved"][name] for name in RANKS}
         others = index["requested"] != self.requested.only(RANKS)
-        self._load_controller(self.controller, index["controller"], {} if others else resolved, folder)
+        # one process has no link that could bound ranks
+        alike = before is not None and (before[0] == 1) == (dist.get_world_size(layers.process_group) == 1)
+        self._load_controller(self.controller, index["controller"], resolved if alike and not others else {}, folder)
         if others:
             Reporter.warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
 
@@ -341,11 +344,11 @@ class Checkpoints:
         folder: str,
     ) -> None:
         """With it go the ``settings`` that a probe of the link had decided then."""
+        controller.config = controller.config.but(**settings)
         try:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        controller.config = controller.config.but(**settings)
         if controller.budget is not None:
             controller.budget.bound(controller.config.ranks.largest)
 

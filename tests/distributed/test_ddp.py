@@ -274,6 +274,29 @@ def at_another_size(rank: int, folder: str) -> dict[str, Tensor]:
     return errors
 
 
+def alone(rank: int, folder: str) -> None:
+    """A run of one process, which has nothing to compress."""
+    training = Training(rank, BUDGET, 20)
+    training.train(10)
+    assert training.state is not None
+    torch.save(training.state.state_dict(), Path(folder, "alone.pt"))
+
+
+def joined(rank: int, folder: str) -> tuple[str, float, float]:
+    """Where it goes on at more processes: engine, fewer bytes in the last window, and those with ``reset_state``."""
+    ratios = []
+    for reset in (False, True):
+        training = Training(rank, BUDGET.but(reset_state=reset), 20)
+        state = training.state
+        assert state is not None
+        state.load_state_dict(torch.load(Path(folder, "alone.pt"), weights_only=True))
+        training.train(20 if reset else 10)
+        assert state.report is not None
+        (seen,) = state.report.stages
+        ratios.append(seen.dp_bytes_dense / seen.dp_bytes)
+    return state.config.engine, ratios[0], ratios[1]
+
+
 def overflowing(rank: int) -> dict[str, Any]:
     """A step in which process 1 has gradients that overflow, with a loss scale."""
     found: dict[str, Any] = {}
@@ -432,6 +455,12 @@ def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> No
         (errors,) = run_on_ranks(at_another_size, 1, str(tmp_path))
         for name, total in both[0]["sums"].items():
             torch.testing.assert_close(errors[name], total, rtol=1e-5, atol=1e-8)
+
+
+def test_a_run_of_one_process_goes_on_at_more_of_them_with_their_own_budget(tmp_path: Path) -> None:
+    run_on_ranks(alone, 1, str(tmp_path))
+    for engine, resumed_ratio, fresh_ratio in run_on_ranks(joined, 2, str(tmp_path)):
+        assert engine == "powersgd" and resumed_ratio > 4 and fresh_ratio > 4
 
 
 def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:

@@ -227,6 +227,35 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
     assert (compressed + tried * whole) / planner.dense == pytest.approx(budgeted / 12, rel=0.02)
 
 
+def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, 2.0)
+    whole = planner.dense / 2  # bytes of a step by the host, whose first one sends errors as well, in an all-reduce
+    sent, sizes = 0.0, []
+    for window in range(50):
+        sizes.append(planner._size(planner.choices))
+        tries = window == 10
+        sent += (17 * sizes[-1] + 3 * whole + whole) if tries else 20 * sizes[-1]
+        noise, steps = {str(place): 0.5 for place in range(6)}, 20 * (window + 1)
+        host_share = 3 / 20 if tries else 0.0
+        planner.observe([seen(noise)], sent, steps * whole, steps * planner.dense, host_share=host_share)
+        planner.decide(20 * (window + 1))
+    assert sizes[11] == pytest.approx(sizes[9], rel=0.1), "but for what the trial has cost"
+    assert sent / planner.dense == pytest.approx(1000 / 12, rel=0.02)
+
+
+def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> None:
+    def planner(never: tuple[int, ...]) -> BudgetPlanner:
+        stages = [[candidate("a", 128, 256)], [candidate("b", 128, 256)]]
+        return BudgetPlanner(12.0, 1000, 0, stages, never, BYTES, 4.0)
+
+    before, after, fresh = planner((0,)), planner(()), planner(())
+    before.observe([{}, seen({"b": 0.3})], 1.0, 2.0, 2.0)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.candidates[0] == fresh.candidates[0] and after.choices[0] == fresh.choices[0]
+    assert after.candidates[1] == before.candidates[1] and after.choices[1] == before.choices[1]
+
+
 def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)

@@ -17,7 +17,7 @@ from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag,
         ({"rmax": -4}, r"--edgc-rmax = -4"),
         ({"static_rank": 0}, r"--edgc-static-rank = 0"),
         ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside static_rank"),
-        ({"iteration_sampling_rate": 0.0}, r"--edgc-iteration-sampling-rate = 0.0: .*\(0, 1\]"),
+        ({"iteration_sampling_rate": 0.0}, r"--edgc-iteration-sampling-rate = 0.0: .* between 1e-6 and 1"),
         ({"gradient_sampling_rate": 1.5}, r"--edgc-gradient-sampling-rate = 1.5"),
         ({"gradient_sampling_rate": float("nan")}, r"--edgc-gradient-sampling-rate = nan"),
         ({"window": 1}, r"--edgc-window = 1: must be at least 2"),
@@ -175,6 +175,13 @@ def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str
     with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):
         EDGCConfig.from_preset(unused)
     EDGCConfig.from_preset({**unused, "static_rank": 8})
+
+
+def test_alignment_is_not_for_a_volume_and_does_not_take_its_place() -> None:
+    with pytest.raises(ConfigError, match="--edgc-no-align: does nothing beside volume"):
+        EDGCConfig.from_preset({"align": False})
+    assert EDGCConfig.from_preset({"align": True}) == EDGCConfig.from_preset({})
+    assert EDGCConfig.from_preset({"align": False, "rmin": 8}).ranks.volume is None
 
 
 @pytest.mark.parametrize("unused", [{"rmax": 16}, {"align": False}, {"rank_step": 4}, {"allocation": "lgreco"}])

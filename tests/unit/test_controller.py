@@ -332,6 +332,44 @@ def test_a_resumed_run_with_a_smaller_rmax_keeps_to_it_from_the_next_window_on()
     assert ranks == (32, 32)
 
 
+def test_a_resumed_run_has_the_static_rank_and_the_warm_up_of_now() -> None:
+    static = {"rmin": None, "rmax": None, "align": True}
+    before = controller(static_rank=64, warmup_fraction=0.1, **static)
+    play(before, [-5.0] * 12)
+    for settings in ({"static_rank": 32, "warmup_fraction": 0.1}, {"static_rank": 64, "warmup_fraction": 0.5}):
+        after, fresh = controller(**settings, **static), controller(**settings, **static)
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert (after.plan.ranks, after.plan.first_iteration) == (fresh.plan.ranks, fresh.plan.first_iteration)
+        assert after.plan.version > before.plan.version
+    same = controller(static_rank=64, warmup_fraction=0.1, **static)
+    same.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert same.plan == before.plan
+
+
+def test_after_a_static_rank_entropy_begins_with_a_warm_up() -> None:
+    before = controller(static_rank=32, rmin=None, rmax=None, align=True)
+    play(before, [-5.0] * 12)
+    after = controller()
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.plan.ranks == (None,) and after.plan.reasons == ("warm-up",)
+
+
+def test_a_tolerance_in_another_unit_and_costs_of_another_link_are_not_taken_over() -> None:
+    before = controller(warmup_fraction=0.0, rank_model="measured", link_gbps=1.0)
+    for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(1, 1)], start=1):
+        before.observe([StageObservation(entropy=-5.0, energies=energies)])
+        before.decide(window * WINDOW)
+    state = json.loads(json.dumps(before.state_dict()))
+    assert state["tolerated"] != [None]
+    after = controller(warmup_fraction=0.0, rank_model="residual", link_gbps=100.0)
+    after.costs = [COST.scaled(0.01)]
+    after.load_state_dict(state)
+    assert after.tolerated == [None] and after.costs == [COST.scaled(0.01)]
+    other = controller(warmup_fraction=0.0, rank_model="measured", entropy_estimator="histogram")
+    other.load_state_dict(state)
+    assert other.anchor == [None] and not other.history and other.costs == [COST]
+
+
 def test_the_warm_up_of_entropy_is_no_compression() -> None:
     c = controller()
     play(c, WARM[:3])

@@ -23,6 +23,10 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / EventLog.FILE
     path.write_text(path.read_text()[:-9])
     assert [event["event"] for event in read_events(tmp_path)] == ["start"]
+    resumed = EventLog(str(tmp_path))
+    resumed.write("start")
+    resumed.write("window")
+    assert [event["event"] for event in read_events(tmp_path)] == ["start", "start", "window"]
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:

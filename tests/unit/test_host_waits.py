@@ -1,5 +1,6 @@
 """No step makes the host wait for the device: on the device ``meta``, which has no values, reading one is an error."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +95,12 @@ def test_measurements_of_before_a_resume_join_those_of_the_device() -> None:
         measured.mean_energies()
     measured = Measurements(energies=[{"w": torch.ones(2)}, {"w": 3 * torch.ones(2)}])
     assert measured.mean_energies() == {"w": [2.0, 2.0]}
+
+
+def test_an_iteration_that_was_not_finite_says_nothing_and_takes_nothing_from_the_others() -> None:
+    bad = torch.tensor([math.inf, math.nan])
+    measured = Measurements(row_shares=[{"w": bad, "v": bad}, {"w": torch.ones(2), "v": bad}])
+    assert measured.mean_row_shares() == {"w": [1.0, 1.0]}
 
 
 def test_a_value_that_is_read_is_noticed(communicator: Communicator) -> None:

@@ -145,7 +145,9 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
     assert balanced.seconds < 0.4 * dense.seconds
     assert recommended(slow)[0].contender.name == "fast" and "less time a step" in recommended(slow)[1]
     assert not fast[4].compresses and fast[4].seconds == pytest.approx(fast[0].seconds)
-    assert not recommended(fast)[0].contender.method and "would be faster than dense bf16 by 1 %" in recommended(fast)[1]
+    assert (
+        not recommended(fast)[0].contender.method and "would be faster than dense bf16 by 1 %" in recommended(fast)[1]
+    )
     with pytest.raises(LaunchError, match="no line of another model"):
         Compressing.read(plan.COSTS, "another model", "balanced")
 

@@ -1,6 +1,7 @@
 """The plan of a run from what its processes know: a pure function, without processes and without torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -114,6 +115,29 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
+
+
+def without_matrices() -> list[list[ProcessStage]]:
+    return [[ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (6, 6)), Parameter("bias", (6,))))]]
+
+
+def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it() -> None:
+    plan = plan_run(EDGCConfig.from_preset({"preset": "paper", "window": 100, "pp": "off"}), RUN, without_matrices())
+    assert plan.config.engine == "dense" and plan.warnings == (
+        "no matrix of this model saves 2x in low rank: reducing dense",
+    )
+    plan = plan_run(EDGCConfig.from_preset({}), RUN, without_matrices())
+    assert plan.compresses and plan.tries and not plan.warnings
+    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5})).plan
+    assert first.formats[0] is not None and first.formats[0].keys() == {"w", "bias"} and not first.by_host
+
+
+def test_a_warm_up_in_a_reduce_scatter_counts_as_that() -> None:
+    config = EDGCConfig.from_preset({"dense_wire": "int8", "warmup_fraction": 0.2})
+    plan_run(config, replace(RUN, scatters=True), processes(CHEAP, CHEAP))
+    for run in (RUN, replace(RUN, scatters=True, gradient_bytes=2)):
+        with pytest.raises(ConfigError, match="alone sends more than that allows"):
+            plan_run(config, run, processes(CHEAP, CHEAP))
 
 
 def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:

@@ -93,6 +93,15 @@ def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     assert under_test.by_host
 
 
+def test_a_faster_link_is_no_reason_to_compress_again() -> None:
+    under_test = trials()
+    for iteration, reduction in ((100, 0.8), (200, 0.8), (300, 0.8), (400, 0.2), (500, 0.2)):
+        window(under_test, iteration, reduction, 1.1, 1.0)
+    assert under_test.by_host and under_test.trial is None and not under_test.due
+    window(under_test, 600, 2.0, 1.1, 1.0)
+    assert under_test.trial is not None, "a slower one is"
+
+
 def test_a_plan_that_sends_less_is_no_faster_link() -> None:
     under_test, sent, host = trials(), 0.0, 0.0
     for window_number, share in enumerate((0.08, 0.06, 0.04, 0.02, 0.01)):
@@ -119,7 +128,7 @@ def test_where_the_host_sums_trials_cost_time_alone() -> None:
         window(under_test, iteration, 0.8, 1.1, 1.0)
     reduction, made = 1.0, 0
     for iteration in range(300, 1900, 20):
-        reduction = 3.0 - reduction
+        reduction *= 1.3
         before = under_test.spent
         window(under_test, iteration, reduction, 3.0, 1.0)
         made += under_test.spent > before

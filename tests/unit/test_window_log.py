@@ -32,7 +32,7 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(
 ) -> None:
     scalars: dict[str, float] = {}
     writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
-    monkeypatch.setattr(reporting, "process", lambda: 0)
+    monkeypatch.setattr(reporting, "process", lambda group: 0)
     message = MessageWindow(Boundary("backward", 1, 0), -3.0, 1e3, 2e3, 0.0)
     report = WindowReport(
         *(200, (64, 64, None), PLAN, tuple(map(seen, range(3))), 0.1, 1e6, 2e6, 0.0, 0.0, 1e3, 2e3),
