@@ -82,7 +82,7 @@ class Overlap:
         with self.queue():
             work.wait()
             spans.add(begin)
-        return Handle(None, self, None)
+        return Handle(None, self, None, work)
 
 
 class _Own:
@@ -97,13 +97,13 @@ def _one_message(collective: Callable[[], Work]) -> Steps[None]:
 
 
 class Handle:
-    """A reduction under way."""
+    """A reduction under way. ``kept``: what must not be dropped before it has ended, with the memory that it owns."""
 
-    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, spans: Spans | None):
+    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, spans: Spans | None, kept: Work | None = None):
         self._reduction = reduction
         self._overlap = overlap
         self._spans = spans
-        self._work: Work | None = None  # the message under way
+        self._work = kept  # or the message under way
 
     @property
     def done(self) -> bool:
@@ -133,3 +133,4 @@ class Handle:
             self._overlap.advance(but=self)
         if self._overlap.stream is not None:
             torch.cuda.current_stream().wait_stream(self._overlap.stream)
+        self._work = None

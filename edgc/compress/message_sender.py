@@ -127,7 +127,7 @@ class MessageSender:
 
         A matrix that is not finite arrives as NaN and leaves the state as it is.
         """
-        rank, head = form.used_rank, header.to(matrix.device).view(torch.uint8)
+        rank, head = form.used_rank, header.to(matrix.device, non_blocking=True).view(torch.uint8)
         if rank is None and self.error is None:
             return torch.cat([head, matrix.to(form.dtype).reshape(-1).view(torch.uint8)])
         total = matrix.float()

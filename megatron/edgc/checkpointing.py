@@ -127,12 +127,22 @@ class Checkpoints:
                         f"{os.path.basename(folder)} has other messages between stages, or of other replicas: what was "
                         "left unsent of them starts anew"
                     )
+                self._warn_of_dropped(index, folder)
             on_loaded()
             return found
 
         save = seam.replace(megatron_training, "save_checkpoint", save_with_edgc)
         generate = seam.replace(megatron_checkpointing, "generate_state_dict", generate_with_edgc)
         read = seam.replace(megatron_checkpointing, "_load_base_checkpoint", read_with_edgc)
+
+    def _warn_of_dropped(self, index: Mapping[str, Any], folder: str) -> None:
+        """Experts of which no copies are left are not summed, so that nothing can send what is owed to them."""
+        stages = {str(key) for key in self.keys}
+        if dropped := [name for name in index["stages"] if name not in stages and name != str(TIED_STAGE)]:
+            Reporter.warn(
+                f"{os.path.basename(folder)} has errors of {', '.join(dropped)}, which this run does not sum: what was "
+                "left unsent of them is lost"
+            )
 
     def keep_controllers(self, iteration: int) -> None:
         """Before the controllers decide at the end of this step's window: Megatron may save without the step."""
@@ -156,7 +166,8 @@ class Checkpoints:
                 reducer.roll_back(iteration)
         if self.messages is not None:
             self.messages.roll_back(iteration)
-        if iteration == self.args.curr_iteration and not self.stages[0].reducers[0].repeatable:
+        under_way = getattr(self.args, "curr_iteration", None)  # Megatron may save before the first step
+        if iteration == under_way and not self.stages[0].reducers[0].repeatable:
             Reporter.warn(
                 f"this checkpoint is without step {iteration + 1}, but EDGC's state in it is that of after its "
                 "reduction: the state before a step is kept only with a loss scale or where Megatron checks for spikes"

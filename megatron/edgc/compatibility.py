@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 
 from edgc.config import ConfigError, EDGCConfig
@@ -42,6 +43,26 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
     ),
     (
+        "--moe-expert-rank-capacity-factor",
+        "where an expert gets too many tokens Megatron runs a step again whose gradients EDGC has summed",
+        lambda a: getattr(a, "moe_expert_rank_capacity_factor", None) is not None,
+    ),
+    (
+        "--optimizer-cuda-graph",
+        "a replay would gather weights from memory that was given away",
+        lambda a: getattr(a, "optimizer_cuda_graph", False),
+    ),
+    (
+        "--moe-use-upcycling",
+        "it builds and saves a second model",
+        lambda a: getattr(a, "moe_use_upcycling", False),
+    ),
+    (
+        "--adlr-autoresume",
+        "its checkpoint would be without EDGC's state",
+        lambda a: getattr(a, "adlr_autoresume", False),
+    ),
+    (
         "--ckpt-assume-constant-structure",
         "EDGC's state in a checkpoint changes with the ranks",
         lambda a: a.ckpt_assume_constant_structure,
@@ -49,6 +70,7 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
 )
 
 
+@cache
 def check_megatron() -> None:
     """Raise ``ConfigError`` unless there is a Megatron-core that EDGC fits. Imports nothing of it.
 

@@ -186,17 +186,17 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             super().start_param_sync(force_sync=force_sync)  # waits for the one under way
             return
         weights = self.edgc_weights
-        all_shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
-        for shards in all_shards:
-            weights.dense.count_all_gather(shards[0], weights.communicator.world_size)
+        ranks = weights.communicator.world_size
+        counters = [weights.dense, *([weights.communicator.traffic] if weights.before is None else [])]
+        for bucket in self.buckets:
+            shard = bucket.param_data[: bucket.param_data.numel() // ranks]
+            for traffic in counters:
+                traffic.count_all_gather(shard, ranks)
         if weights.before is None:
-            for shards in all_shards:
-                weights.communicator.traffic.count_all_gather(shards[0], weights.communicator.world_size)
             super().start_param_sync(force_sync=force_sync)
             return
-        gather = weights.gather(
-            all_shards, [_parts(bucket, weights.communicator.world_size) for bucket in self.buckets]
-        )
+        all_shards = [shard_buffer(bucket.param_data, ranks) for bucket in self.buckets]
+        gather = weights.gather(all_shards, [_parts(bucket, ranks) for bucket in self.buckets])
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:

@@ -1,5 +1,6 @@
 """EDGC in a training script on Megatron-core, this project's own or another one."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,11 +40,16 @@ def attach(chunks: list[nn.Module], config: EDGCConfig | None = None) -> Session
 def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = None) -> Iterator[Session | None]:
     """What Megatron's ``pretrain`` trains within this context, EDGC reduces the gradients of.
 
-    ``args``: Megatron's, validated, with the ``--edgc`` flags; without ``--edgc``, and without a ``config``, Megatron
-    trains as it is, and the context's value is None. ``model``: the ``ModelConfig`` from which ``pretrain`` builds its
-    model; None where it gets a ``model_provider``. Raises ``ConfigError`` for what EDGC cannot take.
+    ``args``: Megatron's, validated, with the ``--edgc`` flags. Without ``--edgc`` and without a ``config``, and with
+    ``--skip-train``, Megatron goes on as it is, and the context's value is None. ``model``: the ``ModelConfig`` from
+    which ``pretrain`` builds its model; None where it gets a ``model_provider``. Raises ``ConfigError`` for what EDGC
+    cannot take.
     """
     config = config or config_from_args(args)
+    if config is not None and args.skip_train:
+        if args.rank == 0:
+            print("edgc: warning: with --skip-train nothing is reduced: EDGC does nothing", file=sys.stderr, flush=True)
+        config = None
     session = None if config is None else Session(config, args)
     shield_writer(args)
     if session is None:
@@ -51,10 +57,15 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
         return
     with session.seam:
         if model is not None:
-            model.post_wrap_hooks.append(session.install)
+            session.seam.add(model.post_wrap_hooks, session.install)
         else:
             _install_on_built_models(session)
-        yield session
+        try:
+            yield session
+        except SystemExit as ended:  # how Megatron ends a run after --exit-interval, a time limit, or a signal
+            if not ended.code:
+                session.end_early()
+            raise
 
 
 def _install_on_built_models(session: Session) -> None:

@@ -72,6 +72,7 @@ class PipelineMessages:
         self._iteration: int | None = None
         self._wrong: Tensor | None = None
         self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
+        self._orders: dict[tuple[Direction, int], list[int]] = {}  # by direction and number of micro-batches
         self._before: dict[tuple[Direction, int], dict[str, Tensor | None]] = {}
         self._entropy_before: dict[Direction, list[float | Tensor]] = {}  # before the step under way
         self._repeated = False
@@ -163,17 +164,22 @@ class PipelineMessages:
 
     def _chunk(self, direction: Direction, place: int) -> int:
         """The model chunk that a step's message at this place comes from."""
-        chunks = len(self.chunks)
-        if chunks == 1:
+        if len(self.chunks) == 1:
             return 0
-        group = self.args.microbatch_group_size_per_vp_stage or self.stages
-        table = [chunk for _, chunk in schedules.get_schedule_table(get_num_microbatches(), chunks, group)]
-        if direction == "backward":  # the first chunk of the first stage sends none
-            order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
-        else:  # nor does the last chunk of the last stage
-            order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
-        found: int = order[place]
-        return found
+        return self._order(direction, get_num_microbatches())[place]
+
+    def _order(self, direction: Direction, micro_batches: int) -> list[int]:
+        """The chunks of a step's messages, in their order."""
+        if (direction, micro_batches) not in self._orders:
+            chunks = len(self.chunks)
+            group = self.args.microbatch_group_size_per_vp_stage or self.stages
+            table = [chunk for _, chunk in schedules.get_schedule_table(micro_batches, chunks, group)]
+            if direction == "backward":  # the first chunk of the first stage sends none
+                order = [chunks - 1 - chunk for chunk in table if self.stage > 0 or chunk < chunks - 1]
+            else:  # nor does the last chunk of the last stage
+                order = [chunk for chunk in table if self.stage < self.stages - 1 or chunk < chunks - 1]
+            self._orders[direction, micro_batches] = order
+        return self._orders[direction, micro_batches]
 
     def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
@@ -305,7 +311,7 @@ class Incoming:
         values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
         with torch.no_grad():
             if self.tensor.is_cuda:  # the host does not wait to look at it
-                wrong = (seen != self.header.to(seen.device)).any()
+                wrong = (seen != self.header.to(seen.device, non_blocking=True)).any()
                 assert self.wrong is not None
                 self.wrong |= wrong
                 values = torch.where(wrong, torch.nan, values)

@@ -204,6 +204,11 @@ class Seam:
         setattr(owner, attribute, replacement)
         return found
 
+    def add(self, hooks: list[Any], hook: Any) -> None:
+        """Append to a list of Megatron's."""
+        hooks.append(hook)
+        self._restore.callback(hooks.remove, hook)
+
 
 def megatron_folder() -> Path:
     """Where ``core`` and ``training`` of the installed Megatron-core are. Imports neither.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
+from edgc.compress.engines.base import all_finite
 from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum
 from edgc.hosts.costs import message_sizes, reduction_cost
@@ -35,6 +36,7 @@ from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, 
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints
 from megatron.edgc.compatibility import (
+    check_megatron,
     check_options,
     check_param_wire,
     compresses_messages,
@@ -57,6 +59,7 @@ class Session:
     """
 
     def __init__(self, config: EDGCConfig, args: Namespace):
+        check_megatron()
         self.args = args
         if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
             config.check_run(args.train_iters)
@@ -73,6 +76,7 @@ class Session:
         self.seam = Seam()
         self.messages: PipelineMessages | None = None  # where there is a pipeline
         self.stages: list[MegatronStage] = []  # of this rank
+        self.completed = 0  # steps, those of this process
 
     @property
     def keys(self) -> list[StageKey]:
@@ -254,12 +258,19 @@ class Session:
                 self.messages.roll_back(iteration)
         if not self.driver.end(iteration):
             return
-        completed = iteration + 1
-        self.reporter.progress(completed, self.driver.step_seconds)
-        last = completed == self.run.iterations
+        self.completed = iteration + 1
+        self.reporter.progress(self.completed, self.driver.step_seconds)
+        last = self.completed == self.run.iterations
         if last or self.driver.closes_window(iteration):
-            report = self.windows.exchange(completed, lambda: self.checkpoints.keep_controllers(iteration))
+            report = self.windows.exchange(self.completed, lambda: self.checkpoints.keep_controllers(iteration))
             self.reporter.window(report, last)
+
+    def end_early(self) -> None:
+        """Report what was seen since the last window of a run that Megatron ends before its last step. Every rank calls
+        this; no step may follow.
+        """
+        if self.completed and self.completed < self.run.iterations:
+            self.reporter.window(self.windows.exchange(self.completed), last=True)
 
     def _check_sums(self, iteration: int) -> None:
         """Without a loss scale the optimizer skips no step: a sum that is not finite would reach the weights.
@@ -284,14 +295,13 @@ class Session:
 
     def _all_finite(self) -> bool:
         """Whether all gradients are finite on every rank, reduced by whom ever: else the optimizer skips the step."""
-        buckets = [
-            bucket
+        gradients = [
+            bucket.grad_data
             for chunk in self.chunks
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
             for bucket in group.buckets
         ]
-        finite = [torch.isfinite(bucket.grad_data).all() for bucket in buckets]
-        everywhere = torch.stack(finite).all().to(torch.int32)
+        everywhere = all_finite(gradients).to(torch.int32)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere)
 

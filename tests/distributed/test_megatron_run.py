@@ -157,6 +157,21 @@ def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
         assert start["stages"][0]["cost"]["dense_seconds"] > 0
 
 
+def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path: Path) -> None:
+    logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "24"]
+    output = train([*EDGC, *logged, "--exit-interval", "6"], processes=2)
+    assert "edgc | total (gradients" in output
+    events = read_events(tmp_path)
+    assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (6, True)]
+
+
+def test_evaluation_alone_needs_no_other_command_line(tmp_path: Path) -> None:
+    train([*EDGC, *saving(tmp_path), "--train-iters", "8"], processes=2)
+    loading = ["--load", str(tmp_path), "--ckpt-format", "torch", "--no-load-rng", "--skip-train"]
+    output = train([*EDGC, *loading, "--train-iters", "8"], processes=2)
+    assert "with --skip-train nothing is reduced" in output and "validation loss at" in output
+
+
 def test_static_rank_is_powersgd_after_the_warm_up_also_on_four_data_parallel_ranks(tmp_path: Path) -> None:
     settings = [
         "--edgc",

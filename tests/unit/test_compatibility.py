@@ -16,6 +16,11 @@ REPOSITORY = Path(__file__).parents[2]
 BUCKETS = "core/distributed/param_and_grad_buffer.py"
 
 
+@pytest.fixture(autouse=True)
+def unchecked() -> None:
+    compatibility.check_megatron.cache_clear()
+
+
 def test_the_installed_megatron_fits_and_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     compatibility.check_megatron()
     assert capsys.readouterr().err == ""
@@ -125,6 +130,10 @@ UNSUPPORTED = {
     "--optimizer dist_muon": {"use_layer_wise_distributed_optimizer": True},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
+    "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.0},
+    "--optimizer-cuda-graph": {"optimizer_cuda_graph": True},
+    "--moe-use-upcycling": {"moe_use_upcycling": True},
+    "--adlr-autoresume": {"adlr_autoresume": True},
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True},
 }
 

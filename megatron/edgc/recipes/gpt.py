@@ -45,19 +45,22 @@ def _predicts_further(vp_stage: int | None) -> bool:
     return bool(mtp_on_this_rank(layout, mtp_num_layers=layers, ignore_virtual=False, vp_stage=vp_stage))
 
 
-# Flags of Megatron-LM's script that change what a batch is, and that this one does not implement.
-_OTHER_BATCHES = {
+# Flags of Megatron-LM's script that this one does not implement.
+_NOT_IMPLEMENTED = {
     "--sft": "sft",
     "--fim-data": "fim_data",
     "--hybrid-context-parallel": "hybrid_context_parallel",
     "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
     "--per-dataset-sequences-path": "per_dataset_sequences_path",
+    "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
+    "--inprocess-restart": "inprocess_restart",
+    "--log-straggler": "log_straggler",
 }
 
 
 def check_options(args: Namespace) -> None:
-    """Raise ``ConfigError`` for a flag that asks for batches of another kind than plain GPT pretraining's."""
-    refused = [flag for flag, name in _OTHER_BATCHES.items() if getattr(args, name, None)]
+    """Raise ``ConfigError`` for a flag that asks for more than plain GPT pretraining."""
+    refused = [flag for flag, name in _NOT_IMPLEMENTED.items() if getattr(args, name, None)]
     if refused:
         raise ConfigError(f"pretrain_gpt.py does not implement {', '.join(refused)}")
 

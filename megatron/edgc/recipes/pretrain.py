@@ -23,13 +23,21 @@ Hook = Callable[[list[Module]], list[Module]]
 
 def pretrain_gpt(on_cpu: bool) -> None:
     """Train a GPT from the command line's flags. Raises ``ConfigError`` on bad input before anything is built."""
-    train(on_cpu)
+    ended: SystemExit | None = None
+    try:
+        train(on_cpu)
+    except SystemExit as early:  # after --exit-interval, a time limit, or a signal: all has been saved
+        if early.code or not dist.is_initialized():
+            raise
+        ended = early
     # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
     # gloo's threads sometimes abort the process.
     if writer := get_tensorboard_writer():
         writer.close()
     dist.barrier()
     dist.destroy_process_group()
+    if ended is not None:
+        raise ended
 
 
 def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
