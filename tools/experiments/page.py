@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from tools.experiments.changes import respelled
 from tools.experiments.entries import Entry, Interval, Line, commit, difference, entries, left_out, old, setting, trend
 from tools.shared.markdown import header, row
 
@@ -48,7 +49,7 @@ def markdown(
                 for (where, is_old), (gain, size) in difference(lines, first, second).items()
             ]
         page.append("")
-    flags = {(line["name"], line["flags"]) for line in lines}
+    flags = {(line["name"], respelled(line["flags"])) for line in lines}  # as today's code takes them
     page += ["## Flags", "", *header(["entry", "flags"])]
     page += [row((entry, f"`{text}`")) for entry, text in sorted(flags)]
     page.append("")
