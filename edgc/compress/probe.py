@@ -18,6 +18,7 @@ from edgc.plan.controller import StageCost
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3
+BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
 
 def cost_of_link(
@@ -110,8 +111,10 @@ class _Group:
     def __init__(self, reducer: GradientReducer, device: torch.device):
         self.reducer = reducer
         sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
-        generator = torch.Generator().manual_seed(reducer.config.seed)
-        self.flat = torch.randn(sum(sizes.values()), generator=generator).to(device)
+        elements = sum(sizes.values())
+        # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
+        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.config.seed))
+        self.flat = block.to(device).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         ranks = reducer.communicator.world_size
         shard = -(-len(self.flat) // ranks)
