@@ -348,36 +348,31 @@ class BudgetPlanner:
             self.candidates[place] = [
                 one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
             ]
-        taken, of_host, whole = sent - self.sent, by_host - self.by_host, in_fp32 - self.in_fp32
+        taken, of_host, fp32 = sent - self.sent, by_host - self.by_host, in_fp32 - self.in_fp32
         self.sent, self.by_host, self.in_fp32 = sent, by_host, in_fp32
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
         taken_by_host = taken if host_share == 1 else host_share * of_host
         if idle:
-            self.idle += host_share * whole
+            self.idle += host_share * fp32
             self.sent_idle += taken_by_host
         # of a window with both it is not known: the first of the host's steps also sends errors
-        self.per_step = None if host_share or not whole > 0 else taken / whole * self.dense
+        self.per_step = None if host_share or not fp32 > 0 else taken / fp32 * self.dense
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
             for place in self.places
         }
-        energies = [
-            (one.elements, energy)
-            for place in self.places
-            for one, (_, energy) in zip(self.candidates[place], seen[place], strict=True)
-            if 0 < energy < math.inf
-        ]
-        elements = sum(size for size, _ in energies)
-        mean = sum(size * energy for size, energy in energies) / elements if elements else math.nan
-        kept = [
-            (one.elements * energy, 1 / (1 + own))
+        measured = [
+            (one.elements, own, energy)
             for place in self.places
             for one, (own, energy) in zip(self.candidates[place], seen[place], strict=True)
-            if 0 < energy < math.inf and own >= 0
+            if 0 < energy < math.inf
         ]
-        whole = sum(weight for weight, _ in kept)
-        self.fidelity = sum(weight * share for weight, share in kept) / whole if kept else math.nan
+        elements = sum(size for size, _, _ in measured)
+        mean = sum(size * energy for size, _, energy in measured) / elements if elements else math.nan
+        kept = [(size * energy, 1 / (1 + own)) for size, own, energy in measured if own >= 0]
+        weight = sum(size for size, _ in kept)
+        self.fidelity = sum(size * share for size, share in kept) / weight if kept else math.nan
         for place in self.places:
             self.candidates[place] = [
                 one.fitted(choice, math.nan if one.matrix.name in self.changed[place] else own).weighed(energy / mean)

@@ -51,32 +51,6 @@ def residual_norm(rank: float, rows: int, cols: int) -> float:
     return math.sqrt(rows * cols * _energy(angle))
 
 
-def rank_for_residual(norm: float, rows: int, cols: int) -> float:
-    """g^-1(norm): the fractional rank whose truncation drops ``norm`` from a unit-variance i.i.d. matrix.
-
-    A norm outside g's range is clamped: at sqrt(rows * cols) or more the answer is 0, at 0 or less
-    min(rows, cols). Raises ValueError when norm is nan and for a size below 1.
-    """
-    limit, aspect = _limit_and_aspect(rows, cols)
-    _check_norm(norm)
-    share = max(norm, 0.0) / math.sqrt(rows * cols)  # above 1 the angle stops at pi, where the rank is 0
-    rank = limit * (1 - _count(_solve(_energy, share * share, math.pi), aspect))
-    return max(rank, 0.0)  # rounding can leave the interval by 1e-13
-
-
-def adjusted_rank(rank: float, entropy_before: float, entropy_after: float, rows: int, cols: int) -> float:
-    """The rank that drops the same norm at ``entropy_after`` as ``rank`` did at ``entropy_before`` (nats).
-
-    g^-1(exp(entropy_before - entropy_after) * g(rank)), fractional, within [0, min(rows, cols)]: a lower
-    entropy gives a lower rank. A rank of min(rows, cols) or more drops nothing and stays at min(rows, cols).
-    Solved to about 1e-12 relative, so that a whole rank may come back just below itself: round, don't floor.
-
-    Raises ValueError for an entropy that is not finite, and as ``residual_norm`` does.
-    """
-    tolerated = _entropy_factor(entropy_before, entropy_after) * residual_norm(rank, rows, cols)
-    return rank_for_residual(tolerated, rows, cols)
-
-
 @dataclass(frozen=True)
 class StageRankModel:
     """g for all compressed matrices of a pipeline stage under one common rank: g(r)^2 = sum_k g_k(r)^2.
@@ -111,7 +85,10 @@ class StageRankModel:
         return math.hypot(*(math.sqrt(k) * residual_norm(rank, rows, cols) for rows, cols, k in self._groups))
 
     def rank_for_residual(self, norm: float) -> float:
-        """The fractional rank at which the stage drops ``norm``, within [0, limit]; ValueError for nan."""
+        """The fractional rank at which the stage drops ``norm``; ValueError for nan.
+
+        A norm outside the range is clamped: at all of it or more the answer is 0, at 0 or less the limit.
+        """
         _check_norm(norm)
         if norm >= self.residual_norm(0):
             return 0.0
@@ -120,7 +97,11 @@ class StageRankModel:
         return _solve(lambda rank: -self.residual_norm(rank), -norm, self.limit)
 
     def adjusted_rank(self, rank: float, entropy_before: float, entropy_after: float) -> float:
-        """The stage-level ``adjusted_rank``: entropies in nats, result fractional and within [0, limit].
+        """The rank that drops the same norm at ``entropy_after`` as ``rank`` did at ``entropy_before`` (nats).
+
+        g^-1(exp(entropy_before - entropy_after) * g(rank)), fractional, within [0, limit]: a lower entropy gives a
+        lower rank. Solved to about 1e-12 relative, so that a whole rank may come back just below itself: round, don't
+        floor.
 
         Raises ValueError for an entropy that is not finite and for a rank that is negative or not finite.
         """

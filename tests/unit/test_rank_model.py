@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from edgc.plan.rank_model import StageRankModel, adjusted_rank, rank_for_residual, residual_norm
+from edgc.plan.rank_model import StageRankModel, residual_norm
+
+
+def rank_for_residual(norm: float, rows: int, cols: int) -> float:
+    """Of a stage of one matrix."""
+    return StageRankModel(((rows, cols),)).rank_for_residual(norm)
+
+
+def adjusted_rank(rank: float, before: float, after: float, rows: int, cols: int) -> float:
+    return StageRankModel(((rows, cols),)).adjusted_rank(rank, before, after)
+
 
 # Tall, wide and square. Fewer draws for larger matrices: their norms scatter less.
 SHAPES = {
