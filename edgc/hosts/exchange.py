@@ -12,7 +12,7 @@ from edgc.observe.timing import Spans
 from edgc.observe.window import (
     Boundary,
     MessageWindow,
-    RankWindow,
+    StageWindow,
     WindowReport,
     median_or_nan,
     merge,
@@ -113,7 +113,7 @@ class WindowExchange:
         self,
         controller: Controller,
         completed: int,
-        stages: Sequence[RankWindow],
+        stages: Sequence[StageWindow],
         messages: Sequence[MessageWindow],
         sent: tuple[float, float, float],
     ) -> None:
@@ -152,7 +152,7 @@ class WindowExchange:
         }
 
 
-def _merged(processes: Any) -> tuple[RankWindow, ...]:
+def _merged(processes: Any) -> tuple[StageWindow, ...]:
     windows = [window for own in processes for window in own]
     keys = sorted({window.stage for window in windows})
     return tuple(merge([window for window in windows if window.stage == key]) for key in keys)

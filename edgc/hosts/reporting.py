@@ -218,11 +218,11 @@ class Reporter:
         if last:
             for seen, parameters in zip(report.stages, self.parameters, strict=True):
                 self._print(
-                    f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a rank: "
+                    f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a process: "
                     f"{seen.state_bytes / parameters:.2f} bytes a parameter"
                 )
             for message in report.messages:
-                self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a rank")
+                self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a process")
             for line in _totals(report, self.run):
                 self._print(f"edgc | {line}")
             self._warn_of_volume(report)

@@ -8,7 +8,7 @@ import torch
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.observe.timing import Spans
-from edgc.observe.window import RankWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.observe.window import StageWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
 from edgc.plan.controller import RankPlan
 from edgc.plan.run import StageKey
 
@@ -53,11 +53,11 @@ class Stage(ABC):
         self.dense_bytes += self.dense_bytes_per_step
         self.spans.close()
 
-    def take_window(self, micro_backward_seconds: float) -> RankWindow:
+    def take_window(self, micro_backward_seconds: float) -> StageWindow:
         """What was seen since the last call."""
         measurements = [reducer.observer.measurements.take() for reducer in self.reducers]
         sent, dense = self.traffic.bytes, self.dense_bytes
-        window = RankWindow(
+        window = StageWindow(
             stage=self.key,
             entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
             residual=mean_of_finite([value for m in measurements for value in m.residual]),

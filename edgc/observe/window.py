@@ -1,4 +1,4 @@
-"""What a window leaves behind: the record of each rank, of each stage, and of the whole run."""
+"""What a window leaves behind: the record of each process, of each stage, and of the whole run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class MessageWindow:
-    """What one rank, or the mean of all that send there, saw of the messages over a boundary in one window."""
+    """What one process, or the mean of all that send there, saw of the messages over a boundary in one window."""
 
     boundary: Boundary
     entropy: float
@@ -42,8 +42,8 @@ class MessageWindow:
 
 
 @dataclass(frozen=True)
-class RankWindow:
-    """What one rank saw of one stage in one window."""
+class StageWindow:
+    """What one process, or the mean of all of them, saw of one stage in one window."""
 
     stage: StageKey
     entropy: float
@@ -63,9 +63,9 @@ class RankWindow:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """A closed window as every rank gets it from rank 0.
+    """A closed window as every process gets it from process 0.
 
-    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its ranks).
+    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its processes).
     The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
     Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
     ``param_bytes`` of the distributed optimizer's updated weights;
@@ -77,7 +77,7 @@ class WindowReport:
     iteration: int
     ranks: tuple[int | None, ...]
     plan: RankPlan
-    stages: tuple[RankWindow, ...]
+    stages: tuple[StageWindow, ...]
     step_seconds: float
     dp_bytes: float
     dp_bytes_dense: float
@@ -100,40 +100,40 @@ class WindowReport:
         return self.dp_bytes_dense + self.param_bytes_dense + self.pp_bytes_dense
 
 
-def merge(ranks: Sequence[RankWindow]) -> RankWindow:
-    """One stage from its ranks: means, but the shortest reductions, since the others also waited for a late peer."""
-    return RankWindow(
-        stage=ranks[0].stage,
-        entropy=mean_of_finite([r.entropy for r in ranks]),
-        residual=mean_of_finite([r.residual for r in ranks]),
-        reduce_seconds=min((r.reduce_seconds for r in ranks if math.isfinite(r.reduce_seconds)), default=math.nan),
-        micro_backward_seconds=mean_of_finite([r.micro_backward_seconds for r in ranks]),
-        dp_bytes=fmean(r.dp_bytes for r in ranks),
-        dp_bytes_dense=fmean(r.dp_bytes_dense for r in ranks),
-        state_bytes=max(r.state_bytes for r in ranks),
-        spikes=sum(r.spikes for r in ranks),
-        largest_spike=max(r.largest_spike for r in ranks),
-        energies=_mean_energies([r.energies for r in ranks]),
-        statistics=merge_statistics([r.statistics for r in ranks]),
-        fidelity=_total_fidelity([r.fidelity for r in ranks]),
-        row_shares=_mean_energies([r.row_shares for r in ranks]),
+def merge(processes: Sequence[StageWindow]) -> StageWindow:
+    """One stage from its processes: means, but the shortest reductions, since the others also waited for a late peer."""
+    return StageWindow(
+        stage=processes[0].stage,
+        entropy=mean_of_finite([p.entropy for p in processes]),
+        residual=mean_of_finite([p.residual for p in processes]),
+        reduce_seconds=min((p.reduce_seconds for p in processes if math.isfinite(p.reduce_seconds)), default=math.nan),
+        micro_backward_seconds=mean_of_finite([p.micro_backward_seconds for p in processes]),
+        dp_bytes=fmean(p.dp_bytes for p in processes),
+        dp_bytes_dense=fmean(p.dp_bytes_dense for p in processes),
+        state_bytes=max(p.state_bytes for p in processes),
+        spikes=sum(p.spikes for p in processes),
+        largest_spike=max(p.largest_spike for p in processes),
+        energies=_mean_energies([p.energies for p in processes]),
+        statistics=merge_statistics([p.statistics for p in processes]),
+        fidelity=_total_fidelity([p.fidelity for p in processes]),
+        row_shares=_mean_energies([p.row_shares for p in processes]),
     )
 
 
-def merge_messages(ranks: Sequence[MessageWindow]) -> MessageWindow:
-    """One boundary from the ranks that send over it."""
+def merge_messages(processes: Sequence[MessageWindow]) -> MessageWindow:
+    """One boundary from the processes that send over it."""
     return MessageWindow(
-        ranks[0].boundary,
-        mean_of_finite([r.entropy for r in ranks]),
-        fmean(r.bytes for r in ranks),
-        fmean(r.bytes_dense for r in ranks),
-        max(r.state_bytes for r in ranks),
-        sum(r.spikes for r in ranks),
+        processes[0].boundary,
+        mean_of_finite([p.entropy for p in processes]),
+        fmean(p.bytes for p in processes),
+        fmean(p.bytes_dense for p in processes),
+        max(p.state_bytes for p in processes),
+        sum(p.spikes for p in processes),
     )
 
 
 def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Of each matrix over the ranks: data-parallel ones saw the same sums, others hold other parts of the stage."""
+    """Of each matrix over the processes: data-parallel ones saw the same sums, others hold other parts of the stage."""
     means = {}
     for name in several[0]:
         seen = [one[name] for one in several if len(one.get(name, ())) == len(several[0][name])]
@@ -142,7 +142,7 @@ def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str
 
 
 def _total_fidelity(several: Sequence[Mapping[str, Fidelity]]) -> dict[str, Fidelity]:
-    """Of each parameter over the ranks: data-parallel ones saw the same sums, others hold other parts of it."""
+    """Of each parameter over the processes: data-parallel ones saw the same sums, others hold other parts of it."""
     names = dict.fromkeys(name for one in several for name in one)
     return {name: Fidelity.total([one[name] for one in several if name in one]) for name in names}
 

@@ -164,9 +164,9 @@ def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
 def test_the_document_names_every_field_of_the_log() -> None:
     from dataclasses import fields
 
-    from edgc.observe.window import RankWindow, WindowReport
+    from edgc.observe.window import StageWindow, WindowReport
     from edgc.plan.controller import RankPlan
 
     document = (REPOSITORY / "docs" / "events.md").read_text()
-    for record in (RankPlan, RankWindow, WindowReport):
+    for record in (RankPlan, StageWindow, WindowReport):
         assert [field.name for field in fields(record) if f"`{field.name}`" not in document] == []

@@ -8,7 +8,7 @@ import pytest
 from edgc.config import EDGCConfig
 from edgc.hosts import reporting
 from edgc.hosts.reporting import Reporter
-from edgc.observe.window import Boundary, MessageWindow, RankWindow, WindowReport
+from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.controller import RankPlan
 from edgc.plan.run import Part, Run, StageKey
 
@@ -23,8 +23,8 @@ PLAN = RankPlan(
 )
 
 
-def seen(stage: int) -> RankWindow:
-    return RankWindow(StageKey(Part.LAYERS, stage), -5.2, math.nan, 0.1, 0.01, 1e6, 2e6, 0.0)
+def seen(stage: int) -> StageWindow:
+    return StageWindow(StageKey(Part.LAYERS, stage), -5.2, math.nan, 0.1, 0.01, 1e6, 2e6, 0.0)
 
 
 def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(
