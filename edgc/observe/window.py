@@ -65,8 +65,8 @@ class StageWindow:
 class WindowReport:
     """A closed window as every process gets it from process 0.
 
-    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw (mean over its processes).
-    The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
+    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, the mean over its
+    processes. The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
     Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
     ``param_bytes`` of the distributed optimizer's updated weights;
     ``pp_bytes`` of messages between pipeline stages; ``total_bytes`` of all three. Of boundaries where low rank is
@@ -101,7 +101,7 @@ class WindowReport:
 
 
 def merge(processes: Sequence[StageWindow]) -> StageWindow:
-    """One stage from its processes: means, but the shortest reductions, since the others also waited for a late peer."""
+    """One stage from its processes: means, but the shortest reductions, since the others also waited for a late one."""
     return StageWindow(
         stage=processes[0].stage,
         entropy=mean_of_finite([p.entropy for p in processes]),
