@@ -70,9 +70,9 @@ class WindowReport:
 
     The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
     Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
-    ``param_bytes`` of the distributed optimizer's updated weights; ``pp_bytes`` of messages between pipeline stages; ``total_bytes`` of all three. Of boundaries where low rank is
-    wanted: ``message_ranks`` were in use, ``message_plan`` holds from now on. ``costs`` of each stage as corrected
-    by what its reductions took in this window.
+    ``param_bytes`` of the distributed optimizer's updated weights; ``pp_bytes`` of messages between pipeline stages;
+    ``total_bytes`` of all three. Of boundaries where low rank is wanted: ``message_ranks`` were in use,
+    ``message_plan`` holds from now on. ``costs`` of each stage as corrected by what its reductions took in this window.
     """
 
     iteration: int
