@@ -56,7 +56,7 @@ def train(preset: str, iterations: int) -> tuple[float, float]:
     state = None
     if preset != "dense":
         # Within one machine no compression pays. EDGC compresses as it would on a link of 1 Gbit/s.
-        settings = {"preset": preset, "window": iterations // 5, "link_gbps": 1.0}
+        settings = {"preset": preset, "window": max(2, iterations // 5), "link_gbps": 1.0}
         config = edgc.EDGCConfig.from_preset(settings)
         state = edgc.attach(model, config, iterations=iterations)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
@@ -85,7 +85,7 @@ def main(process: int, processes: int, port: int, presets: list[str], iterations
     if dist.get_rank() == 0:
         print(f"\n{'averages':<10}{'loss':>8}{'MB sent':>10}{'fewer':>8}")
         for preset, loss, sent in rows:
-            print(f"{preset:<10}{loss:>8.4f}{sent / 1e6:>10.2f}{rows[0][2] / sent:>7.1f}x")
+            print(f"{preset:<10}{loss:>8.4f}{sent / 1e6:>10.2f}{rows[0][2] / sent if sent else 1:>7.1f}x")
     dist.destroy_process_group()
 
 

@@ -9,8 +9,6 @@ if ((EUID != 0)) || ! command -v tc >/dev/null; then
     exit 2
 fi
 bash scripts/setup_env.sh
-if [[ ! -f runs/data/network.model ]]; then
-    .venv/bin/python tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
-        --output-prefix runs/data/network >/dev/null
-fi
+.venv/bin/python tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
+    --output-prefix runs/data/network >/dev/null
 exec .venv/bin/python tools/bench_network.py "$@"

@@ -17,6 +17,10 @@ fetch() { # package, and a folder that shows that it has been unpacked
         echo "prepare_corpora.sh: error: $1 needs apt-get and dpkg-deb, of Debian or Ubuntu" >&2
         exit 2
     fi
+    [[ -n $1 ]] || {
+        echo "prepare_corpora.sh: error: this system's package lists have no source of the corpus $2; apt-get update?" >&2
+        exit 2
+    }
     local folder
     folder=$(mktemp -d)
     echo "fetching $1 from the archive of this system"
@@ -26,12 +30,6 @@ fetch() { # package, and a folder that shows that it has been unpacked
     mv "$(find "$folder/unpacked" -type d -path "*/$3" | head -n 1)" "$texts/$2"
     rm -r "$folder"
 }
-
-linux=$(apt-cache depends --important linux-doc | sed -n 's/.*Depends: //p' | head -n 1)
-fetch "$linux" english html/_sources
-rm -rf $texts/english/translations
-go=$(apt-cache pkgnames golang | grep -E '^golang-1\.[0-9]+-src$' | sort -V | tail -n 1)
-fetch "$go" go share/go-1.*/src
 
 prepare() { # name, vocabulary, source
     local name=$1 vocabulary=$2
@@ -45,6 +43,11 @@ go=(--input $texts/go/{net,crypto,encoding,go,text,html,image,os} --glob '*.go')
 prepare python 512 --python-stdlib
 prepare python 2048 --python-stdlib
 prepare python 8192 --python-stdlib
+package=$(apt-cache depends --important linux-doc 2>/dev/null | sed -n 's/.*Depends: //p' | head -n 1) || true
+fetch "$package" english html/_sources
+rm -rf $texts/english/translations
+package=$(apt-cache pkgnames golang 2>/dev/null | grep -E '^golang-1\.[0-9]+-src$' | sort -V | tail -n 1) || true
+fetch "$package" go share/go-1.*/src
 prepare english 2048 "${english[@]}"
 prepare english 8192 "${english[@]}"
 prepare english 50257 "${english[@]}"

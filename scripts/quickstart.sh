@@ -55,8 +55,13 @@ train() {
     touch -- "$folder/log.txt"
     "$python" "${command[@]}" &>>"$folder/log.txt" &
     local training=$!
-    tail -n 0 -F --pid "$training" "$folder/log.txt" 2>/dev/null | grep --line-buffered -E "$shown" || true
-    if ! wait "$training"; then
+    tail -n 0 -F --pid "$training" "$folder/log.txt" 2>/dev/null | grep --line-buffered -E "$shown" &
+    local shows=$! status=0
+    trap 'kill -TERM "$training"; wait; exit 143' INT TERM HUP # else the training would go on alone
+    wait "$training" || status=$?
+    wait "$shows" || true
+    trap - INT TERM HUP
+    if ((status)); then
         tail -n 30 -- "$folder/log.txt" >&2
         printf 'quickstart: %s failed; the lines above end its log, %s\n' "$name" "$folder/log.txt" >&2
         exit 1

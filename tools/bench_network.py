@@ -23,15 +23,15 @@ if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
-from tools.experiments.changes import CHANGES
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import markdown, over_time, picture, table
 from tools.network.runs import CHANGING, CONTENDERS, CORPUS, EVEN, LINKS, MODES, UNEVEN, Point, RunFailed, measure
+from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit
-from tools.shared.command import command_parser, say_error
+from tools.shared.command import command_parser, end_on_sigterm, say_error
 from tools.shared.files import write, write_json
 from tools.shared.machine import device_name
-from tools.shared.megatron import data_flags
+from tools.shared.megatron import corpus_flags
 
 POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
 QUICK = REPOSITORY / "runs" / "network" / "quick.json"
@@ -43,6 +43,7 @@ RANGE = ("dense", "int8", "powersgd", "balanced")
 
 def main(argv: list[str] | None = None) -> int:
     """Time what the command line asks for; returns the exit status."""
+    end_on_sigterm()
     parser = command_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit")
@@ -121,7 +122,7 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
                 for place in range(len(rates)):
                     links.limit(place, third)
 
-        found = measure(links, mode, contender, data_flags(str(CORPUS)).split(), windows, during)
+        found = measure(links, mode, contender, corpus_flags(str(CORPUS)), windows, during)
     code = commit(REPOSITORY, *CODE)
     known = len(CHANGES)
     point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, changes=known, **found)
@@ -149,7 +150,8 @@ def report(output: Path) -> None:
     """The page of the newest of each point, those that it had before among them."""
     before = output / "points.json"
     known = [_point(one) for one in json.loads(before.read_text())["points"]] if before.is_file() else []
-    newest = {(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in [*known, *read()]}
+    by_time = sorted([*known, *read()], key=lambda point: point.started)
+    newest = {(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in by_time}
     points = list(newest.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)

@@ -30,7 +30,7 @@ from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
-from tools.shared.megatron import data_flags
+from tools.shared.megatron import corpus_flags
 
 CORPUS = REPOSITORY / "runs" / "data" / "python512"
 FLAGS = shlex.split(
@@ -64,10 +64,16 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=Path, default=Path("docs/bench/training"), help="of both files, without ending"
     )
     options = parser.parse_args(argv)
-    if not CORPUS.with_name(f"{CORPUS.name}.model").is_file():
+    if not CORPUS.with_name(f"{CORPUS.name}_meta.json").is_file():
         say_error("bench_training", ValueError(f"{CORPUS} is missing: bash scripts/prepare_corpora.sh makes it"))
         return 2
+    if options.iterations < 20:
+        say_error("bench_training", ValueError("--iterations must be at least 20: two windows"))
+        return 2
     checkouts = {commit(folder): folder for folder in (options.against.resolve(), REPOSITORY)}
+    if len(checkouts) < 2:
+        say_error("bench_training", ValueError(f"{options.against} has the same code as this checkout"))
+        return 2
     timings = []
     for width in options.widths:
         runs = [(name, contender) for name in checkouts for contender in CONTENDERS]
@@ -90,7 +96,7 @@ def step_seconds(checkout: Path, width: int, contender: str, iterations: int) ->
         own = ["--hidden-size", str(width), "--train-iters", str(iterations), "--edgc-log-dir", folder]
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-            + [*shlex.split(data_flags(str(CORPUS))), *FLAGS, *own, *CONTENDERS[contender]],
+            + [*corpus_flags(str(CORPUS)), *FLAGS, *own, *CONTENDERS[contender]],
             cwd=checkout,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(checkout)},
             stdin=subprocess.DEVNULL,

@@ -21,15 +21,15 @@ from edgc.compress.engines.powersgd import PowerSGD
 from edgc.config import PRESETS, EDGCConfig
 from tools.benchmarks import gpu_model
 from tools.benchmarks.common import BALANCED, versions
-from tools.benchmarks.gpu_model import GPUS, step_time
+from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
 from tools.shared.command import command_parser
 from tools.shared.files import write, write_json
+from tools.shared.gpus import GPU_OF, GPUS
 from tools.shared.markdown import header, row
 
-GPU_OF = {"7.0": "v100", "8.0": "a100", "9.0": "h100"}  # by the cluster's compute capability
 RANK = 64
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
 

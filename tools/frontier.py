@@ -23,7 +23,7 @@ from tools.experiments.page import markdown
 from tools.experiments.plot import draw, draw_trends
 from tools.experiments.results import not_run, page_lines, read_results, record_result, result
 from tools.experiments.training import COMMAND, run
-from tools.shared.command import command_parser, say_error
+from tools.shared.command import command_parser, end_on_sigterm, say_error
 from tools.shared.files import write
 from tools.shared.runs import RunError, load_run, times_fewer
 
@@ -32,6 +32,7 @@ DOCS = REPOSITORY / "docs" / "frontier"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the list in ``argv``; returns the exit status."""
+    end_on_sigterm()
     parser = command_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the list of runs, a YAML file")
     parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
             compressing = {
-                method: Compressing.read(options.costs, training.title, method) for method in ("paper", "balanced")
+                method: Compressing.read(options.costs, training.title, method, training.gpu)
+                for method in ("paper", "balanced")
             }
             speeds = sorted({*(options.gbps or GBPS), training.gbps})
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]

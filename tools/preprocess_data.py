@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ from tools.data.parts import Parts
 from tools.data.sources import make_source
 from tools.data.splits import scan
 from tools.shared.command import say_error
-from tools.shared.megatron import data_path
+from tools.shared.megatron import CACHE, data_path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,11 +105,21 @@ def preprocess(args: Namespace) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        forget_samples(prefix.parent / CACHE, [Path(data_path(prefix, name)).name for name in ("all", *splits)])
         for name in [*meta["files"], meta_path.name]:
             target = prefix.parent / name
             target.parent.mkdir(exist_ok=True)
             os.replace(whole / name, target)
     print_summary(meta, splits, args)
+
+
+def forget_samples(cache: Path, names: Sequence[str]) -> None:
+    """Remove what Megatron has noted of the documents of these data files: its notes go by path, not by content."""
+    for description in cache.glob("*-description.txt"):
+        text = description.read_text(errors="replace")
+        if any(f'{name}"' in text for name in names):
+            for note in cache.glob(f"{description.name.removesuffix('description.txt')}*"):
+                note.unlink()
 
 
 class _Parser(argparse.ArgumentParser):

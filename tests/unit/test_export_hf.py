@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from tools import export_hf, preprocess_data
 from tools._root import REPOSITORY
 from tools.export import tokenizer as export_tokenizer
-from tools.export.checkpoint import Checkpoint, ExportError, iteration_folder, read
+from tools.export.checkpoint import Checkpoint, ExportError, _chunks, iteration_folder, read
 from tools.export.gpt2 import (
     GPT2_ARGUMENTS,
     activation,
@@ -28,6 +28,14 @@ from tools.export.gpt2 import (
     gpt2_weights,
     padding_doubt,
 )
+
+
+def test_chunks_of_a_virtual_pipeline_come_in_their_order() -> None:
+    state = {f"model{chunk}": {f"decoder.layers.{chunk}.weight": torch.zeros(1)} for chunk in (10, 2, 0, 1, 11)}
+    assert [next(iter(chunk)) for chunk in _chunks(state)] == [
+        f"decoder.layers.{chunk}.weight" for chunk in (0, 1, 2, 10, 11)
+    ]
+
 
 HIDDEN, HEADS, LAYERS, ROWS, PIECES = 16, 4, 3, 512, 400
 

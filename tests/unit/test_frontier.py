@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import pytest
 from edgc.config import PRESETS
 from tools import frontier
 from tools._root import REPOSITORY
-from tools.experiments import changes, lists, results, series, studies, training
+from tools.experiments import lists, results, series, studies, training
 from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.results import identity, page_lines, read_results, record_result
+from tools.shared import changes
 from tools.shared.runs import Run
 
 LIST = """
@@ -144,6 +146,12 @@ def test_confidence_intervals_cover_what_they_say() -> None:
         for interval in (Interval.of([random.gauss(0, 1) for _ in range(3)]) for _ in range(4000))
     )
     assert 0.94 < covered / 4000 < 0.96
+
+
+@pytest.mark.parametrize(("seeds", "quantile"), [(2, 12.706), (11, 2.228), (12, 2.201), (40, 2.086)])
+def test_quantiles_are_students(seeds: int, quantile: float) -> None:
+    interval = Interval.of([float(number % 2) for number in range(seeds)])
+    assert interval.half_width == pytest.approx(quantile * stdev([n % 2 for n in range(seeds)]) / math.sqrt(seeds))
 
 
 def test_a_difference_is_that_of_common_seeds() -> None:

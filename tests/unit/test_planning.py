@@ -103,6 +103,44 @@ def test_a_model_on_its_cluster(training: Training) -> None:
         Training.of("gpt2_12.1b", None, ["--global-batch-size", "500"])
 
 
+def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> None:
+    with_it, without = Training.of("gpt2_12.1b", None), Training.of("gpt2_2.5b", None)
+    assert with_it.message_bytes == 2 * with_it.micro_batch * with_it.sequence * with_it.width / 2
+    assert without.message_bytes == 2 * without.micro_batch * without.sequence * without.width
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--context-parallel-size", "2"], "--context-parallel-size: the planner does not know"),
+        (["--swiglu"], "--swiglu: the planner does not know"),
+        (["--ffn-hidden-size", "1000"], "layers of four times the width alone"),
+        (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
+        (["--num-layers-per-virtual-pipeline-stage", "5"], "does not divide the 12 layers of a stage"),
+        (
+            ["--num-layers-per-virtual-pipeline-stage", "4", "--global-batch-size", "480"],
+            "15 micro-batches do not divide by 4 stages",
+        ),
+    ],
+)
+def test_what_the_planner_does_not_know_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        Training.of("gpt2_12.1b", None, flags)
+    assert Training.of("gpt2_12.1b", None, ["--num-virtual-stages-per-pipeline-rank", "2"]).chunks == 2
+
+
+def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Training) -> None:
+    with pytest.raises(LaunchError, match="no line of GPT2-12.1B on V100 SXM2"):
+        Compressing.read(plan.COSTS, training.title, "paper", 7.0)
+    paper = Compressing.read(plan.COSTS, training.title, "paper", training.gpu)
+    (rank_64,) = (one for one in CONTENDERS if one.rank == 64)
+    fewer = replace(training, replicas=2)
+    sent = [predict(one, rank_64, paper, one.apart(100.0)).gradient_bytes for one in (training, fewer)]
+    assert sent[0] == pytest.approx(244.4e6, rel=0.01) and sent[1] == pytest.approx(sent[0] * (2 / 2) / (2 * 7 / 8))
+    alone = replace(training, replicas=1)
+    assert not predict(alone, rank_64, paper, alone.apart(100.0)).compresses
+
+
 def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_them(training: Training) -> None:
     def with_experts(parallel: int, *more: str) -> Training:
         flags = ["--num-experts", "8", "--expert-model-parallel-size", str(parallel), *more]
@@ -134,7 +172,7 @@ def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_the
 
 
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
-    compressing = Compressing.read(plan.COSTS, training.title, "balanced")
+    compressing = Compressing.read(plan.COSTS, training.title, "balanced", training.gpu)
     by_name = {one.name: one for one in CONTENDERS}
     slow, fast = (
         [predict(training, one, compressing, training.apart(gbps)) for one in CONTENDERS] for gbps in (10.0, 3000.0)
@@ -149,7 +187,7 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
         not recommended(fast)[0].contender.method and "would be faster than dense bf16 by 1 %" in recommended(fast)[1]
     )
     with pytest.raises(LaunchError, match="no line of another model"):
-        Compressing.read(plan.COSTS, "another model", "balanced")
+        Compressing.read(plan.COSTS, "another model", "balanced", training.gpu)
 
 
 def test_points_are_predicted_from_others() -> None:
@@ -228,7 +266,7 @@ def test_one_slow_node_slows_the_rings_that_pass_it() -> None:
 
 def test_the_order_of_ranks_decides_whether_compression_pays() -> None:
     training = Training.of("gpt2_2.5b", None)
-    compressing = {"balanced": Compressing.read(plan.COSTS, training.title, "balanced")}
+    compressing = {"balanced": Compressing.read(plan.COSTS, training.title, "balanced", training.gpu)}
     by_order = [plan.predict_all(training, compressing, training.placed(NETWORK, order)) for order in (False, True)]
     assert not recommended(by_order[0])[0].contender.method, "reductions do not leave a node"
     assert recommended(by_order[1])[0].contender.method

@@ -456,6 +456,18 @@ def test_other_data_is_replaced_on_demand_only(
     assert run(source, prefix, *more, tokenizer=model) == 0
 
 
+def test_replacing_a_data_set_drops_what_megatron_has_noted_of_it(tmp_path: Path, prefix: Path, model: Path) -> None:
+    assert run(write_jsonl(tmp_path, DOCUMENTS), prefix, tokenizer=model) == 0
+    cache = prefix.parent / "cache"
+    cache.mkdir()
+    notes = {"1a-GPTDataset-train": f"{prefix}_text_document", "2b-GPTDataset-train": f"{prefix}_other_text_document"}
+    for name, path in notes.items():
+        (cache / f"{name}-description.txt").write_text(json.dumps({"dataset_path": path}))
+        (cache / f"{name}-document_index.npy").write_bytes(b"")
+    assert run(write_jsonl(tmp_path, DOCUMENTS[:5]), prefix, "--overwrite", tokenizer=model) == 0
+    assert {path.name[:2] for path in cache.iterdir()} == {"2b"}
+
+
 def test_replacing_a_data_set_keeps_the_model_that_it_is_made_with(tmp_path: Path, prefix: Path, model: Path) -> None:
     prefix.parent.mkdir()
     own = Path(shutil.copy(model, f"{prefix}.model"))

@@ -132,6 +132,21 @@ def test_a_window_used_the_ranks_that_the_window_before_planned() -> None:
     assert used_ranks(run, 1, 0) == [8, 24] and used_ranks(run, 1, 1) == [16]
 
 
+def test_what_a_resumed_run_has_done_twice_counts_once(runs: Path) -> None:
+    folder = runs / "edgc"
+    before = load_run(folder)
+    whole = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    # stopped after the third window, and resumed from a checkpoint of the second
+    lost = [line.replace('"last": true', '"last": false') for line in whole[:4]]
+    (folder / "events.jsonl").write_text("".join([*lost, whole[0], *whole[3:]]))
+    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer.add_scalar("lm loss", 3.5, 30)
+    writer.close()
+    after = load_run(folder)
+    assert [window["iteration"] for window in after.windows] == [10, 20, 30, 40]
+    assert after.windows == before.windows and len(after.loss) == len(before.loss)
+
+
 def test_a_last_line_cut_short_is_no_finished_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = runs / "edgc" / "events.jsonl"
     log.write_text(log.read_text()[:-20])

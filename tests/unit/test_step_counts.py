@@ -7,10 +7,11 @@ import torch.distributed as dist
 from edgc.config import PRESETS, EDGCConfig
 from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
-from tools.benchmarks.gpu_model import GPU, device_seconds
+from tools.benchmarks.gpu_model import device_seconds
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import META, StepCounts, count_step, parameters, transient_bytes
 from tools.count_step import rank_of_volume
+from tools.shared.gpus import GPU
 
 PAPER = EDGCConfig.of(**PRESETS["paper"], static_rank=64, min_saving=1.0)
 BALANCED_RANKS = EDGCConfig.of(**{**BALANCED, "basis_cycle": 1}, static_rank=64, min_saving=1.0)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.benchmarks.step_counts import Operation, StepCounts
+from tools.shared.gpus import GPU
 
 # Assumptions, none of them measured here. A kernel takes the host as long as an operator of torch does, and the GPU at
 # least as long as an empty one. Kernels reach these shares of the memory's speed and of the arithmetic's.
@@ -12,23 +13,6 @@ LEAST_SECONDS = 2.5e-6
 MEMORY_SHARE, FLOPS_SHARE = 0.75, 0.6
 COLUMN_SECONDS = 2e-6  # of a batched factorisation, each of whose columns needs the one before
 MESSAGE_SECONDS = 40e-6  # latency of a collective among nodes
-
-
-@dataclass(frozen=True)
-class GPU:
-    """Peaks by the vendor's data sheet: bytes/s of memory, and flop/s in fp32 without TF32 and in float64."""
-
-    name: str
-    memory: float
-    fp32: float
-    fp64: float
-
-
-GPUS = {
-    "v100": GPU("V100 SXM2", 900e9, 15.7e12, 7.8e12),
-    "a100": GPU("A100 SXM 80 GB", 2039e9, 19.5e12, 19.5e12),  # float64 on tensor cores
-    "h100": GPU("H100 SXM", 3350e9, 67e12, 67e12),  # float64 on tensor cores
-}
 
 
 @dataclass(frozen=True)

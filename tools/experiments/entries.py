@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from tools.experiments.changes import EMBEDDING_SUM
+from tools.shared.changes import EMBEDDING_SUM
 from tools.shared.runs import times_fewer
 
 # Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
-T_95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+T_95 = (
+    *(math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262),
+    *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),  # beyond, that is a little wide
+)
 
 Line = Mapping[str, Any]  # of results.jsonl
 
@@ -28,7 +31,7 @@ class Interval:
         count = len(values)
         if count < 2:
             return cls(values[0], math.inf, count)
-        quantile = T_95[count - 1] if count <= len(T_95) else 1.96
+        quantile = T_95[min(count, len(T_95)) - 1]
         return cls(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
 
     def percent(self) -> str:

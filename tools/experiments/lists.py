@@ -14,7 +14,7 @@ from edgc.config import EDGCConfig
 from tools._root import REPOSITORY
 from tools.experiments.entries import setting
 from tools.experiments.studies import STUDIES
-from tools.shared.megatron import data_flags
+from tools.shared.megatron import corpus_flags
 
 RUNS = REPOSITORY / "runs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
@@ -105,7 +105,7 @@ def load_list(path: Path) -> RunList:
             model = {"flags": model}
         if not isinstance(model, dict) or set(model) - {"flags", "corpus"} or "flags" not in model:
             raise ListError(f"{path}, model {entry['model']}: needs flags, or a mapping with flags and perhaps corpus")
-        data = data_flags(model.get("corpus") or content.get("corpus") or "runs/data/stdlib")
+        data = shlex.join(corpus_flags(model.get("corpus") or content.get("corpus") or "runs/data/stdlib"))
         shared = " ".join((content.get("flags", ""), model["flags"], data))
         for seed in entry["seeds"]:
             trials.append(

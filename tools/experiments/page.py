@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from tools.experiments.changes import respelled
 from tools.experiments.entries import Entry, Interval, Line, commit, difference, entries, left_out, old, setting, trend
+from tools.shared.changes import respelled
 from tools.shared.markdown import header, row
 
 

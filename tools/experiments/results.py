@@ -9,9 +9,9 @@ from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.observe.window import kind
-from tools.experiments.changes import changed, preset, respelled, respelled_settings
 from tools.experiments.lists import Trial
 from tools.experiments.series import weighted
+from tools.shared.changes import changed, preset, respelled, respelled_settings
 from tools.shared.files import write
 from tools.shared.runs import Run
 

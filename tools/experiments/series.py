@@ -61,7 +61,7 @@ def statistic(line: Line, stage: int, kind: str, field: str) -> Series:
 
 def _series(pairs: Iterable[tuple[int, float | None]]) -> Series:
     """The pairs that have a value."""
-    iterations, values = np.array([pair for pair in pairs if pair[1] is not None], dtype=float).T
+    iterations, values = np.array([pair for pair in pairs if pair[1] is not None], dtype=float).reshape(-1, 2).T
     return iterations, values
 
 
@@ -91,5 +91,5 @@ def reduce_seconds(line: Line) -> float:
 
 
 def weighted(pairs: Sequence[tuple[float, float]]) -> float:
-    """The mean of (weight, value) pairs."""
-    return sum(size * value for size, value in pairs) / sum(size for size, _ in pairs)
+    """The mean of (weight, value) pairs; not a number of none."""
+    return sum(size * value for size, value in pairs) / sum(size for size, _ in pairs) if pairs else math.nan

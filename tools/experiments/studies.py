@@ -301,10 +301,11 @@ SMALL_GAP = 0.03
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, of values without ties; NaN of fewer than three."""
-    if len(first) < 3:
+    """Spearman's, of values without ties, of the pairs that have both; NaN of fewer than three."""
+    pairs = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
+    if len(pairs) < 3:
         return math.nan
-    one, other = (np.argsort(np.argsort(values)).astype(float) for values in (first, second))
+    one, other = (np.argsort(np.argsort(values)).astype(float) for values in zip(*pairs, strict=True))
     return float(np.corrcoef(one, other)[0, 1])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tools._root import REPOSITORY
-from tools.experiments.changes import CHANGES, changed, preset
 from tools.experiments.lists import Trial
+from tools.shared.changes import CHANGES, changed, preset
 from tools.shared.machine import device_name
 from tools.shared.runs import RunError, load_run
 
@@ -38,14 +38,19 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
     processes = trial.data_parallel * trial.pipeline_parallel
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with (folder / "log.txt").open("wb") as log:
-        status = subprocess.run(
+        training = subprocess.Popen(
             [sys.executable, *launcher, str(processes), "pretrain_gpt.py", *arguments],
             cwd=REPOSITORY,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-        ).returncode
+        )
+        try:
+            status = training.wait()
+        finally:
+            training.terminate()  # does nothing to one that has ended
+            training.wait()
     if status != 0:
         raise RunError(f"{folder}: training ended with status {status}, see log.txt there")
     load_run(folder)  # a run without results has not finished
@@ -83,5 +88,8 @@ def commit() -> dict[str, Any]:
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    changes = [line for line in git("status", "--porcelain").splitlines() if "docs/frontier/" not in line]
-    return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
+    try:
+        changes = [line for line in git("status", "--porcelain").splitlines() if "docs/frontier/" not in line]
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "unknown", "modified": False}

@@ -211,7 +211,13 @@ def _read_torch(folder: Path) -> tuple[Namespace, dict[str, Tensor]]:
 
 def _chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """A process's model chunks: several with a virtual pipeline."""
-    keys = ["model"] if "model" in state else sorted(key for key in state if re.fullmatch(r"model\d+", key))
+    keys = (
+        ["model"]
+        if "model" in state
+        else sorted(
+            (key for key in state if re.fullmatch(r"model\d+", key)), key=lambda key: int(key.removeprefix("model"))
+        )
+    )
     return [
         {_plain(name): value for name, value in state[key].items() if isinstance(value, Tensor) and _is_weight(name)}
         for key in keys

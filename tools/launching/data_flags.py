@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.launching.configs import LaunchError
-from tools.shared.megatron import data_flag, data_path
+from tools.shared.megatron import CACHE, data_flag, data_path
 
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
@@ -45,7 +45,7 @@ def data_flags(prefix: str | None, given: Sequence[str]) -> list[str]:
         if absent := [path + ending for ending in (".idx", ".bin") if not Path(path + ending).is_file()]:
             raise DataError(f"data {prefix}: there is no {absent[0]}")
         flags += [data_flag(split), path]
-    return [*flags, "--data-cache-path", str(meta.parent / "cache")]
+    return [*flags, "--data-cache-path", str(meta.parent / CACHE)]
 
 
 def placeholder_flags(prefix: str, given: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 from edgc.config import EDGCConfig
 from edgc.observe.events import EventLog, read_events
 from tools._root import REPOSITORY
-from tools.experiments.changes import changed
 from tools.network.links import INTERFACE, Links
+from tools.shared.changes import changed
 
 CORPUS = REPOSITORY / "runs" / "data" / "network"
 WINDOW = 7  # iterations; the first one is the warm-up of most contenders and is not measured
@@ -85,7 +85,7 @@ class Point:
     ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
     ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
-    in each measured window. ``changes``: how many of ``tools.experiments.changes.CHANGES`` its code had.
+    in each measured window. ``changes``: how many of ``tools.shared.changes.CHANGES`` its code had.
     """
 
     mbit: float | None

@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
+from tools.shared.gpus import GPU_OF, GPUS
 
 # Assumptions, none of them measured here. Dense tflop/s of a data sheet, fp16 or bf16 with fp32 sums, and the share of
 # them that a training step reaches. A GPU's optimizer reads and writes 24 bytes of a parameter at most of its memory's
@@ -26,7 +27,8 @@ REACHED = 0.4
 OPTIMIZER_BYTES = 24.0
 INSIDE = {7.0: 1200.0, 8.0: 2400.0, 9.0: 3600.0}  # Gbit/s of a GPU's NVLink in one direction, of its data sheet
 LATENCY = 40e-6
-VOCABULARY = 50304
+
+NOT_PLANNED = "--context-parallel-size", "--swiglu", "--group-query-attention", "--multi-latent-attention"
 
 StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
 
@@ -63,6 +65,7 @@ class Training:
     network: Network
     loss_scale: bool  # with one EDGC also keeps its state of before a step
     experts: Experts | None = None
+    sequence_parallel: bool = True
 
     @classmethod
     def of(cls, model_name: str, cluster_name: str | None, extra: Sequence[str] = ()) -> "Training":
@@ -74,7 +77,8 @@ class Training:
             raise LaunchError(f"{cluster.name}: compute_capability must be one of {known}: others have no constants")
         if cluster.link_gbps is None:
             raise LaunchError(f"{cluster.name}: link_gbps is missing")
-        flags = _flags([*shlex.split(model.flags), *shlex.split(cluster.flags), *extra])
+        # the order of tools/launching: what comes last wins
+        flags = _flags([*shlex.split(cluster.flags), *shlex.split(model.flags), *extra])
         network = _network(cluster)
         processes = cluster.nodes * cluster.gpus_per_node
         across = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
@@ -91,7 +95,17 @@ class Training:
             raise LaunchError(
                 f"--expert-model-parallel-size {experts.parallel} does not divide the {replicas} replicas of a stage"
             )
-        per_chunk = flags.num_layers_per_virtual_pipeline_stage
+        chunks, parts = _chunks(flags), "pipeline stages"
+        if chunks > 1:
+            parts += " and their chunks"
+        if flags.num_layers % (flags.pipeline_model_parallel_size * chunks):
+            raise LaunchError(f"--num-layers {flags.num_layers} does not divide by {parts}")
+        micro_batches = flags.global_batch_size // (replicas * flags.micro_batch_size)
+        if chunks > 1 and micro_batches % flags.pipeline_model_parallel_size:
+            raise LaunchError(
+                f"{micro_batches} micro-batches do not divide by {flags.pipeline_model_parallel_size} stages, as an "
+                "interleaved schedule needs"
+            )
         return cls(
             title=model.title,
             layers=flags.num_layers,
@@ -99,16 +113,17 @@ class Training:
             sequence=flags.seq_length,
             tensor=flags.tensor_model_parallel_size,
             pipeline=flags.pipeline_model_parallel_size,
-            chunks=1 if per_chunk is None else flags.num_layers // flags.pipeline_model_parallel_size // per_chunk,
+            chunks=chunks,
             replicas=replicas,
             micro_batch=flags.micro_batch_size,
-            micro_batches=flags.global_batch_size // (replicas * flags.micro_batch_size),
+            micro_batches=micro_batches,
             scatters=flags.use_distributed_optimizer,
             overlapped=flags.overlap_grad_reduce,
             gpu=cluster.compute_capability,
             network=network,
             loss_scale=flags.fp16,
             experts=experts,
+            sequence_parallel=flags.sequence_parallel,
         )
 
     @property
@@ -171,10 +186,6 @@ class Training:
             return self.stage_elements
         return self.shared_elements / self.replicas + self.expert_elements / self.expert_replicas
 
-    @property
-    def embedding_elements(self) -> int:
-        return VOCABULARY * self.width // self.tensor
-
     def forward_seconds(self) -> float:
         """Of a micro-batch through a chunk of layers: products of matrices and of the attention."""
         tokens = self.micro_batch * self.sequence
@@ -200,8 +211,9 @@ class Training:
 
     @property
     def message_bytes(self) -> float:
-        """Of activations, or their gradients, in 16 bits; sequence parallelism sends a part of it from each GPU."""
-        return 2.0 * self.micro_batch * self.sequence * self.width / self.tensor
+        """Of activations, or their gradients, in 16 bits. With sequence parallelism a GPU sends its part, else all."""
+        whole = 2.0 * self.micro_batch * self.sequence * self.width
+        return whole / self.tensor if self.sequence_parallel else whole
 
 
 def _network(cluster: Cluster) -> Network:
@@ -240,7 +252,7 @@ def _experts(flags: argparse.Namespace) -> Experts | None:
 
 
 def _flags(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=int, required=True)
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
@@ -250,9 +262,30 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--moe-ffn-hidden-size", type=int)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--moe-router-topk", type=int, default=2)
-    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16"):
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
         parser.add_argument(flag, action="store_true")
-    return parser.parse_known_args(list(given))[0]
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
+    flags, others = parser.parse_known_args(list(given))
+    if unknown := [flag for flag in NOT_PLANNED if flag in others]:
+        raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
+    if flags.ffn_hidden_size not in (None, 4 * flags.hidden_size) and flags.num_experts is None:
+        raise LaunchError("--ffn-hidden-size: the planner knows layers of four times the width alone")
+    return flags
+
+
+def _chunks(flags: argparse.Namespace) -> int:
+    """Of a stage, in an interleaved schedule. Raises ``LaunchError`` for layers that do not divide."""
+    if flags.num_virtual_stages_per_pipeline_rank:
+        return int(flags.num_virtual_stages_per_pipeline_rank)
+    if flags.num_layers_per_virtual_pipeline_stage is None:
+        return 1
+    here = flags.num_layers // flags.pipeline_model_parallel_size
+    if here % flags.num_layers_per_virtual_pipeline_stage:
+        raise LaunchError(
+            f"--num-layers-per-virtual-pipeline-stage {flags.num_layers_per_virtual_pipeline_stage} does not divide "
+            f"the {here} layers of a stage"
+        )
+    return int(here // flags.num_layers_per_virtual_pipeline_stage)
 
 
 @dataclass(frozen=True)
@@ -281,8 +314,8 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Compressing:
-    """Seconds that a stage of so many parameters computes at a rank, and the bytes of its messages: lines of
-    docs/bench/steps.json, or measured ones of the same fields.
+    """Seconds that a stage of so many parameters computes at a rank, and the bytes of its messages, before they are
+    sent round: lines of docs/bench/steps.json, or measured ones of the same fields.
     """
 
     elements: float
@@ -292,19 +325,23 @@ class Compressing:
     messages: int
 
     @classmethod
-    def read(cls, path: Path, title: str, method: str) -> "Compressing":
-        """Raises ``LaunchError`` where the file has no such lines."""
+    def read(cls, path: Path, title: str, method: str, gpu: float) -> "Compressing":
+        """Those of a GPU of this compute capability. Raises ``LaunchError`` where the file has no such lines."""
         rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-        own = [row for row in rows if (row["model"], row["method"], row["units"]) == (title, method, True)]
+        name = GPUS[GPU_OF[str(gpu)]].name
+        wanted = (title, method, True, name)
+        own = [row for row in rows if (row["model"], row["method"], row["units"], row["gpu"]) == wanted]
         own = [row for row in own if len(row["ranks"]) == 1]
         if not own:
-            raise LaunchError(f"{path}: no line of {title} with {method} in units; tools/count_step.py makes them")
+            raise LaunchError(
+                f"{path}: no line of {title} on {name} with {method} in units; tools/count_step.py makes them"
+            )
         own.sort(key=lambda row: float(row["ranks"][0]))
         return cls(
             own[0]["gradient_bytes"] / 4,
             tuple(float(row["ranks"][0]) for row in own),
             tuple(max(row["host_seconds"], row["device_seconds"]) for row in own),
-            tuple(float(row["sent_bytes"]) for row in own),
+            tuple(float(row["sent_bytes"]) / _ring(row) for row in own),
             own[0]["collectives"],
         )
 
@@ -313,13 +350,13 @@ class Compressing:
         return _on_line(max(rank, self.ranks[0]), self.ranks, self.seconds)
 
     def bytes_at(self, rank: float) -> float:
-        """Sent at a rank. One counted rank says nothing of what has none: then all bytes go with the rank."""
+        """Of the messages at a rank. One counted rank says nothing of what has none: then all go with the rank."""
         if len(self.ranks) == 1:
             return rank * self.sent[0] / self.ranks[0]
         return _on_line(rank, self.ranks, self.sent)
 
     def rank_of(self, sent: float) -> int:
-        """The largest rank that sends no more."""
+        """The largest rank whose messages have no more bytes."""
         if len(self.ranks) == 1:
             return int(sent * self.ranks[0] / self.sent[0])
         return int(_on_line(sent, self.sent, self.ranks))
@@ -357,23 +394,25 @@ def predict(
     slowest = max((ring for _, ring in links), key=lambda ring: ring.seconds(whole))
     sent = whole * contender.bits / 32 * half
     units, rank = _dense(sent), None
-    if contender.method and compressing is not None:
+    if contender.method and compressing is not None and training.replicas > 1:
+        round_trip = all_reduce_bytes(1.0, training.replicas)
         share = training.reduced_elements / compressing.elements
 
         def alone(rank: int) -> float:
             latencies = (compressing.messages - 1) * slowest.latency
-            return share * compressing.at(rank) + latencies + slowest.seconds(share * compressing.bytes_at(rank))
+            messages = slowest.seconds(round_trip * share * compressing.bytes_at(rank))
+            return share * compressing.at(rank) + latencies + messages
 
         if contender.rank is not None:
             rank = contender.rank
         else:
-            most = compressing.rank_of(whole / contender.volume / share)
+            most = compressing.rank_of(whole / contender.volume / share / round_trip)
             rank = _worth_it(most, alone, WORTH_IT * slowest.seconds(whole * half))
         if rank is None:
             sent = whole * half
             units = _dense(sent)
         else:
-            sent = share * compressing.bytes_at(rank)
+            sent = round_trip * share * compressing.bytes_at(rank)
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(compressing.messages // UNITS, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
@@ -393,6 +432,11 @@ def predict(
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)
+
+
+def _ring(row: Mapping[str, Any]) -> float:
+    """Bytes that a process sends for each byte of a message, among the processes that a line was counted for."""
+    return float(row["dense_seconds"] * row["link_gbps"] * 1e9 / 8 / row["gradient_bytes"])
 
 
 def _on_line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:

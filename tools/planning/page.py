@@ -34,10 +34,8 @@ def recommended(predictions: Sequence[Prediction]) -> tuple[Prediction, str]:
     own = [one for one in predictions if one.contender.name in EDGC and one.compresses]
     fastest = min(own, key=lambda one: one.seconds, default=None)
     if fastest is None or fastest.seconds > 0.99 * dense.seconds:
-        return (
-            dense,
-            f"{', '.join(f'`{name}`' for name in EDGC)} would not be faster than {dense.contender.name} by 1 %",
-        )
+        presets = ", ".join(f"`{name}`" for name in EDGC)
+        return dense, f"none of {presets} would be faster than {dense.contender.name} by 1 %"
     chosen = next(one for one in own if one.seconds <= 1.01 * fastest.seconds)
     return chosen, f"{1 - chosen.seconds / dense.seconds:.0%} less time a step than {dense.contender.name}"
 

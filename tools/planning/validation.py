@@ -41,14 +41,13 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     found = []
     for mode, overlapped in MODES.items():
         of_mode = _medians([point for point in points if point["mode"] == mode])
-        free = of_mode.get(("dense", None)) or _medians(points).get(("dense", None))
-        dense = of_mode.get(("dense", FITTED_AT))
-        if free is None or dense is None:
+        free, dense = of_mode.get(("dense", None)), of_mode.get(("dense", FITTED_AT))
+        if dense is None:
             continue
         headers = dense["interface_bytes"] / dense["counted_bytes"]
         alone = Link(FITTED_AT / 1e3, headers=headers)
         computing = dense["step_seconds"] - alone.seconds(dense["counted_bytes"])
-        if ("dense", None) in of_mode:
+        if free is not None:
             computing = free["step_seconds"] - free["communication_seconds"]
         for (contender, mbit), point in of_mode.items():
             fitted = of_mode.get((contender, FITTED_AT))

@@ -14,7 +14,7 @@ BYTES = (
     "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include a tied embedding's sum "
     "between pipeline stages."
 )
-CAVEAT = "All ranks ran on one machine over loopback: the step times say nothing about a cluster."
+CAVEAT = "Processes of one machine talk over loopback: then step times say nothing about a cluster."
 
 
 def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def draw_entropy(axes: Axes, run: Run) -> None:
 def draw_ranks(axes: Axes, run: Run) -> None:
     """Ranks of every stage as steps: the mean of its matrices, and a band from the smallest to the largest.
 
-    Windows in which no stage was compressed yet are shaded.
+    The first windows, in which no stage was compressed yet, are shaded.
     """
     edges = [0] + [window["iteration"] for window in run.windows]
     for stage, name in enumerate(run.stages):
@@ -82,8 +83,8 @@ def draw_ranks(axes: Axes, run: Run) -> None:
         colour = STAGE_COLOURS[stage % len(STAGE_COLOURS)]
         axes.stairs(high, edges, baseline=low, fill=True, color=colour, alpha=0.15)
         axes.stairs(mean, edges, baseline=None, color=colour, linewidth=2, label=name)
-    dense = [end for end, window in zip(edges[1:], run.windows, strict=True) if set(window["ranks"]) == {None}]
-    if dense:
+    begun = takewhile(lambda pair: set(pair[1]["ranks"]) == {None}, zip(edges[1:], run.windows, strict=True))
+    if dense := [end for end, _ in begun]:
         axes.axvspan(0, dense[-1], color="#999999", alpha=0.2, linewidth=0, label="warm-up")
     axes.set(title=f"{run.name}: ranks of matrices (mean, range)", ylabel="rank", xlim=(0, edges[-1]))
     axes.set_ylim(bottom=0)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """The last commit that changed these paths (default: all but docs), with a + if files there differ from it."""
+    """The last commit that changed these paths (default: all but docs), with a + if files there differ from it;
+    ``unknown`` where git has none, or is not there.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -13,5 +15,8 @@ def commit(folder: Path, *paths: str) -> str:
         ).stdout.strip()
 
     within = paths or (".", ":!docs")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", *within)
-    return git("log", "-1", "--format=%h", "--", *within) + ("+" if changed else "")
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *within)
+        return git("log", "-1", "--format=%h", "--", *within) + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
@@ -14,6 +15,11 @@ def command_parser(description: str | None, *, passes_on: bool = False) -> Argum
     return ArgumentParser(
         description=description, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=not passes_on
     )
+
+
+def end_on_sigterm() -> None:
+    """Let a SIGTERM end the process as an exception does, so that what it has started ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def say_error(command: str, error: object) -> None:

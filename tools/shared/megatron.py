@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+CACHE = "cache"  # folder beside data files, for Megatron's notes of which sample is where
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of checkpoints: names the newest
 
 
@@ -17,10 +18,10 @@ def data_flag(split: str) -> str:
     return "--data-path" if split == "all" else f"--{split}-data-path"
 
 
-def data_flags(corpus: str) -> str:
+def corpus_flags(corpus: str) -> list[str]:
     """Megatron's flags of a data set with its tokenizer, by the prefix of their files."""
-    return (
-        f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model "
-        f"{data_flag('train')} {data_path(corpus, 'train')} {data_flag('valid')} {data_path(corpus, 'valid')} "
-        f"--data-cache-path {Path(corpus).parent}/cache"
-    )
+    return [
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{corpus}.model"),
+        *(data_flag("train"), data_path(corpus, "train"), data_flag("valid"), data_path(corpus, "valid")),
+        *("--data-cache-path", str(Path(corpus).parent / CACHE)),
+    ]

@@ -72,7 +72,10 @@ def load_run(folder: Path) -> Run:
         raise RunError(f"{folder}: there is no {EventLog.FILE}: was the run started with --edgc-log-dir?")
     events = read_events(folder)
     start = next((event for event in events if event["event"] == "start"), None)
-    windows = [event for event in events if event["event"] == "window"]
+    windows: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "window":  # a run that was stopped has done again what came after its last checkpoint
+            windows = [one for one in windows if one["iteration"] < event["iteration"]] + [event]
     if start is None or not windows or not windows[-1]["last"]:
         raise RunError(f"{folder}: the run has not finished")
     loss, validation = read_losses(folder / "tensorboard")
@@ -80,6 +83,7 @@ def load_run(folder: Path) -> Run:
         raise RunError(f"{folder}: no validation loss in its TensorBoard files")
     final = validation[-1][0]
     # After the last step Megatron writes the validation loss and then, under the same name, the test loss.
+    loss = sorted(dict(loss).items())  # so of losses as well
     return Run(folder.name, start, windows, loss, next(value for step, value in validation if step == final))
 
 
