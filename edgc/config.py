@@ -629,10 +629,6 @@ class EDGCConfig:
             rate = self.ranks.iteration_sampling_rate
             rule = f"measures nothing at {rate:g} of the iterations; give more to {flag('iteration_sampling_rate')}"
             _require(self.ranks.window * rate >= 1, "window", self.ranks.window, rule)
-        if self.ranks.volume is not None:
-            rate = self.ranks.iteration_sampling_rate
-            rule = f"measures one iteration alone in a run of {iterations}: no budget can be planned"
-            _require(iterations * rate > 1, "iteration_sampling_rate", rate, rule)
 
     @property
     def fidelity_share(self) -> float:

@@ -65,10 +65,21 @@ def tell(folder: str, name: str, value: int) -> None:
     unfinished.rename(Path(folder, name))
 
 
+def free_port() -> int:
+    """None of those that the system gives out: until it is used one of them may become a connection of another test."""
+    for number in range(10_000):
+        port = 10_000 + (os.getpid() + number) % 20_000
+        with socket.socket() as free:
+            try:
+                free.bind(("localhost", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no port is free")
+
+
 def together(processes: int, script: str) -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     running = set()
     for process in range(processes):
         child = os.fork()
