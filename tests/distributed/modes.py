@@ -381,9 +381,9 @@ def page(seen: dict[str, Seen]) -> str:
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
         "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
-        "- *state*: the most that EDGC keeps on a process from step to step, in bytes a parameter: the error feedback "
-        "(4 in fp32), eight factors of each matrix in 4 bits, scales of rows and columns. With a loss scale, or where "
-        "a step may be run again, EDGC keeps the state before the step, too.",
+        "- *state*: bytes a parameter that EDGC keeps from step to step, on the process that keeps most. They hold the "
+        "error feedback (4 bytes in fp32), eight factors of each matrix in 4 bits, and scales of rows and columns. "
+        "EDGC keeps them twice with a loss scale, and where Megatron may run a step again.",
         "- Triton's kernels ran in its interpreter.",
         "- *fewer bytes*: of these four steps, the first of them in `--edgc-dense-wire` "
         "(int4 with `balanced`), against plain Megatron: gradients, with a "

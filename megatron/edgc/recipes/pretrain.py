@@ -6,7 +6,7 @@ from functools import partial
 
 import torch.distributed as dist
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer
@@ -27,7 +27,8 @@ def pretrain_gpt(on_cpu: bool) -> None:
     try:
         train(on_cpu)
     except SystemExit as early:  # after --exit-interval, a time limit, or a signal: all has been saved
-        if early.code or not dist.is_initialized():
+        trained = dist.is_initialized() and hasattr(get_args(), "curr_iteration")
+        if early.code or not trained:  # else it is an error, perhaps of this process alone
             raise
         ended = early
     # Megatron leaves both to the interpreter's exit, where the last scalars (the validation loss) can be lost and
