@@ -12,9 +12,9 @@ from edgc.comm.wire import wire
 from edgc.compress.engines import engine_class
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import RANK_MULTIPLE, CommCost
 from edgc.plan.allocation import Allocation, largest_rank
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3

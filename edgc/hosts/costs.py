@@ -11,7 +11,8 @@ from edgc.compress.engines import engine_class
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import StageCost, smallest_rank
+from edgc.plan.comm_cost import StageCost
+from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import MessageSizes, Run
 from edgc.specs import MatrixSpec, Parameter
 

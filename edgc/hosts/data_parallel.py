@@ -25,7 +25,7 @@ from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import smallest_rank
+from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 

@@ -18,7 +18,8 @@ from edgc.observe.window import (
     merge,
     merge_messages,
 )
-from edgc.plan.controller import Controller, StageObservation
+from edgc.plan.controller import Controller
+from edgc.plan.observation import StageObservation
 from edgc.plan.run import Part, StageKey
 
 
@@ -101,7 +102,7 @@ class WindowExchange:
                 message_ranks=driver.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
-                costs=tuple(self.controller.costs),
+                costs=tuple(self.controller.times.costs),
                 dp_bytes_fp32=in_fp32,
             )
         shared: WindowReport = broadcast_object(report, self.group)

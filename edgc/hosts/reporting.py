@@ -19,7 +19,9 @@ from edgc.config import EDGCConfig, flag
 from edgc.observe.events import EventLog
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.window import WindowReport
-from edgc.plan.controller import NO_RANK, Controller, RankPlan, StageCost
+from edgc.plan.comm_cost import StageCost
+from edgc.plan.controller import Controller
+from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 
 MISSED = 0.97  # of its volume, which a run may miss without a word

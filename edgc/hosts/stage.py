@@ -9,7 +9,7 @@ from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
-from edgc.plan.controller import RankPlan
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
 
 

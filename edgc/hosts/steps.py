@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
-from edgc.plan.controller import RankPlan
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
 
 RECENT = 20  # steps, of whose times the median is taken

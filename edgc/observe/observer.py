@@ -10,7 +10,7 @@ from edgc.config import EDGCConfig
 from edgc.observe.entropy import GaussianPieces, GradientSampler, KeptPieces, pieces
 from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.moments import GradientStatistics
-from edgc.plan.budget import ROW_SHARES
+from edgc.plan.candidates import ROW_SHARES
 from edgc.specs import MatrixSpec
 
 

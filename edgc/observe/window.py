@@ -10,7 +10,8 @@ from torch import Tensor
 
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics
-from edgc.plan.controller import RankPlan, StageCost
+from edgc.plan.comm_cost import StageCost
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
 
 Direction = Literal["forward", "backward"]

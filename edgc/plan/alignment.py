@@ -1,4 +1,4 @@
-"""DAC, the dynamic alignment compressor: communication time against rank, and the ranks that align stages.
+"""DAC, the dynamic alignment compressor: the ranks with which all stages end their reductions together.
 
 Communication time is linear in the rank, T_com(r) = c + eta r. In 1F1B stage 1 ends its backward pass last,
 so stage i may spend i - 1 micro-batch backward times more, and the times of the messages that carry the last gradient
@@ -11,68 +11,13 @@ Source: arXiv 2511.10333 section IV-D (there with c = 0 and without messages).
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
-
-RANK_MULTIPLE = 4  # tensor-core friendly ranks
-_MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
-_RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
-
-
-@dataclass(frozen=True)
-class CommCost:
-    """T_com(r) = intercept + slope * r: the seconds that compressed communication takes at rank r.
-
-    ``intercept`` (c, seconds) is what a message costs whatever its rank; ``slope`` (eta) is in seconds per
-    unit of rank. ``fit`` gives c >= 0 and eta > 0; the constructor takes any numbers, nan included.
-    """
-
-    intercept: float
-    slope: float
-
-    @classmethod
-    def fit(cls, ranks: Sequence[float], seconds: Sequence[float]) -> "CommCost":
-        """Least squares of T = c + eta r over pairs of rank and measured seconds, under c >= 0 and eta > 0.
-
-        A negative c (noise around a small one) is refitted as a line through the origin. An eta that is not
-        positive means that noise hides the cost of rank; it becomes 1e-12 s, and c the mean time.
-
-        Raises ValueError for lengths that differ, values that are negative or not finite, and fewer than two
-        distinct ranks.
-        """
-        r, t = np.asarray(ranks, dtype=float), np.asarray(seconds, dtype=float)
-        if r.ndim != 1 or r.shape != t.shape:
-            raise ValueError(f"ranks, seconds of shapes {r.shape}, {t.shape}: must be lists of one length")
-        for name, values in (("ranks", r), ("seconds", t)):
-            if not np.all(np.isfinite(values) & (values >= 0)):
-                raise ValueError(f"{name} = {values.tolist()}: must be finite and at least 0")
-        if np.unique(r).size < 2:
-            raise ValueError(f"ranks = {r.tolist()}: a line needs at least 2 distinct ranks")
-
-        centred = r - r.mean()
-        slope = float(centred @ t / (centred @ centred))
-        intercept = float(t.mean() - slope * r.mean())
-        if slope < _MIN_SLOPE:
-            return cls(float(t.mean()), _MIN_SLOPE)
-        if intercept < 0:
-            return cls(0.0, float(r @ t / (r @ r)))
-        return cls(intercept, slope)
-
-    def seconds(self, rank: float) -> float:
-        """Seconds that communication at this rank takes."""
-        return self.intercept + self.slope * rank
-
-    def rank(self, seconds: float) -> float:
-        """The fractional rank whose communication takes ``seconds``; 0 where even rank 0 takes longer."""
-        return max((seconds - self.intercept) / self.slope, 0.0)
-
-    def scaled(self, factor: float) -> "CommCost":
-        """The cost on a link ``factor`` times as slow; ValueError unless factor is finite and positive."""
-        if not 0 < factor < math.inf:
-            raise ValueError(f"factor = {factor}: must be finite and above 0")
-        return CommCost(self.intercept * factor, self.slope * factor)
+from edgc.plan.comm_cost import RANK_SLACK, CommCost, StageCost
+from edgc.plan.observation import StageObservation
+from edgc.plan.ranks import RANK_MULTIPLE
 
 
 def aligned_rank(first_rank: int, cost: CommCost, slack_seconds: float, r_max: int) -> int:
@@ -92,14 +37,87 @@ def aligned_rank(first_rank: int, cost: CommCost, slack_seconds: float, r_max: i
     rank = first_rank + slack_seconds / cost.slope
     if rank >= r_max:
         return r_max
-    return max(first_rank, math.floor(rank * (1 + _RANK_SLACK)) // RANK_MULTIPLE * RANK_MULTIPLE)
+    return max(first_rank, math.floor(rank * (1 + RANK_SLACK)) // RANK_MULTIPLE * RANK_MULTIPLE)
 
 
-def break_even_rank(cost: CommCost, dense_seconds: float) -> int:
-    """The largest rank whose compressed time does not exceed the dense time; 0 if there is none.
+class StageTimes:
+    """What the stages' communication and backward passes take, as timed before training and corrected in it.
 
-    Raises ValueError unless ``dense_seconds`` is finite and at least 0.
+    Args:
+        costs: of the reduction of each stage; None where it was not measured.
+        message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
+            None, or no list at all, where there is none.
+        computed: the costs are those of a link that the user has named, so that no measurement corrects them.
     """
-    if not 0 <= dense_seconds < math.inf:
-        raise ValueError(f"dense_seconds = {dense_seconds}: must be finite and at least 0")
-    return math.floor(cost.rank(dense_seconds) * (1 + _RANK_SLACK))
+
+    def __init__(
+        self,
+        costs: Sequence[StageCost | None],
+        message_costs: Sequence[StageCost | None] = (),
+        computed: bool = False,
+    ):
+        self.costs, self.computed = list(costs), computed
+        self.message_costs = list(message_costs) or [None] * len(costs)
+        self.message_ranks: list[int | None] = [None] * len(costs)
+        self.micro_backward_seconds = math.nan
+
+    def observe(self, observations: Sequence[StageObservation]) -> None:
+        """Take in a window's backward passes and messages."""
+        self.message_ranks = [observation.message_rank for observation in observations]
+        # The slowest stage sets the pace of the pipeline.
+        backward = [o.micro_backward_seconds for o in observations if math.isfinite(o.micro_backward_seconds)]
+        if backward:
+            self.micro_backward_seconds = max(backward)
+
+    def correct(self, observations: Sequence[StageObservation], ranks: Sequence[int | None], by_host: bool) -> None:
+        """Scale the costs to what a window's reductions took, which were at these ranks or the host's."""
+        if self.computed:
+            return
+        for stage, (cost, observation) in enumerate(zip(self.costs, observations, strict=True)):
+            if cost is not None and observation.reduce_seconds > 0:
+                predicted = cost.host_seconds if by_host else cost.seconds(ranks[stage])
+                if predicted > 0:
+                    self.costs[stage] = cost.scaled(observation.reduce_seconds / predicted)
+
+    def can_align(self, stage: int) -> bool:
+        """Whether all is known that alignment of a later stage to the first depends on."""
+        return None not in (self.costs[0], self.costs[stage]) and not math.isnan(self.micro_backward_seconds)
+
+    def aligned(self, stage: int, first_rank: int, r_max: int) -> int | None:
+        """The rank at which a later stage ends together with the first one; None: it may as well be dense."""
+        first_cost, cost = self.costs[0], self.costs[stage]
+        assert first_cost is not None and cost is not None
+        slack = self._slack(stage)
+        if first_cost.seconds(first_rank) + slack >= cost.dense_seconds:
+            return None
+        # eta is the stage's own: links and stages differ
+        return aligned_rank(first_rank, cost.compressed, slack, r_max)
+
+    def _slack(self, stage: int) -> float:
+        """Seconds from the stage's last backward pass to the first stage's: those between them, and the messages."""
+        on_the_way = zip(self.message_costs[1 : stage + 1], self.message_ranks[1 : stage + 1], strict=True)
+        messages = sum(cost.seconds(rank) for cost, rank in on_the_way if cost is not None)
+        return stage * self.micro_backward_seconds + messages
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "micro_backward_seconds": self.micro_backward_seconds,
+            "costs": [None if cost is None else asdict(cost) for cost in self.costs],
+            "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Computed costs stay: the link may be another one."""
+        self.micro_backward_seconds = state["micro_backward_seconds"]
+        self.costs, self.message_costs = (
+            [
+                cost if saved is None or (self.computed and cost is not None) else _as_cost(saved)
+                for cost, saved in zip(costs, state[name], strict=True)
+            ]
+            for name, costs in (("costs", self.costs), ("message_costs", self.message_costs))
+        )
+
+
+def _as_cost(fields: Mapping[str, Any]) -> StageCost:
+    return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})

@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.spectrum import dropped, extended
 from edgc.specs import MatrixSpec, Parameter
 
@@ -131,6 +131,39 @@ def water_filled_ranks(
             ranks[name] += RANK_MULTIPLE
             budget -= RANK_MULTIPLE * costs[name]
     return ranks
+
+
+def water_filled_over_stages(
+    stages: Sequence[Sequence[MatrixSpec]],
+    energies: Sequence[Mapping[str, Sequence[float]]],
+    rank: int,
+    min_saving: float,
+    prices: Sequence[float],
+) -> list[dict[str, int]] | None:
+    """One common rank, shared out among the matrices of all stages by one water level (``water_filled_ranks``).
+
+    ``prices``: of each stage's bytes. None if something that could have been measured was not.
+    """
+    # a stage of which no matrix pays is never measured
+    measurable = [place for place, stage in enumerate(stages) if uniform_ranks(stage, rank, min_saving)]
+    if not measurable or not all(energies[place] for place in measurable):
+        return None
+    # parameters of two stages may have the same name
+    named = [
+        (place, one, replace(one, name=f"{place} {one.name}")) for place, stage in enumerate(stages) for one in stage
+    ]
+    found = water_filled_ranks(
+        [key for _, _, key in named],
+        {key.name: energies[place].get(one.name, ()) for place, one, key in named},
+        rank,
+        min_saving,
+        {key.name: prices[place] for place, _, key in named},
+    )
+    shared: list[dict[str, int]] = [{} for _ in stages]
+    for place, one, key in named:
+        if key.name in found:
+            shared[place][one.name] = found[key.name]
+    return shared
 
 
 def descent(matrix: MatrixSpec, energy: float) -> float:

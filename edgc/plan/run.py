@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.plan.alignment import RANK_MULTIPLE, break_even_rank
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import LEAST_RATE, WINDOWS, BudgetPlanner, Candidate, Parts, bits_of, worth_of
-from edgc.plan.controller import Controller, StageCost, resolve_ranks, smallest_rank, static_ranks
+from edgc.plan.budget import LEAST_RATE, WINDOWS, BudgetPlanner, worth_of
+from edgc.plan.candidates import Candidate, Parts, bits_of
+from edgc.plan.comm_cost import StageCost, break_even_rank
+from edgc.plan.controller import Controller
 from edgc.plan.noise import Spread
+from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec, Parameter
 
@@ -177,11 +179,11 @@ class RunPlan:
                 never,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                self.config.ranks.largest,
-                worth_of(rate, iterations, power) if rate and power else None,
-                self.config.study.least_fidelity,
-                LEAST_RATE**power if rate and power else 0.0,
-                self.config.ranks.window,
+                most=self.config.ranks.largest,
+                worth=worth_of(rate, iterations, power) if rate and power else None,
+                least_fidelity=self.config.study.least_fidelity,
+                least_worth=LEAST_RATE**power if rate and power else 0.0,
+                window=self.config.ranks.window,
             )
         trials = None
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
@@ -195,9 +197,9 @@ class RunPlan:
             [None if stage.dense_because else stage.cost for stage in self.stages],
             never,
             message_costs,
-            budget,
-            [sizes.price(stage.key.part) for stage in self.stages],
-            trials,
+            budget=budget,
+            prices=[sizes.price(stage.key.part) for stage in self.stages],
+            trials=trials,
         )
 
 

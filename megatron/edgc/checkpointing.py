@@ -355,13 +355,11 @@ class Checkpoints:
         folder: str,
     ) -> None:
         """With it go the ``settings`` that a probe of the link had decided then."""
-        controller.config = controller.config.but(**settings)
+        controller.settle(**settings)
         try:
             controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        if controller.budget is not None:
-            controller.budget.bound(controller.config.ranks.largest)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""

@@ -11,8 +11,9 @@ from edgc.comm.wire import Wire, wire
 from edgc.compress.message_sender import MessageFormat, MessageSender
 from edgc.compress.probe import REPETITIONS
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import RANK_MULTIPLE, CommCost, break_even_rank
-from edgc.plan.controller import NO_RANK, StageCost
+from edgc.plan.comm_cost import CommCost, StageCost, break_even_rank
+from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.ranks import RANK_MULTIPLE
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:

@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Ranks
-from edgc.plan.alignment import RANK_MULTIPLE
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import StageCost
+from edgc.plan.ranks import RANK_MULTIPLE
 from megatron.edgc.message_costs import largest_message_rank, message_break_even, message_shape
 
 

@@ -21,7 +21,8 @@ from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import RankPlan, smallest_rank
+from edgc.plan.rank_plan import RankPlan
+from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, StageKey
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group

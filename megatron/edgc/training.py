@@ -31,7 +31,8 @@ from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
 from edgc.hosts.steps import StepDriver
 from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
-from edgc.plan.controller import Controller, StageCost
+from edgc.plan.comm_cost import StageCost
+from edgc.plan.controller import Controller
 from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints

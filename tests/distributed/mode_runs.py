@@ -43,8 +43,7 @@ from edgc.comm.collectives import Steps  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
-from edgc.plan.alignment import CommCost  # noqa: E402
-from edgc.plan.controller import StageCost  # noqa: E402
+from edgc.plan.comm_cost import CommCost, StageCost  # noqa: E402
 from megatron.edgc.message_costs import message_shape  # noqa: E402
 from megatron.edgc.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402

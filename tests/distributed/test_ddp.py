@@ -19,8 +19,7 @@ from edgc.hosts import data_parallel
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
 from edgc.plan import trials
-from edgc.plan.alignment import CommCost
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import CommCost, StageCost
 from tests.distributed.gloo import run_on_ranks
 
 WIDTH, TOKENS, CONTEXT = 64, 128, 4
@@ -580,9 +579,9 @@ def closed(rank: int) -> tuple[int, int]:
     assert training.state is not None
     training.train(2 * LOW_RANK.ranks.window)
     state = training.state
-    before = 0 if state.windows.controller is None else len(state.windows.controller.history)
+    before = 0 if state.windows.controller is None else len(state.windows.controller.entropy.history)
     state.close()
-    return before, 0 if state.windows.controller is None else len(state.windows.controller.history)
+    return before, 0 if state.windows.controller is None else len(state.windows.controller.entropy.history)
 
 
 def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:

@@ -13,7 +13,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FLOOR, Fidelity
 from edgc.plan.allocation import Allocation
-from edgc.plan.budget import ROW_SHARES
+from edgc.plan.candidates import ROW_SHARES
 from edgc.specs import MatrixSpec, Parameter
 from tests.distributed.gloo import run_on_ranks
 

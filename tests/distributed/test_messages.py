@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from edgc.compress.message_sender import HEADER_BYTES, UnexpectedMessage
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import CommCost
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import CommCost, StageCost
 from tests.distributed.gloo import run_on_ranks
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import results

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from edgc.plan.alignment import CommCost, aligned_rank, break_even_rank
+from edgc.plan.alignment import aligned_rank
+from edgc.plan.comm_cost import CommCost, break_even_rank
 
 
 def test_fit_is_exact_on_a_line() -> None:

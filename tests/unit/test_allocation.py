@@ -5,7 +5,6 @@ import pytest
 from edgc.compress.engines import ENGINES, has_rank
 from edgc.compress.probe import cost_of_link
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import (
     allocate,
     descent,
@@ -16,7 +15,7 @@ from edgc.plan.allocation import (
     water_filled_ranks,
     width,
 )
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import break_even
 from edgc.specs import MatrixSpec, Parameter
 

@@ -10,10 +10,12 @@ import pytest
 
 import edgc.plan.budget as budget_module
 from edgc.config import EDGCConfig
-from edgc.plan.alignment import CommCost
-from edgc.plan.budget import ROW_SHARES, BudgetPlanner, Candidate, Parts, options, ranks_to_try, spend, way_of, worth_of
-from edgc.plan.controller import Controller, StageCost, StageObservation
+from edgc.plan.budget import BudgetPlanner, options, spend, worth_of
+from edgc.plan.candidates import ROW_SHARES, Candidate, Parts, ranks_to_try, way_of
+from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.controller import Controller
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
+from edgc.plan.observation import StageObservation
 from edgc.specs import MatrixSpec
 
 BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}
@@ -511,7 +513,7 @@ def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
     cost = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
     under_test = Controller(config, 200, [[]], [cost], (), budget=planner)
     under_test.observe([StageObservation(-5.0, reduce_seconds=0.1)])
-    assert under_test.costs == [cost]
+    assert under_test.times.costs == [cost]
 
 
 def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send() -> None:
@@ -563,6 +565,15 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     for one in (under_test, again):
         one.observe(observed(0.5), None, (3e5, 6e6, 6e6))
     assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
+
+
+def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had() -> None:
+    under_test = controller()
+    assert under_test.budget is not None
+    for ranks in ({"rmax": 8}, {}):  # the second: other ranks were asked for, so nothing is taken over
+        under_test.settle(**ranks)
+        assert under_test.budget.most == under_test.budget._at_rank(8) < math.inf
+        assert under_test.config.ranks.rmax == under_test.entropy.config.ranks.rmax == 8
 
 
 def test_a_stage_that_is_never_compressed_has_no_choices() -> None:

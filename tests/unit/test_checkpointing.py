@@ -22,16 +22,3 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
     monkeypatch.setattr(checkpointing, "mean_bytes", lambda counts: {})
     resolved = own._index(7, {})["resolved"]
     assert (resolved["rmin"], resolved["rmax"]) == (16, 64)
-
-
-def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.edgc import checkpointing
-
-    bounds: list[int | None] = []
-    controller: Any = SimpleNamespace(
-        config=EDGCConfig.of(volume=24.0, rmax=48), load_state_dict=dict, budget=SimpleNamespace(bound=bounds.append)
-    )
-    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], controller)
-    own._load_controller(controller, {}, {"rmax": 64}, "folder")
-    own._load_controller(controller, {}, {}, "folder")  # other ranks were asked for: those stay
-    assert bounds == [64, 64] and controller.config.ranks.rmax == 64

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.alignment import CommCost
-from edgc.plan.controller import (
-    Controller,
-    RankPlan,
-    StageCost,
-    StageObservation,
-    resolve_ranks,
-    smallest_rank,
-    static_ranks,
-)
+from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.controller import Controller
+from edgc.plan.observation import StageObservation
 from edgc.plan.rank_model import StageRankModel
+from edgc.plan.rank_plan import RankPlan
+from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
 from edgc.specs import MatrixSpec
 
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
@@ -36,9 +31,9 @@ def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000
 def play(c: Controller, history: list[float], backward: float = math.nan) -> list[tuple[int | None, ...]]:
     """Feed one entropy a window to every stage; the ranks decided after each window."""
     ranks = []
-    for window, entropy in enumerate(history, start=len(c.history) + 1):
+    for window, entropy in enumerate(history, start=len(c.entropy.history) + 1):
         seen = StageObservation(entropy=entropy, micro_backward_seconds=backward)
-        c.observe([seen] * len(c.stages))
+        c.observe([seen] * len(c.matrices))
         ranks.append(c.decide(window * WINDOW).ranks)
     return ranks
 
@@ -65,7 +60,7 @@ def windows(c: Controller, entropies: list[tuple[float, ...]], backward: float =
     plans = []
     for entropy in entropies:
         c.observe([StageObservation(entropy=one, micro_backward_seconds=backward) for one in entropy])
-        plans.append(c.decide(len(c.history) * WINDOW))
+        plans.append(c.decide(len(c.entropy.history) * WINDOW))
     return plans
 
 
@@ -79,7 +74,7 @@ def test_every_stage_ends_its_own_warm_up() -> None:
         ("entropy", "entropy is stable"),
         ("entropy", "entropy"),
     ]
-    assert c.anchor == [-5.0, -6.1]
+    assert c.entropy.anchor == [-5.0, -6.1]
 
 
 @pytest.mark.parametrize("unit", [0.0, 8.3, -8.0, 5.0])
@@ -152,7 +147,7 @@ def test_the_plan_tells_what_entropy_proposed_what_bounds_left_of_it_and_what_th
     assert c.plan.proposed == (0.0, 0.0)
     play(c, [-5.2], backward=0.004)
     assert (c.plan.ranks, c.plan.targets) == ((48, 52), (16, 52))
-    c.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    c.times.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
     play(c, [-5.2], backward=0.004)
     assert (c.plan.ranks, c.plan.targets) == ((40, 60), (16, None))
 
@@ -245,7 +240,7 @@ def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> No
     assert c.decide(12 * WINDOW).ranks == (16, 28, 36)  # 5 ms instead of 8: 37, a multiple of four
     again = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3)
     again.load_state_dict(json.loads(json.dumps(c.state_dict())))
-    assert again.message_costs == c.message_costs
+    assert again.times.message_costs == c.times.message_costs
 
 
 def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage() -> None:
@@ -275,23 +270,23 @@ def test_a_stage_climbs_to_rmax_before_it_goes_dense() -> None:
     c = controller(stages=2, align=True)
     play(c, [*WARM, *[-5.2] * 3], backward=0.001)
     assert c.plan.ranks == (40, 40)
-    c.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    c.times.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
     assert [ranks[1] for ranks in play(c, [-5.2] * 4, backward=0.001)] == [48, 56, 64, None]
 
 
 def test_costs_follow_what_reductions_really_take() -> None:
     c = controller(stages=1, cost=StageCost(CommCost(0.01, 0.001), 0.2, 0.3))
     c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.4)])  # dense now: twice as slow as probed
-    assert c.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4, 0.6)
+    assert c.times.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4, 0.6)
     # compressed at rank 10, which no plan of this controller says
     c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.08)], [10])
-    assert c.costs[0].dense_seconds == pytest.approx(0.4 * 0.08 / (0.02 + 10 * 0.002))
+    assert c.times.costs[0].dense_seconds == pytest.approx(0.4 * 0.08 / (0.02 + 10 * 0.002))
 
 
 def test_costs_of_a_given_link_stay() -> None:
     c = controller(link_gbps=1.0)
     c.observe([StageObservation(entropy=-5.0, reduce_seconds=9.0)])
-    assert c.costs[0] == COST
+    assert c.times.costs[0] == COST
 
 
 def test_versions_grow_only_when_ranks_change() -> None:
@@ -362,12 +357,12 @@ def test_a_tolerance_in_another_unit_and_costs_of_another_link_are_not_taken_ove
     state = json.loads(json.dumps(before.state_dict()))
     assert state["tolerated"] != [None]
     after = controller(warmup_fraction=0.0, rank_model="residual", link_gbps=100.0)
-    after.costs = [COST.scaled(0.01)]
+    after.times.costs = [COST.scaled(0.01)]
     after.load_state_dict(state)
-    assert after.tolerated == [None] and after.costs == [COST.scaled(0.01)]
+    assert after.entropy.tolerated == [None] and after.times.costs == [COST.scaled(0.01)]
     other = controller(warmup_fraction=0.0, rank_model="measured", entropy_estimator="histogram")
     other.load_state_dict(state)
-    assert other.anchor == [None] and not other.history and other.costs == [COST]
+    assert other.entropy.anchor == [None] and not other.entropy.history and other.times.costs == [COST]
 
 
 def test_the_warm_up_of_entropy_is_no_compression() -> None:

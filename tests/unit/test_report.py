@@ -180,7 +180,7 @@ def test_the_document_names_every_field_of_the_log() -> None:
     from dataclasses import fields
 
     from edgc.observe.window import StageWindow, WindowReport
-    from edgc.plan.controller import RankPlan
+    from edgc.plan.rank_plan import RankPlan
 
     document = (REPOSITORY / "docs" / "events.md").read_text()
     for record in (RankPlan, StageWindow, WindowReport):

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.alignment import CommCost
-from edgc.plan.controller import StageCost
+from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import MessageSizes, Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 

@@ -10,9 +10,11 @@ import torch
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
-from edgc.plan.alignment import CommCost
 from edgc.plan.allocation import allocate
-from edgc.plan.controller import Controller, RankPlan, StageCost, StageObservation
+from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.controller import Controller
+from edgc.plan.observation import StageObservation
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.stages import EmbeddingStage, MegatronStage
@@ -98,4 +100,4 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     config = EDGCConfig.of(window=10, rmin=16, rmax=64)
     controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
     controller.observe([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)])
-    assert controller.costs[0] == cost
+    assert controller.times.costs[0] == cost

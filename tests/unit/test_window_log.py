@@ -9,7 +9,7 @@ from edgc.config import EDGCConfig
 from edgc.hosts import reporting
 from edgc.hosts.reporting import Reporter
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
-from edgc.plan.controller import RankPlan
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Part, Run, StageKey
 
 PLAN = RankPlan(

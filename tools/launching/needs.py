@@ -19,7 +19,7 @@ from tools.launching.configs import Cluster, LaunchError, Model, method_flags
 
 if TYPE_CHECKING:
     from edgc.config import EDGCConfig
-    from edgc.plan.controller import StageCost
+    from edgc.plan.comm_cost import StageCost
     from edgc.specs import Parameter
 
 VOCABULARY = 50257  # GPT-2's byte-pair encoding

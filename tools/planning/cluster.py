@@ -11,7 +11,7 @@ from typing import Any
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
-from edgc.plan.alignment import RANK_MULTIPLE
+from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement

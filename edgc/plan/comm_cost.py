@@ -1,0 +1,95 @@
+"""What communication takes, as a function of the rank."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
+_MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
+
+
+@dataclass(frozen=True)
+class CommCost:
+    """T_com(r) = intercept + slope * r: the seconds that compressed communication takes at rank r.
+
+    ``intercept`` (c, seconds) is what a message costs whatever its rank; ``slope`` (eta) is in seconds per
+    unit of rank. ``fit`` gives c >= 0 and eta > 0; the constructor takes any numbers, nan included.
+    """
+
+    intercept: float
+    slope: float
+
+    @classmethod
+    def fit(cls, ranks: Sequence[float], seconds: Sequence[float]) -> "CommCost":
+        """Least squares of T = c + eta r over pairs of rank and measured seconds, under c >= 0 and eta > 0.
+
+        A negative c (noise around a small one) is refitted as a line through the origin. An eta that is not
+        positive means that noise hides the cost of rank; it becomes 1e-12 s, and c the mean time.
+
+        Raises ValueError for lengths that differ, values that are negative or not finite, and fewer than two
+        distinct ranks.
+        """
+        r, t = np.asarray(ranks, dtype=float), np.asarray(seconds, dtype=float)
+        if r.ndim != 1 or r.shape != t.shape:
+            raise ValueError(f"ranks, seconds of shapes {r.shape}, {t.shape}: must be lists of one length")
+        for name, values in (("ranks", r), ("seconds", t)):
+            if not np.all(np.isfinite(values) & (values >= 0)):
+                raise ValueError(f"{name} = {values.tolist()}: must be finite and at least 0")
+        if np.unique(r).size < 2:
+            raise ValueError(f"ranks = {r.tolist()}: a line needs at least 2 distinct ranks")
+
+        centred = r - r.mean()
+        slope = float(centred @ t / (centred @ centred))
+        intercept = float(t.mean() - slope * r.mean())
+        if slope < _MIN_SLOPE:
+            return cls(float(t.mean()), _MIN_SLOPE)
+        if intercept < 0:
+            return cls(0.0, float(r @ t / (r @ r)))
+        return cls(intercept, slope)
+
+    def seconds(self, rank: float) -> float:
+        """Seconds that communication at this rank takes."""
+        return self.intercept + self.slope * rank
+
+    def rank(self, seconds: float) -> float:
+        """The fractional rank whose communication takes ``seconds``; 0 where even rank 0 takes longer."""
+        return max((seconds - self.intercept) / self.slope, 0.0)
+
+    def scaled(self, factor: float) -> "CommCost":
+        """The cost on a link ``factor`` times as slow; ValueError unless factor is finite and positive."""
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor = {factor}: must be finite and above 0")
+        return CommCost(self.intercept * factor, self.slope * factor)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
+
+    Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
+    what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
+    fp32, which compression has to beat. Of a message between stages both are of its values.
+    """
+
+    compressed: CommCost
+    dense_seconds: float
+    host_seconds: float
+
+    def scaled(self, factor: float) -> "StageCost":
+        """The same link under other traffic."""
+        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.host_seconds * factor)
+
+    def seconds(self, rank: int | None) -> float:
+        return self.dense_seconds if rank is None else self.compressed.seconds(rank)
+
+
+def break_even_rank(cost: CommCost, dense_seconds: float) -> int:
+    """The largest rank whose compressed time does not exceed the dense time; 0 if there is none.
+
+    Raises ValueError unless ``dense_seconds`` is finite and at least 0.
+    """
+    if not 0 <= dense_seconds < math.inf:
+        raise ValueError(f"dense_seconds = {dense_seconds}: must be finite and at least 0")
+    return math.floor(cost.rank(dense_seconds) * (1 + RANK_SLACK))

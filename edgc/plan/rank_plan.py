@@ -1,0 +1,48 @@
+"""What the controller decides: the ranks and formats of all stages, frozen until the next window ends."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NO_RANK = 0  # compressed by an engine that has no rank
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
+
+    ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
+    stage's rank. ``formats`` holds for each stage the wire format, or engine, of parameters without a rank; None, or a
+    parameter that is not in it: ``rest_wire``. ``proposed`` is what entropy alone asks for, ``targets`` what is left of
+    it after bounds, rounding and alignment, and ``ranks`` after the step limit.
+
+    ``by_host``: the host sums after all, because that is faster. In the iterations of ``trial`` (first, first after)
+    it is the other way round. ``tried``: seconds of a compressed step and of the host's in the last trial.
+    """
+
+    version: int
+    first_iteration: int
+    ranks: tuple[int | None, ...]
+    matrix_ranks: tuple[Mapping[str, int] | None, ...] = ()
+    formats: tuple[Mapping[str, str] | None, ...] = ()
+    entropy: tuple[float, ...] = ()
+    proposed: tuple[float | None, ...] = ()
+    targets: tuple[int | None, ...] = ()
+    reasons: tuple[str, ...] = ()
+    by_host: bool = False
+    trial: tuple[int, int] | None = None
+    tried: tuple[float, ...] = ()
+
+    def sums_by_host(self, iteration: int) -> bool | None:
+        """Whether the host sums in this iteration; None in a warm-up of EDGC's."""
+        if iteration < self.first_iteration or all(rank is None for rank in self.ranks):
+            return self.by_host or None
+        return self.by_host != (self.trial is not None and self.trial[0] <= iteration < self.trial[1])
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "RankPlan":
+        own: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**own)
