@@ -28,11 +28,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgc.config import PRESETS, ConfigError, EDGCConfig
+    from edgc.config import ConfigError, EDGCConfig
     from edgc.errors import StepError
     from edgc.hosts.data_parallel import EDGCState
     from edgc.hosts.ddp import attach, ddp_hook
     from edgc.observe.events import read_events
+    from edgc.presets import PRESETS
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +49,7 @@ __all__ = [
 
 # Imported when they are asked for: planning needs no torch.
 _PLACES = {
-    "PRESETS": "edgc.config",
+    "PRESETS": "edgc.presets",
     "ConfigError": "edgc.config",
     "EDGCConfig": "edgc.config",
     "EDGCState": "edgc.hosts.data_parallel",

@@ -6,7 +6,8 @@ from dataclasses import Field, fields
 from textwrap import fill
 from typing import Any
 
-from edgc.config import PRESETS, UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, knobs
+from edgc.config import UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, knobs
+from edgc.presets import PRESETS
 
 WIDTH = 100  # characters
 INTRODUCTION = (

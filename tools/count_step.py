@@ -18,7 +18,8 @@ if __name__ == "__main__":
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import PowerSGD
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
+from edgc.presets import PRESETS
 from tools.benchmarks import gpu_model
 from tools.benchmarks.common import BALANCED, versions
 from tools.benchmarks.gpu_model import step_time

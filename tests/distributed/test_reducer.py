@@ -16,10 +16,11 @@ from edgc.comm.overlap import Overlap
 from edgc.compress import routes
 from edgc.compress.probe import cost_in_bytes, probe
 from edgc.compress.reducer import GradientReducer
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.hosts.units import Unit, Units, cut
 from edgc.plan.allocation import allocate
 from edgc.plan.run import break_even
+from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 from tools.benchmarks.operations import TensorMemory

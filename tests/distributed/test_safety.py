@@ -13,9 +13,10 @@ from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.compress import lowrank
 from edgc.compress.engines import sparse
 from edgc.compress.reducer import GradientReducer
-from edgc.config import PRESETS, EDGCConfig, Study
+from edgc.config import EDGCConfig, Study
 from edgc.errors import ReplicaMismatch
 from edgc.plan.allocation import allocate
+from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 

@@ -6,7 +6,8 @@ import pytest
 
 from edgc.compress.engines import ENGINES, engine_class
 from edgc.compress.engines.base import Elementwise, LowRank
-from edgc.config import PRESETS, ConfigError, EDGCConfig, Messages, Study, flag, knobs
+from edgc.config import ConfigError, EDGCConfig, Messages, Study, flag, knobs
+from edgc.presets import PRESETS
 
 
 @pytest.mark.parametrize(

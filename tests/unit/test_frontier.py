@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgc.config import PRESETS
+from edgc.presets import PRESETS
 from tools import frontier
 from tools._root import REPOSITORY
 from tools.experiments import lists, results, series, studies, training

@@ -12,9 +12,10 @@ from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.wire import pack_all
 from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.observe.measurements import Measurements
 from edgc.plan.allocation import allocate
+from edgc.presets import PRESETS
 from edgc.specs import Parameter
 
 META = torch.device("meta")

@@ -15,8 +15,9 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.compress import probe
 from edgc.compress.reducer import GradientReducer
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
+from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 
 MATRIX = MatrixSpec("w", 128, 256)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
+from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import device_seconds

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.compress.reducer import GradientReducer
-from edgc.config import PRESETS, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
+from edgc.presets import PRESETS
 
 # The formats of ``balanced`` without its rank policy: a benchmark gives the ranks.
 BALANCED: dict[str, Any] = {name: value for name, value in PRESETS["balanced"].items() if name not in ("volume", "pp")}

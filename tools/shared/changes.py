@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.compress.engines import has_rank
-from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, PRESETS, Messages, ranks_by_entropy
+from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, Messages, ranks_by_entropy
+from edgc.presets import PRESETS
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
