@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -110,10 +109,10 @@ def train(install: Run, seed: int, iterations: int) -> dict[str, Any]:
     }
 
 
-def work(process: int, options: argparse.Namespace, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(process: int, options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=process, world_size=options.processes)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", meeting, rank=process, world_size=options.processes)
     rows = []
     for seed in range(options.seeds):
         for name, install in ways(options.ranks).items():
@@ -153,11 +152,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--output", type=Path, help="without a suffix (default: only print)")
     options = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (options, port, folder), nprocs=options.processes)  # type: ignore[no-untyped-call]
+        spawn(work, (options, folder), nprocs=options.processes)  # type: ignore[no-untyped-call]
         rows = json.loads(Path(folder, "rows.json").read_text())
     lines = table(rows)
     print("\n".join(lines))

@@ -10,7 +10,6 @@ profiler shows under the names ``edgc/...`` in training, too; on a GPU they are 
 
 import json
 import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -38,11 +37,8 @@ def main() -> None:
         "--output", type=Path, help="JSON file for the raw result; a page with the table comes beside it"
     )
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(process, (options, port, folder), options.processes)  # type: ignore[no-untyped-call]
+        spawn(process, (options, folder), options.processes)  # type: ignore[no-untyped-call]
         result = json.loads(Path(folder, "rows.json").read_text())
     result.update(
         processes=options.processes,

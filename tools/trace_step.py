@@ -9,8 +9,6 @@ process 0 as a trace (OUTPUT.json, for chrome://tracing or ui.perfetto.dev), a p
 """
 
 import json
-import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -52,13 +50,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("docs/bench/trace"), help="of all files, without ending")
     options = parser.parse_args(argv)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "trace.json"
         spawn(  # type: ignore[no-untyped-call]
-            _process, (port, options.layers, options.width, options.rank, whole), nprocs=2
+            _process, (options.layers, options.width, options.rank, whole), nprocs=2
         )
         events = [event for event in json.loads(whole.read_text())["traceEvents"] if _kind(event)]
     begin = min(event["ts"] for event in events)
@@ -84,10 +79,9 @@ def main(argv: list[str] | None = None) -> None:
     write(options.output.with_suffix(".md"), "\n".join(page).encode())
 
 
-def _process(rank: int, port: str, layers: int, width: int, low_rank: int, output: Path) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+def _process(rank: int, layers: int, width: int, low_rank: int, output: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{output.parent}/meeting", rank=rank, world_size=2)
     shapes = {"fc2": (width, 4 * width), "fc1": (4 * width, width), "proj": (width, width), "qkv": (3 * width, width)}
     parameters = [Parameter(f"{layer}.{kind}", shape) for layer in range(layers) for kind, shape in shapes.items()]
     config = EDGCConfig.of(**{**BALANCED, "basis_cycle": 1}, static_rank=low_rank, iteration_sampling_rate=0.01)

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -89,15 +88,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def process(number: int, options: argparse.Namespace, port: int, folder: str) -> None:
+def process(number: int, options: argparse.Namespace, folder: str) -> None:
     """One of the processes, numbered from 0; the first one writes the rows."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     on_gpu = torch.cuda.device_count() >= options.processes
     device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # processes share the cores
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=number, world_size=options.processes)
+    backend, meeting = "nccl" if on_gpu else "gloo", f"file://{folder}/meeting"
+    dist.init_process_group(backend, meeting, rank=number, world_size=options.processes)
     results = []
     for text in options.shapes:
         rows, cols = (int(side) for side in text.split("x"))

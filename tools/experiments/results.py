@@ -44,7 +44,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "step_seconds": measured.step_seconds,
         "ranks": [window["ranks"] for window in measured.windows],
         "settings": shlex.join(trial.settings),
-        "commit": record["commit"] + ("+" if record["modified"] else ""),
+        "commit": record["commit"],
         "changes": record.get("changes", 0),
         "versions": measured.start["versions"],
         "machine": record["machine"],

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tools._root import REPOSITORY
 from tools.experiments.lists import Trial
 from tools.shared.changes import CHANGES, changed, preset
+from tools.shared.checkout import commit
 from tools.shared.machine import device_name
 from tools.shared.runs import RunError, load_run
 
@@ -31,7 +31,7 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
         "preset": preset(arguments),
         "changes": len(CHANGES),
         "machine": machine(bool(device)),
-        **commit(),
+        "commit": commit(REPOSITORY),
         "started": round(time.time()),
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -78,18 +78,3 @@ def machine(on_cpu: bool) -> str:
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
     ).stdout.split("\n")
     return f"{len([name for name in listed if name])} x {listed[0]}"
-
-
-def commit() -> dict[str, Any]:
-    """The checkout's commit, and whether it had other changes than those this tool makes."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changes = [line for line in git("status", "--porcelain").splitlines() if "docs/frontier/" not in line]
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changes)}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": "unknown", "modified": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from tools._root import REPOSITORY
 from tools.launching.configs import LaunchError
 from tools.launching.plan import Launch
+from tools.shared.checkout import commit
 from tools.shared.machine import installed
 from tools.shared.megatron import TRACKER
 
@@ -49,16 +49,11 @@ def last_value(flag: str, arguments: Sequence[str]) -> str | None:
 
 def record(launch: Launch) -> None:
     """Add a line with the exact arguments and the versions that a run starts under to its folder."""
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True)
-        commit = git.stdout.strip()
-    except FileNotFoundError:  # as in a container
-        commit = ""
     line: Mapping[str, Any] = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processes": launch.nodes * launch.processes_per_node,
         "arguments": launch.arguments,
-        "commit": commit or None,
+        "commit": commit(REPOSITORY),
         "python": sys.version.split()[0],
         "versions": {package: installed(package) for package in PACKAGES},
     }
