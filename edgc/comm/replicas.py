@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import Packed
+from edgc.comm.packed import Packed
 from edgc.errors import ReplicaMismatch
 
 KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared

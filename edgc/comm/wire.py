@@ -19,16 +19,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from edgc.comm.packing import pack, unpack
 from edgc.seeding import stable_seed
-from edgc.stacking import by_shape, map_stacked, stacked
 
 GROUP = 128
 # Step in units of the root mean square that loses least of normal values, by bits.
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
-_FEW = 2**15  # codes for which starting an operation costs more than going over them
-_MANY = 2**23  # codes, of which words take eight bytes each
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Wire:
         if self.floating:
             codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
         else:
-            codes = _pack(self._codes(scaled, generator).view(rows, -1), self.bits)
+            codes = pack(self._codes(scaled, generator).view(rows, -1), self.bits)
         return torch.cat([codes, scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ class Wire:
         if self.floating:
             values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float().mul_(scales)
         else:
-            codes = _unpack(packed, self.bits).view(rows, groups, GROUP)
+            codes = unpack(packed, self.bits).view(rows, groups, GROUP)
             values = codes.to(torch.float32).sub_(self._centre).mul_(scales)
         return self.restored(values.view(rows, -1))
 
@@ -175,84 +173,6 @@ def _drawn(draw: Callable[..., Tensor], like: Tensor, generator: torch.Generator
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
-class Packed:
-    """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
-
-    def __init__(self, values: Tensor, wire: Wire, generator: torch.Generator | None = None):
-        self.shape = values.shape
-        self.wire = wire
-        row = values.reshape(1, -1)
-        self.message = wire.encode(in_groups(row) if wire.scaled else row, generator)
-
-    @classmethod
-    def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":
-        """What an earlier one held."""
-        packed = cls.__new__(cls)
-        packed.message, packed.shape, packed.wire = message, shape, wire
-        return packed
-
-    def stored(self) -> Tensor:
-        """fp32 or bf16 values as they are kept, without a copy."""
-        return self.message.view(torch.float32 if self.wire.exact else torch.bfloat16).view(self.shape)
-
-    def values(self) -> Tensor:
-        """fp32, of the tensor's shape."""
-        return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
-
-
-def pack_all(
-    tensors: Sequence[Tensor],
-    wire: Wire,
-    generator: torch.Generator | None = None,
-    seeds: Sequence[int] = (),
-) -> list[Packed]:
-    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone.
-
-    ``generator`` draws the stochastic rounding of each tensor from its own one of the ``seeds``.
-    """
-    packed: dict[int, Packed] = {}
-    for places in by_shape(tensors):
-        rows = stacked([tensors[place] for place in places]).flatten(1)
-        draws = None if generator is None else RowDraws(generator, [seeds[place] for place in places])
-        messages = wire.encode(in_groups(rows) if wire.scaled else rows, draws)
-        for place, message in zip(places, messages.unbind(), strict=True):
-            packed[place] = Packed.restored(message.unsqueeze(0), tensors[place].shape, wire)
-    return [packed[place] for place in range(len(tensors))]
-
-
-def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
-    """The values of each, those of equal shape and format at once."""
-    values: dict[int, Tensor] = {}
-    for wire in dict.fromkeys(packed.wire for packed in several):
-        places = [place for place, packed in enumerate(several) if packed.wire == wire]
-        if wire.exact:  # there is nothing to decode
-            rows = [wire.decode(several[place].message)[0] for place in places]
-        else:
-            rows = map_stacked(wire.decode, [several[place].message[0] for place in places])
-        for place, row in zip(places, rows, strict=True):
-            shape = several[place].shape
-            values[place] = row[: shape.numel()].view(shape)
-    return [values[place] for place in range(len(several))]
-
-
-def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
-    """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
-
-    def choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
-        word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
-        return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)
-
-    messages = map_stacked(
-        choose,
-        [condition.view(1, 1) for condition in conditions],
-        [packed.message for packed in these],
-        [packed.message for packed in others],
-    )
-    return [
-        Packed.restored(message, packed.shape, packed.wire) for message, packed in zip(messages, these, strict=True)
-    ]
-
-
 FP32 = Wire(32)
 WIRES = {
     "fp32": FP32,
@@ -299,70 +219,3 @@ def _rotation(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
         signs -= 2 * torch.randint(2, (GROUP, 1), generator=torch.Generator().manual_seed(stable_seed("signs")))
     rotation = (signs * matrix / math.sqrt(GROUP)).to(device)
     return rotation, rotation.T.contiguous()
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Integers (rows, n) below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
-    if bits == 8:
-        return codes.to(torch.uint8)
-    rows, (count, length, word) = codes.shape[0], _word(bits)
-    if _folds(codes):
-        words = codes.to(torch.uint8)
-        for joined, step in _joints(bits):
-            words = words.view(joined)
-            mask, half = 2**step - 1, 4 * joined.itemsize
-            words = (words >> (half - step)).bitwise_and_(mask << step).bitwise_or_(words & mask)
-    elif codes.numel() > _MANY:
-        parts = torch.split(codes, max(_MANY // rows // count, 1) * count, dim=1)
-        return torch.cat([_pack(part, bits) for part in parts], dim=1)
-    else:
-        words = (codes.view(rows, -1, count).to(word) << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
-    return words.view(torch.uint8).view(rows, -1, words.itemsize)[..., :length].reshape(rows, -1)
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of ``_pack``, as integers of any type."""
-    if bits == 8:
-        return packed
-    rows, (count, length, word) = packed.shape[0], _word(bits)
-    if not _folds(packed) and packed.numel() > (most := _MANY // count * length):
-        parts = torch.split(packed, max(most // rows // length, 1) * length, dim=1)
-        return torch.cat([_unpack(part, bits).to(torch.uint8) for part in parts], dim=1)
-    size = _joints(bits)[-1][0].itemsize if _folds(packed) else word.itemsize
-    whole = packed.reshape(rows, -1, length)
-    if length < size:
-        whole = torch.nn.functional.pad(whole, (0, size - length))
-    if not _folds(packed):
-        words = whole.view(word)
-        return (words >> _shifts(bits, count, packed.device)).bitwise_and_(2**bits - 1).view(rows, -1)
-    words = whole
-    for joined, step in reversed(_joints(bits)):
-        words = words.view(joined)
-        mask, half = 2**step - 1, 4 * joined.itemsize
-        words = (words << (half - step)).bitwise_and_(mask << half).bitwise_or_(words & mask)
-    return words.view(torch.uint8).view(rows, -1)
-
-
-def _folds(tensor: Tensor) -> bool:
-    """Whether codes are joined in pairs, then pairs of pairs, until they fill whole bytes: a CPU goes over many of them
-    faster so than in one operation on words of eight bytes each. On a GPU each operation costs a launch.
-    """
-    return tensor.device.type == "cpu" and tensor.numel() > _FEW
-
-
-@functools.cache
-def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
-    """Of the codes in a word."""
-    return (torch.arange(count) * bits).to(_word(bits)[2]).to(device)
-
-
-def _word(bits: int) -> tuple[int, int, torch.dtype]:
-    """So many codes fill so many whole bytes of an integer of this type."""
-    whole = math.lcm(bits, 8)
-    return whole // bits, whole // 8, {8: torch.uint8, 24: torch.int32, 40: torch.int64, 56: torch.int64}[whole]
-
-
-def _joints(bits: int) -> list[tuple[torch.dtype, int]]:
-    """The words in which codes are joined until they fill whole bytes, and the bits that each half of a word holds."""
-    steps = zip((torch.int16, torch.int32, torch.int64), (bits, 2 * bits, 4 * bits), strict=True)
-    return [(word, step) for word, step in steps if step < math.lcm(bits, 8)]

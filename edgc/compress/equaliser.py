@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import FP32, Packed
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32
 from edgc.stacking import by_shape, map_stacked, stacked
 
 DECAY = 0.95  # of the moving averages, per step

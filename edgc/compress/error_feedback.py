@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import Packed, Wire, choose_all, pack_all, unpack_all
+from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
+from edgc.comm.wire import Wire
 from edgc.seeding import stable_seed
 from edgc.stacking import batches, map_stacked
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import Packed, Wire
+from edgc.comm.packed import Packed
+from edgc.comm.wire import Wire
 from edgc.compress import lowrank, spikes
 
 HEADER_BYTES = 32

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.packed import Packed
 from edgc.comm.replicas import digest
-from edgc.comm.wire import GROUP, Packed
+from edgc.comm.wire import GROUP
 from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
 from edgc.compress.equaliser import Equaliser, squared_norms

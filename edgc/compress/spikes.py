@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import FP32, Packed
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32
 
 DECAY = 0.95  # of the running norm, per step
 

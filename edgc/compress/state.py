@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import FP32, Packed, wire
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32, wire
 from edgc.compress.engines.base import Engine
 from edgc.compress.equaliser import Equaliser
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule

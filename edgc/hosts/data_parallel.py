@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
-from edgc.comm.wire import Packed
+from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.costs import message_sizes, reduction_cost

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from edgc.comm.wire import FP32, Packed, Wire
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32, Wire
 from edgc.hosts.stage import Stage
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics

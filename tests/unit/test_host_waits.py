@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.comm.wire import pack_all
+from edgc.comm.packed import pack_all
 from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig

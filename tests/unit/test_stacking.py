@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import WIRES, Packed, choose_all, pack_all, unpack_all, wire
+from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
+from edgc.comm.wire import WIRES, wire
 from edgc.stacking import map_stacked, stacked, stacked_view
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.comm.wire import FP32, Packed, wire
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32, wire
 from edgc.hosts.state import measurements_of, plain, stage_state, unpacked
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from edgc.comm.wire import GROUP, WIRES, Wire, _pack, _unpack, wire
+from edgc.comm.packing import pack, unpack
+from edgc.comm.wire import GROUP, WIRES, Wire, wire
 
 ROUNDED = [name for name, format in WIRES.items() if format.bits <= 8 and not format.floating]
 FLOATING = {"fp16": 10, "fp8": 3}  # bits of the mantissa
@@ -31,9 +32,9 @@ def test_a_message_has_the_bits_it_says_and_loses_what_theory_says(name: str, ha
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_code_survives_packing(bits: int) -> None:
     codes = torch.randint(2**bits, (3, 2 * GROUP), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    packed = _pack(codes, bits)
+    packed = pack(codes, bits)
     assert packed.shape == (3, 2 * GROUP * bits // 8)
-    assert torch.equal(_unpack(packed, bits), codes)
+    assert torch.equal(unpack(packed, bits), codes)
 
 
 def test_fp32_is_exact_and_bf16_is_torchs() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.wire import FP32, Packed, wire
+from edgc.comm.packed import Packed
+from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.engines.base import FactoredSums, LowRank, all_finite

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.wire import Packed
+from edgc.comm.packed import Packed
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.error_feedback import ErrorRule

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.comm.collectives import Communicator, Steps, interleave
-from edgc.comm.wire import FP32, Packed, choose_all, pack_all, unpack_all, wire
+from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
+from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.engines.base import FactoredSums, LowRank, all_finite

@@ -1,0 +1,87 @@
+"""Tensors kept in a wire format, several at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.comm.wire import RowDraws, Wire, in_groups
+from edgc.stacking import by_shape, map_stacked, stacked
+
+
+class Packed:
+    """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
+
+    def __init__(self, values: Tensor, wire: Wire, generator: torch.Generator | None = None):
+        self.shape = values.shape
+        self.wire = wire
+        row = values.reshape(1, -1)
+        self.message = wire.encode(in_groups(row) if wire.scaled else row, generator)
+
+    @classmethod
+    def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":
+        """What an earlier one held."""
+        packed = cls.__new__(cls)
+        packed.message, packed.shape, packed.wire = message, shape, wire
+        return packed
+
+    def stored(self) -> Tensor:
+        """fp32 or bf16 values as they are kept, without a copy."""
+        return self.message.view(torch.float32 if self.wire.exact else torch.bfloat16).view(self.shape)
+
+    def values(self) -> Tensor:
+        """fp32, of the tensor's shape."""
+        return self.wire.decode(self.message)[0, : self.shape.numel()].view(self.shape)
+
+
+def pack_all(
+    tensors: Sequence[Tensor],
+    wire: Wire,
+    generator: torch.Generator | None = None,
+    seeds: Sequence[int] = (),
+) -> list[Packed]:
+    """Each tensor packed, those of equal shape at once. They share memory: it goes when all of them have gone.
+
+    ``generator`` draws the stochastic rounding of each tensor from its own one of the ``seeds``.
+    """
+    packed: dict[int, Packed] = {}
+    for places in by_shape(tensors):
+        rows = stacked([tensors[place] for place in places]).flatten(1)
+        draws = None if generator is None else RowDraws(generator, [seeds[place] for place in places])
+        messages = wire.encode(in_groups(rows) if wire.scaled else rows, draws)
+        for place, message in zip(places, messages.unbind(), strict=True):
+            packed[place] = Packed.restored(message.unsqueeze(0), tensors[place].shape, wire)
+    return [packed[place] for place in range(len(tensors))]
+
+
+def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
+    """The values of each, those of equal shape and format at once."""
+    values: dict[int, Tensor] = {}
+    for wire in dict.fromkeys(packed.wire for packed in several):
+        places = [place for place, packed in enumerate(several) if packed.wire == wire]
+        if wire.exact:  # there is nothing to decode
+            rows = [wire.decode(several[place].message)[0] for place in places]
+        else:
+            rows = map_stacked(wire.decode, [several[place].message[0] for place in places])
+        for place, row in zip(places, rows, strict=True):
+            shape = several[place].shape
+            values[place] = row[: shape.numel()].view(shape)
+    return [values[place] for place in range(len(several))]
+
+
+def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
+    """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
+
+    def choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
+        word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
+        return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)
+
+    messages = map_stacked(
+        choose,
+        [condition.view(1, 1) for condition in conditions],
+        [packed.message for packed in these],
+        [packed.message for packed in others],
+    )
+    return [
+        Packed.restored(message, packed.shape, packed.wire) for message, packed in zip(messages, these, strict=True)
+    ]
