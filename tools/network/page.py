@@ -78,7 +78,7 @@ def markdown(points: Sequence[Point], machine: str) -> str:
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
         "- The picture has the first repetition of each link.",
         "- Rows are *old* where today's code",
-        "  [compresses otherwise](../frontier/README.md#the-frontier-loss-against-bytes).",
+        "  [compresses otherwise](../frontier/README.md#old-rows).",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
