@@ -1,12 +1,15 @@
 """Time real Megatron runs between processes whose links are limited.
 
     bash scripts/bench_network.sh [--quick] [--rates 20 60 135 400 0] [--modes plain ...]
-        [--contenders dense balanced ...] [--links even ...] [--repetitions 1] [--output docs/network]
+        [--contenders dense balanced ...] [--links even ...] [--repetitions 1] [--to-the-end] [--output docs/network]
 
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
 go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
 runs/network/points.jsonl, and a run that is there is not repeated with the same code. At the end OUTPUT/README.md,
 OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point, whether it ran now or was in OUTPUT before.
+
+With --to-the-end every contender trains 280 iterations, 5 to 10 minutes each at 135 Mbit/s. OUTPUT/curves.json and
+OUTPUT/loss.png then hold the training loss over time.
 
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
@@ -24,8 +27,21 @@ if __name__ == "__main__":
 
 from tools._root import REPOSITORY
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import markdown, over_time, picture, table
-from tools.network.runs import CHANGING, CONTENDERS, CORPUS, EVEN, LINKS, MODES, UNEVEN, Point, RunFailed, measure
+from tools.network.page import loss_over_time, markdown, over_time, picture, rate_name, table
+from tools.network.runs import (
+    CHANGING,
+    CONTENDERS,
+    CORPUS,
+    EVEN,
+    LINKS,
+    MODES,
+    UNEVEN,
+    Curve,
+    Point,
+    RunFailed,
+    measure,
+    to_the_end,
+)
 from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser, end_on_sigterm, say_error
@@ -34,6 +50,7 @@ from tools.shared.machine import device_name
 from tools.shared.megatron import corpus_flags
 
 POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
+CURVES = REPOSITORY / "runs" / "network" / "curves.jsonl"
 QUICK = REPOSITORY / "runs" / "network" / "quick.json"
 CODE = ("edgc", "megatron", "tools/network", "pretrain_gpt.py")  # what times depend on
 QUICK_RATE = 135.0
@@ -52,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--links", choices=LINKS, default=EVEN, help="how links differ from the rate (default: even)")
     parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
     parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
     parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
     parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
@@ -59,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.quick:
             quick(options.windows)
         else:
-            if not options.report:
+            if options.to_the_end and not options.report:
+                whole_runs(options.rates, options.modes, options.contenders)
+            elif not options.report:
                 sweep(
                     options.rates,
                     options.modes,
@@ -108,6 +128,30 @@ def sweep(
                         lines.write(json.dumps(asdict(point)) + "\n")
 
 
+def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequence[str]) -> None:
+    """All combinations, once."""
+    check()
+    now = commit(REPOSITORY, *CODE)
+    kept = {(curve.mbit, curve.mode, curve.contender, curve.commit) for curve in read_curves()}
+    for mode in modes:
+        for rate in (rate or None for rate in rates):
+            for contender in contenders:
+                if (rate, mode, contender, now) in kept:
+                    continue
+                started = round(time.time())
+                with Links([rate] * MODES[mode].processes) as links:
+                    found = to_the_end(links, mode, contender, corpus_flags(str(CORPUS)))
+                curve = Curve(rate, mode, contender, commit=now, started=started, changes=len(CHANGES), **found)
+                CURVES.parent.mkdir(parents=True, exist_ok=True)
+                with CURVES.open("a") as lines:
+                    lines.write(json.dumps(asdict(curve)) + "\n")
+                print(
+                    f"{mode}, {rate_name(rate)}, {contender}: validation loss {curve.val_loss:.4f} after "
+                    f"{curve.seconds[-1]:.0f} s of training ({time.time() - started:.0f} s)",
+                    flush=True,
+                )
+
+
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
     """One run. ``kind``: of ``LINKS``."""
     started = round(time.time())
@@ -126,8 +170,7 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
     code = commit(REPOSITORY, *CODE)
     known = len(CHANGES)
     point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, changes=known, **found)
-    link = "no limit" if rate is None else f"{rate:g} Mbit/s"
-    link += "" if kind == EVEN else f", {kind}"
+    link = rate_name(rate) + ("" if kind == EVEN else f", {kind}")
     print(
         f"{mode}, {link}, {contender}: {point.step_seconds:.2f} s a step, of it {point.communication_seconds:.2f} s "
         f"communication ({time.time() - started:.0f} s)",
@@ -141,26 +184,47 @@ def read() -> list[Point]:
     return [_point(json.loads(line)) for line in POINTS.read_text().splitlines()] if POINTS.is_file() else []
 
 
+def read_curves() -> list[Curve]:
+    """The whole runs on this machine."""
+    return [_curve(json.loads(line)) for line in CURVES.read_text().splitlines()] if CURVES.is_file() else []
+
+
+def _curve(fields: dict[str, Any]) -> Curve:
+    return Curve(**{**fields, **{name: tuple(fields[name]) for name in ("seconds", "losses")}})
+
+
 def _point(fields: dict[str, Any]) -> Point:
     lists = ("ranks", "window_seconds")
     return Point(**{**fields, **{name: tuple(fields.get(name, ())) for name in lists}})
 
 
 def report(output: Path) -> None:
-    """The page of the newest of each point, those that it had before among them."""
-    before = output / "points.json"
-    known = [_point(one) for one in json.loads(before.read_text())["points"]] if before.is_file() else []
+    """The page of the newest of each point and curve, those that it had before among them."""
+    known = [_point(one) for one in _before(output, "points")]
     by_time = sorted([*known, *read()], key=lambda point: point.started)
-    newest = {(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in by_time}
-    points = list(newest.values())
+    points = list({(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in by_time}.values())
+    drawn = sorted([*map(_curve, _before(output, "curves")), *read_curves()], key=lambda curve: curve.started)
+    curves = list({(curve.mode, curve.mbit, curve.contender): curve for curve in drawn}.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)
+    if curves:
+        write_json(
+            output / "curves.json", {"machine": machine, "curves": [asdict(curve) for curve in curves]}, indent=1
+        )
+        write(output / "loss.png", loss_over_time(curves))
     write_json(output / "points.json", {"machine": machine, "points": [asdict(point) for point in points]}, indent=1)
     write(output / "step.png", picture(points))
     if changing := [point for point in points if point.links == CHANGING]:
         write(output / "changing.png", over_time(changing))
-    write(output / "README.md", markdown(points, machine).encode())
+    write(output / "README.md", markdown(points, machine, curves).encode())
     print(f"written: {output}/README.md, points.json, step.png")
+
+
+def _before(output: Path, name: str) -> list[dict[str, Any]]:
+    """What the page has had."""
+    file = output / f"{name}.json"
+    found: list[dict[str, Any]] = json.loads(file.read_text())[name] if file.is_file() else []
+    return found
 
 
 if __name__ == "__main__":

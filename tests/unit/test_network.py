@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import markdown, over_time, picture, table
-from tools.network.runs import CHANGING, CONTENDERS, MODES, Point
+from tools.network.page import curve_table, keeps_speed, loss_over_time, markdown, over_time, picture, repeated, table
+from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point
+from tools.shared.changes import CHANGES
 
 SERVER = """
 import socket
@@ -90,6 +91,51 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
     assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """Of a table without its header."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None:
+    points = [replace(POINT, repetition=place) for place in range(3)]
+    new = replace(POINT, contender="balanced", changes=len(CHANGES))
+    for place, seconds in enumerate((1.2, 1.0, 1.5)):
+        points.append(replace(new, repetition=place, step_seconds=seconds, communication_seconds=seconds / 10))
+    assert repeated(points[:5]) == [], "two are too few"
+    assert repeated([*points[:5], replace(points[5], changes=0)]) == [], "one is old"
+    assert cells(repeated(points)) == [
+        ["plain", "135 Mbit/s", "balanced", "3", "**-40%** (-50% to -25%)", "**-85%** (-88% to -81%)", "40% to 40%"]
+    ]
+
+
+def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> None:
+    def at(contender: str, mbit: float | None, seconds: float) -> Point:
+        return replace(POINT, contender=contender, mbit=mbit, step_seconds=seconds)
+
+    points = [at("dense", None, 1.9), at("dense", 800.0, 1.95), at("dense", 100.0, 2.3)]
+    points += [at("balanced", None, 1.9), at("balanced", 20.0, 1.95), at("int8", 100.0, 1.9)]
+    found = keeps_speed(points)
+    rate, below = found["dense"]
+    # 2.0 s at a seventh of the way from 1/800 to 1/100
+    assert rate == pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) / 7)) and not below
+    assert found["balanced"] == (pytest.approx(20.0), True) and "int8" not in found
+    page = markdown(points, "a machine")
+    assert f"| dense | {rate:.0f} Mbit/s |  |" in page and "| balanced | at most 20 Mbit/s | at most 1/20 |" in page
+
+
+def test_whole_runs_are_compared_with_the_dense_one() -> None:
+    losses = tuple(6.0 - place / 10 for place in range(40))
+    dense = Curve(135.0, "plain", "dense", tuple(14.0 * (1 + place) for place in range(40)), losses, 2.0, 4e9, "abc", 1)
+    other = replace(dense, contender="balanced", seconds=tuple(7.0 * (1 + p) for p in range(40)), val_loss=2.01)
+    rows = cells(curve_table([other, dense]))
+    assert [row[2:8] for row in rows] == [
+        ["dense", "abc", "560", "", "2.0000", ""],
+        ["balanced", "abc, old", "280", "-50%", "2.0100", "+0.50%"],
+    ]
+    assert loss_over_time([dense, other]).startswith(b"\x89PNG")
+    assert "## Loss over time" in markdown([POINT], "a machine", [dense])
 
 
 def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:

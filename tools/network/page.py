@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
 
-from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Point
+from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Curve, Point
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 
@@ -18,6 +20,9 @@ COLORS = {
     "paper": ORANGE,
     "balanced": VERMILION,
 }
+
+KEPT = 0.95  # of the speed without a network
+SMOOTH = 4  # windows, of whose losses the mean is drawn
 
 GLOO = (
     "Over gloo a reduce-scatter sends as many bytes as an all-reduce, so the interface of the dense run counts more",
@@ -38,7 +43,7 @@ def table(points: Sequence[Point]) -> list[str]:
         for contender in CONTENDERS:
             for point in _of(own, contender):
                 cells = [
-                    "no limit" if point.mbit is None else f"{point.mbit:g} Mbit/s",
+                    rate_name(point.mbit),
                     point.commit + (", old" if point.old else ""),
                     contender,
                     f"{point.step_seconds:.2f}",
@@ -57,7 +62,89 @@ def _ranks(point: Point) -> str:
     return ", ".join("dense" if rank is None else str(rank) for rank in point.ranks)
 
 
-def markdown(points: Sequence[Point], machine: str) -> str:
+def repeated(points: Sequence[Point]) -> list[str]:
+    """A row for each contender of today's code with three repetitions or more: medians of the changes against dense."""
+    lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of dense"])
+    for mode in MODES:
+        own = [point for point in points if (point.mode, point.links) == (mode, EVEN)]
+        for rate in sorted({_order(point.mbit) for point in own}):
+            here = [point for point in own if _order(point.mbit) == rate]
+            dense = {point.repetition: point for point in _of(here, "dense")}
+            for contender in (name for name in CONTENDERS if name != "dense"):
+                pairs = [(p, dense[p.repetition]) for p in _of(here, contender) if p.repetition in dense and not p.old]
+                if len(pairs) < 3:
+                    continue
+                steps = [p.step_seconds / d.step_seconds - 1 for p, d in pairs]
+                sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in pairs]
+                shares = [d.communication_seconds / d.step_seconds for _, d in pairs]
+                cells = [mode, rate_name(rate), contender, len(pairs), *map(_spread, (steps, sums))]
+                lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
+    return lines if len(lines) > 2 else []
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"**{median(values):+.0%}** ({min(values):+.0%} to {max(values):+.0%})"
+
+
+def keeps_speed(points: Sequence[Point]) -> dict[str, tuple[float, bool]]:
+    """By contender: the lowest rate at which its steps take at most 1 / ``KEPT`` of dense ones without a limit, and
+    whether a lower one was not timed.
+
+    Of the first repetition of plain runs. Between two rates a step's time is taken to be linear in 1 / rate.
+    """
+    own = [p for p in points if (p.mode, p.links, p.repetition) == ("plain", EVEN, 0)]
+    free = [point.step_seconds for point in _of(own, "dense") if point.mbit is None]
+    found: dict[str, tuple[float, bool]] = {}
+    for contender in CONTENDERS:
+        steps = sorted((1 / _order(point.mbit), point.step_seconds) for point in _of(own, contender))
+        if not free or not steps or steps[0][0] > 0:  # nothing was timed without a limit
+            continue
+        most = free[0] / KEPT
+        crossed = next(((a, b) for a, b in pairwise(steps) if a[1] <= most < b[1]), None)
+        if crossed is not None:
+            (near, fast), (far, slow) = crossed
+            found[contender] = 1 / (near + (far - near) * (most - fast) / (slow - fast)), False
+        elif steps[0][1] <= most:
+            found[contender] = 1 / steps[-1][0], True
+    return found
+
+
+def speed_table(points: Sequence[Point]) -> list[str]:
+    """The rates of ``keeps_speed``, and how many times lower they are than that of dense."""
+    found = keeps_speed(points)
+    if "dense" not in found or len(found) < 2:
+        return []
+    lines = header(["contender", f"keeps {KEPT:.0%} of the speed from", "of the rate of dense"])
+    for contender, (rate, below) in found.items():
+        at_most, share = "at most " if below else "", f"1/{found['dense'][0] / rate:.0f}"
+        lines.append(row([contender, f"{at_most}{rate:.0f} Mbit/s", "" if contender == "dense" else at_most + share]))
+    return lines
+
+
+def curve_table(curves: Sequence[Curve]) -> list[str]:
+    """A row for each whole run, compared with the dense one."""
+    lines = header(
+        ["mode", "link", "contender", "commit", "s of training", "against dense", "validation loss", "gap", "GB sent"]
+    )
+    for curve in sorted(curves, key=_place):
+        dense = next((c for c in curves if (c.mode, c.mbit, c.contender) == (curve.mode, curve.mbit, "dense")), None)
+        compared = dense is not None and curve is not dense
+        cells = [
+            curve.mode,
+            rate_name(curve.mbit),
+            curve.contender,
+            curve.commit + (", old" if curve.old else ""),
+            f"{curve.seconds[-1]:.0f}",
+            f"{curve.seconds[-1] / dense.seconds[-1] - 1:+.0%}" if dense and compared else "",
+            f"{curve.val_loss:.4f}",
+            f"{curve.val_loss / dense.val_loss - 1:+.2%}" if dense and compared else "",
+            f"{curve.counted_bytes / 1e9:.2f}",
+        ]
+        lines.append(row(cells))
+    return lines
+
+
+def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()) -> str:
     """The whole page."""
     lines = [
         "# Time on limited links",
@@ -76,13 +163,33 @@ def markdown(points: Sequence[Point], machine: str) -> str:
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
-        "- The picture has the first repetition of each link.",
+        "- The picture has the first repetition of each link, and the modes with several links.",
         "- Rows are *old* where today's code",
         "  [compresses otherwise](../frontier/README.md#old-rows).",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
     ]
+    if summary := repeated(points):
+        lines += ["## Repeated", "", "Medians of today's code over repetitions, with the least and the most.", ""]
+        lines += [*summary, ""]
+    if speeds := speed_table(points):
+        lines += ["## Which link keeps the speed", ""]
+        lines += [
+            f"The rate from which a step takes at most 1/{KEPT:g} of a dense one without a limit: plain runs, first"
+        ]
+        lines += ["repetition, linear in 1/rate between the rates that were timed.", "", *speeds, ""]
+    if curves:
+        lines += ["## Loss over time", ""]
+        lines += [
+            "Whole runs of 280 iterations, whose learning rate falls to 0: seed 1, once each. Seconds are those of"
+        ]
+        lines += [
+            "steps, without evaluation. The picture has means of the training loss over",
+            f"{SMOOTH} windows.",
+            "",
+        ]
+        lines += [*curve_table(curves), "", "![Training loss over time](loss.png)", ""]
     for kind in LINKS:
         for mode in MODES:
             own = [point for point in points if (point.mode, point.links) == (mode, kind)]
@@ -111,13 +218,35 @@ def over_time(points: Sequence[Point]) -> bytes:
     return to_png(figure, dpi=90)
 
 
+def loss_over_time(curves: Sequence[Curve]) -> bytes:
+    """Training loss against seconds of training, a panel for each mode and rate, a line for each contender."""
+    places = sorted({_place(curve)[:2] for curve in curves})
+    figure, several = panels(1, len(places), width=4.8, height=3.4)
+    for place, axes in zip(places, several, strict=True):
+        own = sorted((curve for curve in curves if _place(curve)[:2] == place), key=_place)
+        for curve in own:
+            ends = range(SMOOTH, 1 + len(curve.losses))
+            seconds, losses = (
+                [curve.seconds[end - 1] for end in ends],
+                [fmean(curve.losses[e - SMOOTH : e]) for e in ends],
+            )
+            axes.plot(seconds, losses, color=COLORS.get(curve.contender, "black"), label=curve.contender)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("training loss")
+        axes.set_title(f"{own[0].mode}, {rate_name(own[0].mbit)}")
+        tidy(axes)
+        axes.legend(fontsize=8)
+    return to_png(figure, dpi=90)
+
+
 def picture(points: Sequence[Point]) -> bytes:
-    """Step time against rate, a panel for each mode, a line for each contender; unlimited links at the right edge.
+    """Step time against rate, a panel for each mode that was timed at several, a line for each contender; unlimited
+    links at the right edge.
 
     Of first repetitions: a line of points of several days would show how fast the machine was.
     """
     points = [point for point in points if point.links == EVEN and point.repetition == 0]
-    modes = [mode for mode in MODES if any(point.mode == mode for point in points)] or ["plain"]
+    modes = [mode for mode in MODES if len({point.mbit for point in points if point.mode == mode}) > 1] or ["plain"]
     figure, places = panels(1, len(modes), width=4.8, height=3.4)
     for mode, axes in zip(modes, places, strict=True):
         own = [point for point in points if point.mode == mode]
@@ -153,5 +282,14 @@ def _change(point: Point, dense: Sequence[Point], field: str) -> str:
     return f"{getattr(point, field) / reference - 1:+.0%}" if reference and point.contender != "dense" else ""
 
 
+def rate_name(rate: float | None) -> str:
+    return "no limit" if rate in (None, math.inf) else f"{rate:g} Mbit/s"
+
+
 def _order(rate: float | None) -> float:
     return math.inf if rate is None else rate
+
+
+def _place(curve: Curve) -> tuple[int, float, int]:
+    """Among others: by mode, rate and contender."""
+    return list(MODES).index(curve.mode), _order(curve.mbit), list(CONTENDERS).index(curve.contender)

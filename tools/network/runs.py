@@ -1,4 +1,4 @@
-"""One real Megatron run between limited links: its step time and its bytes, counted and by the interfaces."""
+"""Real Megatron runs between limited links: step times and bytes of a few windows, or the loss of a whole run."""
 
 import os
 import shlex
@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -18,6 +19,7 @@ from edgc.observe.events import EventLog, read_events
 from tools._root import REPOSITORY
 from tools.network.links import INTERFACE, Links
 from tools.shared.changes import changed
+from tools.shared.runs import load_run
 
 CORPUS = REPOSITORY / "runs" / "data" / "network"
 WINDOW = 7  # iterations; the first one is the warm-up of most contenders and is not measured
@@ -29,6 +31,8 @@ MODEL = shlex.split(
     f"--eval-interval 100000 --log-interval 1000 --seed 1 --train-iters {PLANNED} "
     f"--edgc --edgc-cpu --edgc-window {WINDOW} --edgc-iteration-sampling-rate 0.2"
 )
+# Of a run to its end: a learning rate that ends at 0, so that its last loss can be compared.
+WHOLE = shlex.split("--lr-decay-style cosine --lr-warmup-iters 20 --min-lr 0 --eval-iters 20")
 SEQUENCES = 32  # of a data-parallel process and step: 4,096 tokens
 
 
@@ -108,20 +112,50 @@ class Point:
     @property
     def old(self) -> bool:
         """Whether today's code compresses otherwise."""
-        mode, given = MODES[self.mode], shlex.split(CONTENDERS[self.contender])
-        engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
-        return bool(changed(engine, mode.pipeline, given, self.changes))
+        return _old(self.mode, self.contender, self.changes)
 
 
-def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], steps: int) -> list[str]:
+@dataclass(frozen=True)
+class Curve:
+    """The loss of one run to its end.
+
+    ``seconds``: of all steps until the end of each window, without evaluation. ``losses``: the mean training loss of
+    that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run. ``changes``: as of
+    a ``Point``.
+    """
+
+    mbit: float | None
+    mode: str
+    contender: str
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    val_loss: float
+    counted_bytes: float
+    commit: str
+    started: int
+    changes: int = 0
+
+    @property
+    def old(self) -> bool:
+        """Whether today's code compresses otherwise."""
+        return _old(self.mode, self.contender, self.changes)
+
+
+def _old(mode: str, contender: str, changes: int) -> bool:
+    given = shlex.split(CONTENDERS[contender])
+    engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
+    return bool(changed(engine, MODES[mode].pipeline, given, changes))
+
+
+def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], more: Sequence[str]) -> list[str]:
     """Everything after ``pretrain_gpt.py``."""
     return [
         *MODEL,
         *data,
-        *("--global-batch-size", str(SEQUENCES * mode.replicas), "--exit-interval", str(steps)),
-        *("--edgc-log-dir", str(folder)),
+        *("--global-batch-size", str(SEQUENCES * mode.replicas), "--edgc-log-dir", str(folder)),
         *shlex.split(mode.flags),
         *shlex.split(CONTENDERS[contender]),
+        *more,
     ]
 
 
@@ -140,27 +174,17 @@ def measure(
     mode = MODES[mode_name]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = arguments(mode, contender, folder, data, (1 + windows) * WINDOW)
-        processes = [
-            _start(links, place, mode.processes, given, folder / f"{place}.log") for place in range(mode.processes)
-        ]
-        try:
+        given = arguments(mode, contender, folder, data, ["--exit-interval", str((1 + windows) * WINDOW)])
+        with _training(links, mode, given, folder) as processes:
             sent = [_sent(links, mode)]
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes):  # has failed: the others would wait for it
-                    break
+            while _under_way(processes):
                 closed = _windows(folder)
                 while len(sent) <= len(closed):
                     sent.append(_sent(links, mode))
                     during(len(sent) - 1)
                 time.sleep(0.02)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
         if any(process.wait() for process in processes) or len(sent) < 2 + windows:
-            ends = [(folder / f"{place}.log").read_text()[-1500:] for place in range(mode.processes)]
-            raise RunFailed(f"{mode_name}, {contender}: " + "\n".join(ends))
+            raise _failed(mode_name, contender, folder)
         closed = _windows(folder)
     first, last = closed[0], closed[windows]
     steps = windows * WINDOW
@@ -178,7 +202,58 @@ def measure(
     }
 
 
-def _start(links: Links, place: int, processes: int, given: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]) -> dict[str, Any]:
+    """Train for all steps; fields of a ``Curve``. Raises ``RunFailed``."""
+    mode = MODES[mode_name]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = arguments(mode, contender, folder, data, [*WHOLE, "--tensorboard-dir", str(folder / "tensorboard")])
+        with _training(links, mode, given, folder) as processes:
+            while _under_way(processes):
+                time.sleep(0.2)
+        if any(process.wait() for process in processes):
+            raise _failed(mode_name, contender, folder)
+        run = load_run(folder)
+    ends = [0, *(int(window["iteration"]) for window in run.windows)]
+    seconds = [
+        (end - begin) * float(window["step_seconds"])
+        for (begin, end), window in zip(pairwise(ends), run.windows, strict=True)
+    ]
+    return {
+        "seconds": tuple(accumulate(seconds)),
+        "losses": tuple(
+            fmean(loss for iteration, loss in run.loss if begin < iteration <= end) for begin, end in pairwise(ends)
+        ),
+        "val_loss": run.val_loss,
+        "counted_bytes": run.total_bytes,
+    }
+
+
+@contextmanager
+def _training(links: Links, mode: Mode, given: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """One process in each namespace; those that still run at the end are ended."""
+    processes = [
+        _start(links, place, given, mode.processes, folder / f"{place}.log") for place in range(mode.processes)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+
+
+def _under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Whether any goes on, and none has failed: the others would wait for it."""
+    return any(process.poll() is None for process in processes) and not any(process.poll() for process in processes)
+
+
+def _failed(mode: str, contender: str, folder: Path) -> RunFailed:
+    ends = [log.read_text()[-1500:] for log in sorted(folder.glob("*.log"))]
+    return RunFailed(f"{mode}, {contender}: " + "\n".join(ends))
+
+
+def _start(links: Links, place: int, given: Sequence[str], processes: int, log: Path) -> subprocess.Popen[bytes]:
     own = {
         **{"RANK": str(place), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
