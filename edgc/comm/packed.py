@@ -71,13 +71,10 @@ def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
     """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
-
-    def choose(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
-        word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
-        return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)
-
+    if all(condition.device.type == "cpu" for condition in conditions):  # nobody waits for them, and nothing is copied
+        return [this if condition else other for condition, this, other in zip(conditions, these, others, strict=True)]
     messages = map_stacked(
-        choose,
+        _chosen,
         [condition.view(1, 1) for condition in conditions],
         [packed.message for packed in these],
         [packed.message for packed in others],
@@ -85,3 +82,9 @@ def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Se
     return [
         Packed.restored(message, packed.shape, packed.wire) for message, packed in zip(messages, these, strict=True)
     ]
+
+
+def _chosen(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
+    """Of messages (count, 1, bytes), by conditions (count, 1, 1)."""
+    word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
+    return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)

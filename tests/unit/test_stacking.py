@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
+from edgc.comm.packed import Packed, _chosen, choose_all, pack_all, unpack_all
 from edgc.comm.wire import WIRES, wire
 from edgc.stacking import map_stacked, stacked, stacked_view
 
@@ -72,3 +72,9 @@ def test_many_are_packed_and_chosen_as_each_is() -> None:
         for condition, expected in ((True, packed), (False, zeros)):
             chosen = choose_all([torch.tensor(condition)] * len(packed), packed, zeros)
             assert all(torch.equal(one.message, other.message) for one, other in zip(chosen, expected, strict=True))
+            # as on a device, whose conditions the host does not know
+            either = torch.tensor(condition).view(1, 1, 1)
+            for one, other, right in zip(packed, zeros, expected, strict=True):
+                assert torch.equal(
+                    _chosen(either, one.message.unsqueeze(0), other.message.unsqueeze(0))[0], right.message
+                )

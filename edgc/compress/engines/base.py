@@ -119,7 +119,7 @@ class LowRank(Engine, ABC):
 
     def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
         """Householder's QR refuses factors that are not finite: it gets zeros."""
-        if self._orthonormalise is lowrank.cholesky_basis:
+        if self._orthonormalise is lowrank.cholesky_basis or (finite.device.type == "cpu" and finite):
             return factors
         return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 
