@@ -194,7 +194,8 @@ def test_points_are_predicted_from_others() -> None:
     def point(contender: str, mbit: float | None, step: float, communication: float, size: float) -> dict[str, object]:
         sizes = {"counted_bytes": size, "interface_bytes": 1.1 * size}
         seconds = {"step_seconds": step, "communication_seconds": communication}
-        return {"mode": "plain", "contender": contender, "mbit": mbit, **seconds, **sizes}
+        ranks = [None] if contender == "dense" else [40]
+        return {"mode": "plain", "contender": contender, "mbit": mbit, "ranks": ranks, **seconds, **sizes}
 
     # a step of 1 s; 10 MB dense, 1 MB and 0.1 s of computing compressed
     def on_link(size: float, mbit: float) -> float:
@@ -208,6 +209,10 @@ def test_points_are_predicted_from_others() -> None:
     checked = {one.contender: one for one in check(points)}
     assert checked.keys() == {"dense", "balanced"} and all(one.mbit == 20 for one in checked.values())
     assert all(abs(one.error) < 1e-6 for one in checked.values())
+    # where EDGC has reduced dense, nothing was compressed
+    dense_again = {**point("balanced", 800.0, 1.0 + on_link(10e6, 800), on_link(10e6, 800), 10e6), "ranks": [None]}
+    (found,) = (one for one in check([*points, dense_again]) if one.mbit == 800)
+    assert abs(found.error) < 1e-6
     points[1]["step_seconds"] = 2 * points[1]["step_seconds"]  # type: ignore[operator]
     assert {one.contender: one for one in check(points)}["dense"].error == pytest.approx(-0.5)
 

@@ -40,7 +40,7 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     points = [p for p in points if p.get("repetition", 0) == 0 and p.get("links", "even") == "even"]
     found = []
     for mode, overlapped in MODES.items():
-        of_mode = _medians([point for point in points if point["mode"] == mode])
+        of_mode = {(point["contender"], point["mbit"]): point for point in points if point["mode"] == mode}
         free, dense = of_mode.get(("dense", None)), of_mode.get(("dense", FITTED_AT))
         if dense is None:
             continue
@@ -54,27 +54,19 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
             if mbit in (None, FITTED_AT) or fitted is None:
                 continue
             compressing = max(fitted["communication_seconds"] - alone.seconds(fitted["counted_bytes"]), 0.0)
+            if set(point["ranks"]) == {None}:  # dense, or EDGC has found that compressing does not pay
+                compressing = 0.0
             link = Link(mbit / 1e3, headers=headers)
-            predicted = _step(computing, compressing, point["counted_bytes"], contender, link, overlapped)
+            predicted = _step(computing, compressing, point["counted_bytes"], link, overlapped)
             found.append(Checked(mbit, mode, contender, point["step_seconds"], predicted))
     return found
 
 
-def _step(computing: float, compressing: float, nbytes: float, contender: str, link: Link, overlapped: bool) -> float:
-    own = compressing if contender != "dense" else 0.0
-    unit = Unit.of(own, nbytes, 1 if contender == "dense" else MESSAGES)
+def _step(computing: float, compressing: float, nbytes: float, link: Link, overlapped: bool) -> float:
+    unit = Unit.of(compressing, nbytes, MESSAGES if compressing else 1)
     each = computing / MICRO_BATCHES
     stage = StageTimes(each / 3, 2 * each / 3, link, units=(unit,))
     return simulate([stage], MICRO_BATCHES, overlapped=overlapped, beside=False).seconds
-
-
-def _medians(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float | None], dict[str, float]]:
-    """Over repetitions, by contender and rate."""
-    fields = ("step_seconds", "communication_seconds", "counted_bytes", "interface_bytes")
-    groups: dict[tuple[str, float | None], list[Mapping[str, Any]]] = {}
-    for point in points:
-        groups.setdefault((point["contender"], point["mbit"]), []).append(point)
-    return {key: {name: median(p[name] for p in own) for name in fields} for key, own in groups.items()}
 
 
 def page(checked: Sequence[Checked], source: str, name: str) -> str:
@@ -86,7 +78,7 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         "Made by `python tools/plan.py --validate`. The simulation of a step (`tools/planning/simulation.py`) against",
         f"[measured points]({source}) on limited links of a CPU. It knows what a step computes from dense runs without",
         f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
-        "All are first repetitions.",
+        "All are first repetitions. The simulation is told how many bytes a point has sent, and whether it compressed.",
         "",
         f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** The targets were 10 % and 20 %.",
         "",
