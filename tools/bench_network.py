@@ -11,6 +11,9 @@ OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point, whethe
 With --to-the-end every contender trains 280 iterations, 5 to 10 minutes each at 135 Mbit/s. OUTPUT/curves.json and
 OUTPUT/loss.png then hold the training loss over time.
 
+With --linear nothing is trained: reductions at many ranks are timed, and OUTPUT/linear.md says how far their times lie
+from a line.
+
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
 
@@ -26,6 +29,7 @@ if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
+from tools.network import linear
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import loss_over_time, markdown, over_time, picture, rate_name, table
 from tools.network.runs import (
@@ -70,12 +74,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
+    parser.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
     parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
     parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
     try:
         if options.quick:
             quick(options.windows)
+        elif options.linear:
+            fit_lines(options.output)
         else:
             if options.to_the_end and not options.report:
                 whole_runs(options.rates, options.modes, options.contenders)
@@ -150,6 +157,22 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
                     f"{curve.seconds[-1]:.0f} s of training ({time.time() - started:.0f} s)",
                     flush=True,
                 )
+
+
+def fit_lines(output: Path) -> None:
+    """The page of how linear communication is in the rank."""
+    check()
+    fits = []
+    for name in linear.PLACES:
+        fits += linear.measure(name)
+        print(f"{name}: " + ", ".join(f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:]))
+    output.mkdir(parents=True, exist_ok=True)
+    machine, now = device_name(on_gpu=False), commit(REPOSITORY, *CODE)
+    raw = {"machine": machine, "commit": now, "ranks": linear.RANKS, "fits": [asdict(fit) for fit in fits]}
+    write_json(output / "linear.json", raw, indent=1)
+    write(output / "linear.png", linear.picture(fits))
+    write(output / "linear.md", linear.page(fits, machine, now, "linear").encode())
+    print(f"written: {output}/linear.md, linear.json, linear.png")
 
 
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tools.network import linear
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import curve_table, keeps_speed, loss_over_time, markdown, over_time, picture, repeated, table
 from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point
@@ -136,6 +137,17 @@ def test_whole_runs_are_compared_with_the_dense_one() -> None:
     ]
     assert loss_over_time([dense, other]).startswith(b"\x89PNG")
     assert "## Loss over time" in markdown([POINT], "a machine", [dense])
+
+
+def test_residuals_are_what_a_line_leaves() -> None:
+    straight = linear.Fit("135 Mbit/s", "fp32", tuple(0.1 + 0.01 * rank for rank in linear.RANKS))
+    assert max(map(abs, straight.residuals)) < 1e-9
+    assert (straight.cost.intercept, straight.cost.slope) == (pytest.approx(0.1), pytest.approx(0.01))
+    bent = replace(straight, formats="balanced", seconds=(*straight.seconds[:-1], 2 * straight.seconds[-1]))
+    assert bent.residuals[-1] > 0.05 and min(bent.residuals) < -0.05
+    page = linear.page([straight, bent], "a machine", "abc", "linear")
+    assert "| 135 Mbit/s | fp32 | 100.0 | 10.00 | +0% |" in page
+    assert linear.picture([straight, bent]).startswith(b"\x89PNG")
 
 
 def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:

@@ -254,20 +254,24 @@ def _failed(mode: str, contender: str, folder: Path) -> RunFailed:
 
 
 def _start(links: Links, place: int, given: Sequence[str], processes: int, log: Path) -> subprocess.Popen[bytes]:
-    own = {
-        **{"RANK": str(place), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
-        **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
-    }
     with log.open("wb") as output:
         return subprocess.Popen(
             links.command(place, [sys.executable, "pretrain_gpt.py", *given]),
             cwd=REPOSITORY,
-            env={**os.environ, **own},
+            env={**os.environ, **environment(links, place, processes)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+
+
+def environment(links: Links, process: int, processes: int) -> dict[str, str]:
+    """Of one of so many processes that meet in the first namespace."""
+    return {
+        **{"RANK": str(process), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
+        **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
+    }
 
 
 def _windows(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,188 @@
+"""Over which range T_com(r) = c + eta r holds: reductions at many ranks, timed between limited links.
+
+As a module this is one of the processes:  python -m tools.network.linear GROUPS OUTPUT
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.compress.reducer import GradientReducer
+from edgc.config import EDGCConfig
+from edgc.plan.allocation import allocate
+from edgc.plan.comm_cost import CommCost
+from edgc.specs import Parameter
+from tools._root import REPOSITORY
+from tools.benchmarks.common import BALANCED
+from tools.network.links import Links
+from tools.network.runs import RunFailed, environment
+from tools.shared.markdown import header, row
+from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
+
+RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
+REPETITIONS = 7  # of which the median counts; one more comes before them
+LAYERS, WIDTH = 4, 256  # of the model of tools/network/runs.py
+FORMATS = {"fp32": {}, "balanced": {**BALANCED, "basis_cycle": 1}}
+COLORS = {"fp32": BLUE, "balanced": VERMILION}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Links in Mbit/s (None: no limit), and how many processes share each: so many groups reduce at the same time."""
+
+    rates: tuple[float | None, float | None]
+    groups: int = 1
+
+
+PLACES = {
+    "60 Mbit/s": Place((60.0, 60.0)),
+    "135 Mbit/s": Place((135.0, 135.0)),
+    "400 Mbit/s": Place((400.0, 400.0)),
+    "no limit": Place((None, None)),
+    "135 and 45 Mbit/s": Place((135.0, 45.0)),
+    "135 Mbit/s, shared by two groups": Place((135.0, 135.0), groups=2),
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``CommCost`` fitted to ``seconds`` at ``RANKS``."""
+
+    place: str
+    formats: str
+    seconds: tuple[float, ...]
+
+    @property
+    def cost(self) -> CommCost:
+        return CommCost.fit(RANKS, self.seconds)
+
+    @property
+    def residuals(self) -> list[float]:
+        """Of what was measured over what the line says, less 1, at each rank."""
+        return [seconds / self.cost.seconds(rank) - 1 for rank, seconds in zip(RANKS, self.seconds, strict=True)]
+
+
+def measure(name: str) -> list[Fit]:
+    """Time all formats and ranks on links of ``PLACES``. Raises ``RunFailed``."""
+    place = PLACES[name]
+    with Links(place.rates) as links, tempfile.TemporaryDirectory() as folder:
+        output, processes = Path(folder, "seconds.json"), []
+        count = len(place.rates) * place.groups
+        for process in range(count):
+            node = process // place.groups
+            command = [sys.executable, "-m", "tools.network.linear", str(place.groups), str(output)]
+            with Path(folder, f"{process}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        links.command(node, command),
+                        cwd=REPOSITORY,
+                        env={**os.environ, **environment(links, process, count)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        if any([process.wait() for process in processes]):
+            ends = [log.read_text()[-1500:] for log in sorted(Path(folder).glob("*.log"))]
+            raise RunFailed(f"{name}: " + "\n".join(ends))
+        found: Mapping[str, Sequence[float]] = json.loads(output.read_text())
+    return [Fit(name, formats, tuple(seconds)) for formats, seconds in found.items()]
+
+
+def main() -> None:
+    """One of the processes. Those of a group are in different namespaces; the first of all writes the seconds."""
+    groups, output = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    process = dist.get_rank()
+    members = [dist.new_group(list(range(place, dist.get_world_size(), groups))) for place in range(groups)]
+    group = members[process % groups]
+    assert isinstance(group, dist.ProcessGroup)
+    communicator = Communicator(group, Traffic())
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "fc1": (4 * WIDTH, WIDTH), "fc2": (WIDTH, 4 * WIDTH)}
+    parameters = [Parameter(f"{layer}.{kind}", shape) for layer in range(LAYERS) for kind, shape in shapes.items()]
+    found = {}
+    for formats, settings in FORMATS.items():
+        # at rank 128 a square matrix saves nothing; one in a million iterations is measured
+        config = EDGCConfig.of(**settings, static_rank=RANKS[0], min_saving=1.0, iteration_sampling_rate=1e-6)
+        seconds = []
+        for rank in RANKS:
+            reducer = GradientReducer(allocate(parameters, config, RANKS[0]), config, communicator, torch.device("cpu"))
+            reducer.set_rank(rank)
+            seconds.append(median([_seconds(reducer, parameters, 1 + turn) for turn in range(1 + REPETITIONS)][1:]))
+        found[formats] = seconds
+    if process == 0:
+        output.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _seconds(reducer: GradientReducer, parameters: Sequence[Parameter], iteration: int) -> float:
+    """Of the slowest process."""
+    gradients = {parameter.name: torch.randn(parameter.shape) for parameter in parameters}
+    dist.barrier()
+    begin = time.perf_counter()
+    run(reducer.reduce(gradients, iteration))
+    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
+    """The fits as a page."""
+    elements = LAYERS * 12 * WIDTH**2
+    lines = [
+        "# Is communication linear in the rank?",
+        "",
+        "Made by `bash scripts/bench_network.sh --linear`"
+        f" (commit {commit}; {machine}); raw figures in [{name}.json]({name}.json).",
+        f"Two processes, each in a network namespace of its own, reduce {LAYERS} layers of width {WIDTH}"
+        f" ({4 * elements / 1e6:.1f} MB) in low rank,",
+        f"at ranks from {RANKS[0]} to {RANKS[-1]}. Where two groups share the links there are four processes. A time is"
+        " that of the slowest process,",
+        f"the median of {REPETITIONS} reductions. It includes what compressing computes. *c* and *η* are of the line"
+        " T = c + η r through all ranks. Under",
+        "each rank is how far the time lies above (+) or below (−) that line.",
+        "",
+        f"![Time against rank]({name}.png)",
+        "",
+        *header(["link", "formats", "c, ms", "η, ms", *map(str, RANKS)]),
+    ]
+    for fit in fits:
+        cost = fit.cost
+        figures = [f"{1e3 * cost.intercept:.1f}", f"{1e3 * cost.slope:.2f}", *(f"{one:+.0%}" for one in fit.residuals)]
+        lines.append(row([fit.place, fit.formats, *figures]))
+    return "\n".join([*lines, ""])
+
+
+def picture(fits: Sequence[Fit]) -> bytes:
+    """Seconds against rank, a panel for each link, with the lines."""
+    places = list(dict.fromkeys(fit.place for fit in fits))
+    columns = min(len(places), 3)
+    figure, several = panels(-(-len(places) // columns), columns, width=3.6, height=2.8)
+    for place, axes in zip(places, several, strict=False):
+        for fit in (one for one in fits if one.place == place):
+            color = COLORS[fit.formats]
+            axes.plot(RANKS, fit.seconds, "o", color=color, markersize=4, label=fit.formats)
+            axes.plot([0, RANKS[-1]], [fit.cost.seconds(rank) for rank in (0, RANKS[-1])], color=color, linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_title(place, fontsize=9)
+        axes.set_xlabel("rank")
+        axes.set_ylabel("s a reduction")
+        tidy(axes)
+        axes.legend(fontsize=7)
+    return to_png(figure, dpi=80)
+
+
+if __name__ == "__main__":
+    main()
