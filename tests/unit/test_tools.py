@@ -26,7 +26,7 @@ ARROWS = {
 LAUNCH = [
     *(TOOLS / name for name in ("_root.py", "launch.py", "preflight.py")),
     *(TOOLS / "launching").glob("*.py"),
-    *(TOOLS / "shared" / f"{name}.py" for name in ("command", "machine", "megatron")),
+    *(TOOLS / "shared" / f"{name}.py" for name in ("checkout", "command", "machine", "megatron")),
 ]
 
 

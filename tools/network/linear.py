@@ -24,7 +24,6 @@ from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import CommCost
 from edgc.specs import Parameter
 from tools._root import REPOSITORY
-from tools.benchmarks.common import BALANCED
 from tools.network.links import Links
 from tools.network.runs import RunFailed, environment
 from tools.shared.markdown import header, row
@@ -33,7 +32,7 @@ from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
 RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
 REPETITIONS = 7  # of which the median counts; one more comes before them
 LAYERS, WIDTH = 4, 256  # of the model of tools/network/runs.py
-FORMATS = {"fp32": {}, "balanced": {**BALANCED, "basis_cycle": 1}}
+FORMATS = {"fp32": {"preset": "paper"}, "balanced": {"preset": "balanced", "basis_cycle": 1}}
 COLORS = {"fp32": BLUE, "balanced": VERMILION}
 
 
@@ -115,7 +114,8 @@ def main() -> None:
     found = {}
     for formats, settings in FORMATS.items():
         # at rank 128 a square matrix saves nothing; one in a million iterations is measured
-        config = EDGCConfig.of(**settings, static_rank=RANKS[0], min_saving=1.0, iteration_sampling_rate=1e-6)
+        given = {**settings, "static_rank": RANKS[0], "min_saving": 1.0, "iteration_sampling_rate": 1e-6}
+        config = EDGCConfig.from_preset(given)
         seconds = []
         for rank in RANKS:
             reducer = GradientReducer(allocate(parameters, config, RANKS[0]), config, communicator, torch.device("cpu"))

@@ -1,5 +1,7 @@
 """The commit of a checkout."""
 
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 
