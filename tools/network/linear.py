@@ -32,7 +32,10 @@ from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
 RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
 REPETITIONS = 7  # of which the median counts; one more comes before them
 LAYERS, WIDTH = 4, 256  # of the model of tools/network/runs.py
-FORMATS = {"fp32": {"preset": "paper"}, "balanced": {"preset": "balanced", "basis_cycle": 1}}
+FORMATS: Mapping[str, Mapping[str, object]] = {
+    "fp32": {"preset": "paper"},
+    "balanced": {"preset": "balanced", "basis_cycle": 1},
+}
 COLORS = {"fp32": BLUE, "balanced": VERMILION}
 
 
