@@ -6,7 +6,7 @@
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
 go through pretrain_gpt.py and gloo, and EDGC's own probe decides what to compress. Each finished run adds a line to
 runs/network/points.jsonl, and a run that is there is not repeated with the same code. At the end OUTPUT/README.md,
-OUTPUT/points.json and OUTPUT/step.png hold the newest run of each point, whether it ran now or was in OUTPUT before.
+OUTPUT/points.json and OUTPUT/step.png hold every point, whether it ran now or was in OUTPUT before.
 
 With --to-the-end every contender trains 280 iterations, 5 to 10 minutes each at 135 Mbit/s. OUTPUT/curves.json and
 OUTPUT/loss.png then hold the training loss over time.
@@ -222,12 +222,12 @@ def _point(fields: dict[str, Any]) -> Point:
 
 
 def report(output: Path) -> None:
-    """The page of the newest of each point and curve, those that it had before among them."""
+    """The page of all points and curves, those that it had before among them; of runs with the same code the newest."""
     known = [_point(one) for one in _before(output, "points")]
     by_time = sorted([*known, *read()], key=lambda point: point.started)
-    points = list({(p.mode, p.mbit, p.contender, p.links, p.repetition): p for p in by_time}.values())
+    points = list({(p.mode, p.mbit, p.contender, p.links, p.repetition, p.commit): p for p in by_time}.values())
     drawn = sorted([*map(_curve, _before(output, "curves")), *read_curves()], key=lambda curve: curve.started)
-    curves = list({(curve.mode, curve.mbit, curve.contender): curve for curve in drawn}.values())
+    curves = list({(curve.mode, curve.mbit, curve.contender, curve.commit): curve for curve in drawn}.values())
     output.mkdir(parents=True, exist_ok=True)
     machine = device_name(on_gpu=False)
     if curves:

@@ -88,6 +88,17 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
     ]
     assert rows[0][5] == "4.80 (80%)" and rows[1][6] == "-75%" and rows[5][7] == "3.60" and rows[1][9] == "40"
     assert [row[1] for row in rows[:2]] == ["abc1234", "abc1234, old"], "only what compresses gets old"
+    newer = [replace(one, commit="def5678", started=one.started + 99) for one in (slow, points[4])]
+    newer[0] = replace(newer[0], step_seconds=4.0)
+    rows = cells(table([*newer, *points]))
+    assert [(row[1][:7], row[3], row[4]) for row in rows[:6]] == [
+        ("abc1234", "6.00", ""),
+        ("abc1234", "3.00", "-50%"),
+        ("abc1234", "5.00", ""),
+        ("abc1234", "3.40", "-32%"),
+        ("def5678", "4.00", ""),
+        ("def5678", "3.00", "-25%"),
+    ], "each code is compared with its own dense run"
     changing = replace(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
@@ -106,6 +117,7 @@ def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None
         points.append(replace(new, repetition=place, step_seconds=seconds, communication_seconds=seconds / 10))
     assert repeated(points[:5]) == [], "two are too few"
     assert repeated([*points[:5], replace(points[5], changes=0)]) == [], "one is old"
+    assert repeated([*points[:5], replace(points[5], commit="def5678")]) == [], "one is of other code"
     assert cells(repeated(points)) == [
         ["plain", "135 Mbit/s", "balanced", "3", "**-40%** (-50% to -25%)", "**-85%** (-88% to -81%)", "40% to 40%"]
     ]
@@ -117,7 +129,9 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
 
     points = [at("dense", None, 1.9), at("dense", 800.0, 1.95), at("dense", 100.0, 2.3)]
     points += [at("balanced", None, 1.9), at("balanced", 20.0, 1.95), at("int8", 100.0, 1.9)]
-    found = keeps_speed(points)
+    points = [replace(point, changes=len(CHANGES)) for point in points]
+    other_day = replace(at("dense", 135.0, 9.0), commit="def5678")
+    found = keeps_speed([*points, other_day])
     rate, below = found["dense"]
     # 2.0 s at a seventh of the way from 1/800 to 1/100
     assert rate == pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) / 7)) and not below

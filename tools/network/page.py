@@ -31,14 +31,15 @@ GLOO = (
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """A row for each rate, repetition and contender of one mode, compared with the dense run of that repetition."""
+    """A row for each rate, repetition and contender of one mode, compared with the dense run of that repetition.
+
+    Runs of one rate are in the order in which they began, a repetition of one code together.
+    """
     lines = header(
         ["link", "commit", "contender", "s a step", "against dense", "communication, s", "against dense"]
         + ["MB a step, counted", "by the interface", "ranks"]
     )
-    runs = sorted({(_order(point.mbit), point.repetition) for point in points})
-    for rate, repetition in runs:
-        own = [point for point in points if (_order(point.mbit), point.repetition) == (rate, repetition)]
+    for own in _runs(points):
         dense = _of(own, "dense")
         for contender in CONTENDERS:
             for point in _of(own, contender):
@@ -63,16 +64,21 @@ def _ranks(point: Point) -> str:
 
 
 def repeated(points: Sequence[Point]) -> list[str]:
-    """A row for each contender of today's code with three repetitions or more: medians of the changes against dense."""
+    """A row for each contender with three repetitions or more of one code, the newest such: medians of the changes
+    against dense. Of what compresses, that code is today's.
+    """
     lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of dense"])
     for mode in MODES:
-        own = [point for point in points if (point.mode, point.links) == (mode, EVEN)]
-        for rate in sorted({_order(point.mbit) for point in own}):
-            here = [point for point in own if _order(point.mbit) == rate]
-            dense = {point.repetition: point for point in _of(here, "dense")}
+        runs = _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)])
+        for rate in sorted({_order(run[0].mbit) for run in runs}):
+            here = [run for run in runs if _order(run[0].mbit) == rate and _of(run, "dense")]
             for contender in (name for name in CONTENDERS if name != "dense"):
-                pairs = [(p, dense[p.repetition]) for p in _of(here, contender) if p.repetition in dense and not p.old]
-                if len(pairs) < 3:
+                by_code: dict[str, list[tuple[Point, Point]]] = {}
+                for run in here:
+                    for point in (one for one in _of(run, contender) if not one.old):
+                        by_code.setdefault(point.commit, []).append((point, _of(run, "dense")[0]))
+                pairs = next((pairs for pairs in reversed(by_code.values()) if len(pairs) >= 3), None)
+                if pairs is None:
                     continue
                 steps = [p.step_seconds / d.step_seconds - 1 for p, d in pairs]
                 sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in pairs]
@@ -90,9 +96,9 @@ def keeps_speed(points: Sequence[Point]) -> dict[str, tuple[float, bool]]:
     """By contender: the lowest rate at which its steps take at most 1 / ``KEPT`` of dense ones without a limit, and
     whether a lower one was not timed.
 
-    Of the first repetition of plain runs. Between two rates a step's time is taken to be linear in 1 / rate.
+    Of one sweep of plain runs. Between two rates a step's time is taken to be linear in 1 / rate.
     """
-    own = [p for p in points if (p.mode, p.links, p.repetition) == ("plain", EVEN, 0)]
+    own = [point for point in sweep(points, "plain") if not point.old]
     free = [point.step_seconds for point in _of(own, "dense") if point.mbit is None]
     found: dict[str, tuple[float, bool]] = {}
     for contender in CONTENDERS:
@@ -163,7 +169,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
-        "- The picture has the first repetition of each link, and the modes with several links.",
+        "- The picture has first repetitions, of each mode those of the code that was timed at most rates.",
         "- Rows are *old* where today's code",
         "  [compresses otherwise](../frontier/README.md#old-rows).",
         "",
@@ -171,14 +177,16 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "",
     ]
     if summary := repeated(points):
-        lines += ["## Repeated", "", "Medians of today's code over repetitions, with the least and the most.", ""]
+        lines += ["## Repeated", ""]
+        lines += ["Medians over the repetitions of the newest code that has three, with the least and the most.", ""]
         lines += [*summary, ""]
     if speeds := speed_table(points):
         lines += ["## Which link keeps the speed", ""]
         lines += [
-            f"The rate from which a step takes at most 1/{KEPT:g} of a dense one without a limit: plain runs, first"
+            f"The rate from which a step takes at most 1/{KEPT:g} of a dense one without a limit: plain runs of one",
+            "sweep, linear in 1/rate between the rates that were timed.",
+            *("", *speeds, ""),
         ]
-        lines += ["repetition, linear in 1/rate between the rates that were timed.", "", *speeds, ""]
     if curves:
         lines += ["## Loss over time", ""]
         lines += [
@@ -242,14 +250,11 @@ def loss_over_time(curves: Sequence[Curve]) -> bytes:
 def picture(points: Sequence[Point]) -> bytes:
     """Step time against rate, a panel for each mode that was timed at several, a line for each contender; unlimited
     links at the right edge.
-
-    Of first repetitions: a line of points of several days would show how fast the machine was.
     """
-    points = [point for point in points if point.links == EVEN and point.repetition == 0]
-    modes = [mode for mode in MODES if len({point.mbit for point in points if point.mode == mode}) > 1] or ["plain"]
+    modes = [mode for mode in MODES if len({point.mbit for point in sweep(points, mode)}) > 1] or ["plain"]
     figure, places = panels(1, len(modes), width=4.8, height=3.4)
     for mode, axes in zip(modes, places, strict=True):
-        own = [point for point in points if point.mode == mode]
+        own = sweep(points, mode)
         limited = [point.mbit for point in own if point.mbit is not None]
         for contender in CONTENDERS:
             found = _of(own, contender)
@@ -270,6 +275,26 @@ def picture(points: Sequence[Point]) -> bytes:
         if own:
             axes.legend(fontsize=8)
     return to_png(figure, dpi=90)
+
+
+def sweep(points: Sequence[Point], mode: str) -> list[Point]:
+    """The first repetition, on even links, of the code that was timed at most rates, the newest one of several.
+
+    A line through points of several days would show how fast the machine was.
+    """
+    by_code: dict[str, list[Point]] = {}
+    for point in sorted(points, key=lambda one: one.started):
+        if (point.mode, point.links, point.repetition) == (mode, EVEN, 0):
+            by_code.setdefault(point.commit, []).append(point)
+    return max(reversed(by_code.values()), key=lambda own: len({point.mbit for point in own}), default=[])
+
+
+def _runs(points: Sequence[Point]) -> list[list[Point]]:
+    """Those of one rate, code and repetition, by rate and then by time."""
+    runs: dict[tuple[float, str, int], list[Point]] = {}
+    for point in sorted(points, key=lambda one: (_order(one.mbit), one.started)):
+        runs.setdefault((_order(point.mbit), point.commit, point.repetition), []).append(point)
+    return list(runs.values())
 
 
 def _of(points: Sequence[Point], contender: str) -> list[Point]:
