@@ -270,7 +270,7 @@ def picture(points: Sequence[Point]) -> bytes:
         axes.set_yscale("log")
         axes.set_xlabel("Mbit/s of each link (right: no limit)")
         axes.set_ylabel("s a step")
-        axes.set_title(mode)
+        axes.set_title(f"{mode}, code of {own[0].commit}" if own else mode)
         tidy(axes)
         if own:
             axes.legend(fontsize=8)
