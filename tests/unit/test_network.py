@@ -136,6 +136,7 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
     # 2.0 s at a seventh of the way from 1/800 to 1/100
     assert rate == pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) / 7)) and not below
     assert found["balanced"] == (pytest.approx(20.0), True) and "int8" not in found
+    assert keeps_speed([at("dense", None, 1.9)]) == {}
     page = markdown(points, "a machine")
     assert f"| dense | {rate:.0f} Mbit/s |  |" in page and "| balanced | at most 20 Mbit/s | at most 1/20 |" in page
 
@@ -144,7 +145,8 @@ def test_whole_runs_are_compared_with_the_dense_one() -> None:
     losses = tuple(6.0 - place / 10 for place in range(40))
     dense = Curve(135.0, "plain", "dense", tuple(14.0 * (1 + place) for place in range(40)), losses, 2.0, 4e9, "abc", 1)
     other = replace(dense, contender="balanced", seconds=tuple(7.0 * (1 + p) for p in range(40)), val_loss=2.01)
-    rows = cells(curve_table([other, dense]))
+    older = replace(dense, commit="old", seconds=tuple(99.0 * (1 + place) for place in range(40)), started=0)
+    rows = cells(curve_table([older, other, dense]))[1:]
     assert [row[2:8] for row in rows] == [
         ["dense", "abc", "560", "", "2.0000", ""],
         ["balanced", "abc, old", "280", "-50%", "2.0100", "+0.50%"],

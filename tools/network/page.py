@@ -110,7 +110,7 @@ def keeps_speed(points: Sequence[Point]) -> dict[str, tuple[float, bool]]:
         if crossed is not None:
             (near, fast), (far, slow) = crossed
             found[contender] = 1 / (near + (far - near) * (most - fast) / (slow - fast)), False
-        elif steps[0][1] <= most:
+        elif steps[0][1] <= most and steps[-1][0] > 0:
             found[contender] = 1 / steps[-1][0], True
     return found
 
@@ -133,7 +133,8 @@ def curve_table(curves: Sequence[Curve]) -> list[str]:
         ["mode", "link", "contender", "commit", "s of training", "against dense", "validation loss", "gap", "GB sent"]
     )
     for curve in sorted(curves, key=_place):
-        dense = next((c for c in curves if (c.mode, c.mbit, c.contender) == (curve.mode, curve.mbit, "dense")), None)
+        run = curve.mode, curve.mbit, curve.commit
+        dense = next((c for c in curves if (c.mode, c.mbit, c.commit) == run and c.contender == "dense"), None)
         compared = dense is not None and curve is not dense
         cells = [
             curve.mode,
@@ -238,7 +239,9 @@ def loss_over_time(curves: Sequence[Curve]) -> bytes:
                 [curve.seconds[end - 1] for end in ends],
                 [fmean(curve.losses[e - SMOOTH : e]) for e in ends],
             )
-            axes.plot(seconds, losses, color=COLORS.get(curve.contender, "black"), label=curve.contender)
+            axes.plot(
+                seconds, losses, color=COLORS.get(curve.contender, "black"), label=f"{curve.contender}, {curve.commit}"
+            )
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("training loss")
         axes.set_title(f"{own[0].mode}, {rate_name(own[0].mbit)}")
