@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.packed import Packed
+from edgc.comm.packed import Packed, known_to_host
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.error_feedback import ErrorRule
@@ -119,7 +119,7 @@ class LowRank(Engine, ABC):
 
     def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
         """Householder's QR refuses factors that are not finite: it gets zeros."""
-        if self._orthonormalise is lowrank.cholesky_basis or (finite.device.type == "cpu" and finite):
+        if self._orthonormalise is lowrank.cholesky_basis or (known_to_host(finite) and finite):
             return factors
         return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 
