@@ -11,8 +11,8 @@ OUTPUT/points.json and OUTPUT/step.png hold every point, whether it ran now or w
 With --to-the-end every contender trains 280 iterations, 5 to 10 minutes each at 135 Mbit/s. OUTPUT/curves.json and
 OUTPUT/loss.png then hold the training loss over time.
 
-With --linear nothing is trained: reductions at many ranks are timed, and OUTPUT/linear.md says how far their times lie
-from a line.
+With --linear nothing is trained. Reductions at many ranks are timed, and OUTPUT/linear.md says how far their times are
+from a straight line.
 
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
@@ -66,15 +66,16 @@ def main(argv: list[str] | None = None) -> int:
     """Time what the command line asks for; returns the exit status."""
     end_on_sigterm()
     parser = command_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
+    what.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
+    what.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["plain"])
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=RANGE)
     parser.add_argument("--links", choices=LINKS, default=EVEN, help="how links differ from the rate (default: even)")
     parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
     parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
-    parser.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
     parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
     parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.quick:
             quick(options.windows)
         elif options.linear:
-            fit_lines(options.output)
+            fit_lines(options.output, options.report)
         else:
             if options.to_the_end and not options.report:
                 whole_runs(options.rates, options.modes, options.contenders)
@@ -130,9 +131,7 @@ def sweep(
                     if (rate or None, mode, contender, links, repetition, now) in kept:
                         continue
                     point = timed(rate or None, mode, contender, links, repetition, windows)
-                    POINTS.parent.mkdir(parents=True, exist_ok=True)
-                    with POINTS.open("a") as lines:
-                        lines.write(json.dumps(asdict(point)) + "\n")
+                    _keep(POINTS, point)
 
 
 def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequence[str]) -> None:
@@ -149,9 +148,7 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
                 with Links([rate] * MODES[mode].processes) as links:
                     found = to_the_end(links, mode, contender, corpus_flags(str(CORPUS)))
                 curve = Curve(rate, mode, contender, commit=now, started=started, changes=len(CHANGES), **found)
-                CURVES.parent.mkdir(parents=True, exist_ok=True)
-                with CURVES.open("a") as lines:
-                    lines.write(json.dumps(asdict(curve)) + "\n")
+                _keep(CURVES, curve)
                 print(
                     f"{mode}, {rate_name(rate)}, {contender}: validation loss {curve.val_loss:.4f} after "
                     f"{curve.seconds[-1]:.0f} s of training ({time.time() - started:.0f} s)",
@@ -159,19 +156,29 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
                 )
 
 
-def fit_lines(output: Path) -> None:
-    """The page of how linear communication is in the rank."""
-    check()
-    fits = []
-    for name in linear.PLACES:
-        fits += linear.measure(name)
-        print(f"{name}: " + ", ".join(f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:]))
-    output.mkdir(parents=True, exist_ok=True)
-    machine, now = device_name(on_gpu=False), commit(REPOSITORY, *CODE)
-    raw = {"machine": machine, "commit": now, "ranks": linear.RANKS, "fits": [asdict(fit) for fit in fits]}
-    write_json(output / "linear.json", raw, indent=1)
+def _keep(file: Path, run: Point | Curve) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(asdict(run)) + "\n")
+
+
+def fit_lines(output: Path, report: bool) -> None:
+    """The page of how linear communication is in the rank; with ``report`` of the figures that are there."""
+    raw_file = output / "linear.json"
+    if not report:
+        check()
+        fits = []
+        for name in linear.SETUPS:
+            fits += linear.measure(name)
+            worst = (f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:])
+            print(f"{name}: {', '.join(worst)}", flush=True)
+        output.mkdir(parents=True, exist_ok=True)
+        measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE)}
+        write_json(raw_file, {**measured, "ranks": linear.RANKS, "fits": [asdict(fit) for fit in fits]}, indent=1)
+    raw = json.loads(raw_file.read_text())
+    fits = [linear.Fit(one["links"], one["formats"], tuple(one["seconds"])) for one in raw["fits"]]
     write(output / "linear.png", linear.picture(fits))
-    write(output / "linear.md", linear.page(fits, machine, now, "linear").encode())
+    write(output / "linear.md", linear.page(fits, raw["machine"], raw["commit"], "linear").encode())
     print(f"written: {output}/linear.md, linear.json, linear.png")
 
 

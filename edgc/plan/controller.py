@@ -151,11 +151,7 @@ class Controller:
             return self.plan
         if not self.config.dynamic:
             return self._adopt(iteration, self.plan, self._static_ranks(iteration))
-        found = self.entropy.decide(iteration, self.plan.ranks)
-        plan = replace(
-            self.plan, entropy=found.entropy, proposed=found.proposed, targets=found.targets, reasons=found.reasons
-        )
-        return self._adopt(iteration, plan, found.ranks)
+        return self._adopt(iteration, *self.entropy.decide(iteration, self.plan, self.energies))
 
     def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """Share the ranks out among matrices; the plan is a new one only if a rank changes."""

@@ -2,30 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import StageTimes
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_model import StageRankModel
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.specs import MatrixSpec
 
 # Settings whose values must be the same for a history to mean the same.
 REFERENCES = "static_rank", "rank_model", "entropy_estimator"
-
-
-@dataclass(frozen=True)
-class EntropyDecision:
-    """The ranks of all stages; the fields are those of ``RankPlan``."""
-
-    ranks: tuple[int | None, ...]
-    entropy: tuple[float, ...]
-    proposed: tuple[float | None, ...]
-    targets: tuple[int | None, ...]
-    reasons: tuple[str, ...]
 
 
 class EntropyRanks:
@@ -46,7 +36,6 @@ class EntropyRanks:
             StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in stages
         )
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
-        self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
         # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up
         self.anchor: list[float | None] = [None] * len(stages)
         # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
@@ -55,16 +44,20 @@ class EntropyRanks:
     def observe(self, observations: Sequence[StageObservation]) -> None:
         """Take in a window."""
         self.history.append(tuple(observation.entropy for observation in observations))
-        self.energies = [observation.energies for observation in observations]
 
     def first_reasons(self) -> tuple[str, ...]:
         """Why each stage is dense at first."""
         return tuple("never compressed" if model is None else "warm-up" for model in self.models)
 
-    def decide(self, iteration: int, before: Sequence[int | None]) -> EntropyDecision:
-        """The ranks from ``iteration`` on. ``before``: those of the plan until then."""
-        entropy, places = self.history[-1], range(len(self.models))
-        proposed = tuple(self._proposed(place, entropy[place], before[place]) for place in places)
+    def decide(
+        self, iteration: int, plan: RankPlan, energies: Sequence[Mapping[str, Sequence[float]]]
+    ) -> tuple[RankPlan, tuple[int | None, ...]]:
+        """The ranks from ``iteration`` on, and the plan until then with what has led to them.
+
+        ``energies``: of the window, as in a ``StageObservation``.
+        """
+        entropy, before, places = self.history[-1], plan.ranks, range(len(self.models))
+        proposed = tuple(self._proposed(place, entropy[place], before[place], energies[place]) for place in places)
         may_begin = iteration >= self.config.ranks.warmup_fraction * self.iterations
         begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
         for place in places:
@@ -78,7 +71,8 @@ class EntropyRanks:
                 if self.anchor[place] is not None and not begins[place] and self.times.can_align(place):
                     targets[place], reasons[place] = self.times.aligned(place, first, self._rmax), "alignment"
         ranks = tuple(self._step(*one) for one in zip(before, targets, strict=True))
-        return EntropyDecision(ranks, entropy, proposed, tuple(targets), tuple(reasons))
+        plan = replace(plan, entropy=entropy, proposed=proposed, targets=tuple(targets), reasons=tuple(reasons))
+        return plan, ranks
 
     @property
     def _rmax(self) -> int:
@@ -110,22 +104,25 @@ class EntropyRanks:
             return before, "nothing measured"
         return self._bounded(proposed), "entropy"
 
-    def _proposed(self, stage: int, entropy: float, before: int | None) -> float | None:
+    def _proposed(
+        self, stage: int, entropy: float, before: int | None, energies: Mapping[str, Sequence[float]]
+    ) -> float | None:
         """CQM: the rank that drops the same norm as rmax did when compression began; None without an entropy."""
         anchor, model = self.anchor[stage], self.models[stage]
         if anchor is None or model is None:
             return None
         if self.config.ranks.rank_model != "gaussian":
-            return self._proposed_by_spectrum(stage, before)
+            return self._proposed_by_spectrum(stage, before, energies)
         if not math.isfinite(entropy):
             return None
         return model.adjusted_rank(self._rmax, anchor, entropy)
 
-    def _proposed_by_spectrum(self, stage: int, rank: int | None) -> float | None:
+    def _proposed_by_spectrum(
+        self, stage: int, rank: int | None, energies: Mapping[str, Sequence[float]]
+    ) -> float | None:
         """CQM with measured spectra in place of normal entries; the first that are measured, at ``rank``, set what is
         tolerated.
         """
-        energies = self.energies[stage]
         spectra = [
             extended(energies[matrix.name], min(matrix.rows, matrix.cols))
             for matrix in self.matrices[stage]

@@ -77,7 +77,7 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
         replace(slow, contender="balanced", step_seconds=3.0, communication_seconds=1.2, ranks=(40,)),
         replace(slow, contender="balanced", step_seconds=3.4, communication_seconds=1.2, ranks=(40,), repetition=1),
     ]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(points)[2:]]
+    rows = cells(table(points))
     assert [(row[0], row[2], row[3], row[4]) for row in rows] == [
         ("20 Mbit/s", "dense", "6.00", ""),
         ("20 Mbit/s", "balanced", "3.00", "-50%"),

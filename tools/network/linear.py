@@ -40,20 +40,20 @@ COLORS = {"fp32": BLUE, "balanced": VERMILION}
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Links in Mbit/s (None: no limit), and how many processes share each: so many groups reduce at the same time."""
 
     rates: tuple[float | None, float | None]
     groups: int = 1
 
 
-PLACES = {
-    "60 Mbit/s": Place((60.0, 60.0)),
-    "135 Mbit/s": Place((135.0, 135.0)),
-    "400 Mbit/s": Place((400.0, 400.0)),
-    "no limit": Place((None, None)),
-    "135 and 45 Mbit/s": Place((135.0, 45.0)),
-    "135 Mbit/s, shared by two groups": Place((135.0, 135.0), groups=2),
+SETUPS = {
+    "60 Mbit/s": Setup((60.0, 60.0)),
+    "135 Mbit/s": Setup((135.0, 135.0)),
+    "400 Mbit/s": Setup((400.0, 400.0)),
+    "no limit": Setup((None, None)),
+    "135 and 45 Mbit/s": Setup((135.0, 45.0)),
+    "135 Mbit/s, shared by two groups": Setup((135.0, 135.0), groups=2),
 }
 
 
@@ -61,8 +61,8 @@ PLACES = {
 class Fit:
     """``CommCost`` fitted to ``seconds`` at ``RANKS``."""
 
-    place: str
-    formats: str
+    links: str  # of ``SETUPS``
+    formats: str  # of ``FORMATS``
     seconds: tuple[float, ...]
 
     @property
@@ -76,14 +76,14 @@ class Fit:
 
 
 def measure(name: str) -> list[Fit]:
-    """Time all formats and ranks on links of ``PLACES``. Raises ``RunFailed``."""
-    place = PLACES[name]
-    with Links(place.rates) as links, tempfile.TemporaryDirectory() as folder:
+    """Time all formats and ranks on links of ``SETUPS``. Raises ``RunFailed``."""
+    setup = SETUPS[name]
+    with Links(setup.rates) as links, tempfile.TemporaryDirectory() as folder:
         output, processes = Path(folder, "seconds.json"), []
-        count = len(place.rates) * place.groups
+        count = len(setup.rates) * setup.groups
         for process in range(count):
-            node = process // place.groups
-            command = [sys.executable, "-m", "tools.network.linear", str(place.groups), str(output)]
+            node = process // setup.groups
+            command = [sys.executable, "-m", "tools.network.linear", str(setup.groups), str(output)]
             with Path(folder, f"{process}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
@@ -143,19 +143,21 @@ def _seconds(reducer: GradientReducer, parameters: Sequence[Parameter], iteratio
 
 def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
     """The fits as a page."""
-    elements = LAYERS * 12 * WIDTH**2
+    size = 4 * LAYERS * 12 * WIDTH**2 / 1e6
     lines = [
         "# Is communication linear in the rank?",
         "",
-        "Made by `bash scripts/bench_network.sh --linear`"
-        f" (commit {commit}; {machine}); raw figures in [{name}.json]({name}.json).",
-        f"Two processes, each in a network namespace of its own, reduce {LAYERS} layers of width {WIDTH}"
-        f" ({4 * elements / 1e6:.1f} MB) in low rank,",
-        f"at ranks from {RANKS[0]} to {RANKS[-1]}. Where two groups share the links there are four processes. A time is"
-        " that of the slowest process,",
-        f"the median of {REPETITIONS} reductions. It includes what compressing computes. *c* and *η* are of the line"
-        " T = c + η r through all ranks. Under",
-        "each rank is how far the time lies above (+) or below (−) that line.",
+        f"Made by `bash scripts/bench_network.sh --linear` (commit {commit}; {machine}).",
+        f"The raw figures are in [{name}.json]({name}.json).",
+        "",
+        f"- What is timed is one reduction of the gradients of {LAYERS} layers of width {WIDTH}.",
+        f"  They are {size:.1f} MB in fp32.",
+        "- Two processes reduce them in low rank. Each process has its own network namespace, and so its own link.",
+        "- In the last setup there are four processes, two on each link. They form two groups, which reduce at once.",
+        f"- A time is that of the slowest process, the median of {REPETITIONS} reductions. It includes computing.",
+        "- *Formats*: the factors travel in fp32, or in the formats of `balanced`.",
+        "- *c* and *η* belong to the line T = c + η r. It is fitted to the times T at all ranks r of the table.",
+        "- The column of a rank shows how far the time lies above (+) or below (-) the line there.",
         "",
         f"![Time against rank]({name}.png)",
         "",
@@ -164,22 +166,22 @@ def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
     for fit in fits:
         cost = fit.cost
         figures = [f"{1e3 * cost.intercept:.1f}", f"{1e3 * cost.slope:.2f}", *(f"{one:+.0%}" for one in fit.residuals)]
-        lines.append(row([fit.place, fit.formats, *figures]))
+        lines.append(row([fit.links, fit.formats, *figures]))
     return "\n".join([*lines, ""])
 
 
 def picture(fits: Sequence[Fit]) -> bytes:
     """Seconds against rank, a panel for each link, with the lines."""
-    places = list(dict.fromkeys(fit.place for fit in fits))
-    columns = min(len(places), 3)
-    figure, several = panels(-(-len(places) // columns), columns, width=3.6, height=2.8)
-    for place, axes in zip(places, several, strict=False):
-        for fit in (one for one in fits if one.place == place):
+    names = list(dict.fromkeys(fit.links for fit in fits))
+    columns = min(len(names), 3)
+    figure, several = panels(-(-len(names) // columns), columns, width=3.6, height=2.8)
+    for name, axes in zip(names, several, strict=False):
+        for fit in (one for one in fits if one.links == name):
             color = COLORS[fit.formats]
             axes.plot(RANKS, fit.seconds, "o", color=color, markersize=4, label=fit.formats)
             axes.plot([0, RANKS[-1]], [fit.cost.seconds(rank) for rank in (0, RANKS[-1])], color=color, linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.set_title(place, fontsize=9)
+        axes.set_title(name, fontsize=9)
         axes.set_xlabel("rank")
         axes.set_ylabel("s a reduction")
         tidy(axes)

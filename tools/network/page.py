@@ -69,22 +69,20 @@ def repeated(points: Sequence[Point]) -> list[str]:
     """
     lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of dense"])
     for mode in MODES:
-        runs = _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)])
-        for rate in sorted({_order(run[0].mbit) for run in runs}):
-            here = [run for run in runs if _order(run[0].mbit) == rate and _of(run, "dense")]
-            for contender in (name for name in CONTENDERS if name != "dense"):
-                by_code: dict[str, list[tuple[Point, Point]]] = {}
-                for run in here:
-                    for point in (one for one in _of(run, contender) if not one.old):
-                        by_code.setdefault(point.commit, []).append((point, _of(run, "dense")[0]))
-                pairs = next((pairs for pairs in reversed(by_code.values()) if len(pairs) >= 3), None)
-                if pairs is None:
-                    continue
-                steps = [p.step_seconds / d.step_seconds - 1 for p, d in pairs]
-                sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in pairs]
-                shares = [d.communication_seconds / d.step_seconds for _, d in pairs]
-                cells = [mode, rate_name(rate), contender, len(pairs), *map(_spread, (steps, sums))]
-                lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
+        pairs: dict[tuple[float, str, str], list[tuple[Point, Point]]] = {}
+        for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
+            dense = _of(run, "dense")
+            for point in run if dense else ():
+                if point.contender != "dense" and not point.old:
+                    pairs.setdefault((_order(point.mbit), point.contender, point.commit), []).append((point, dense[0]))
+        # runs are in the order of time, so that newer code takes the place of older
+        newest = {(rate, contender): own for (rate, contender, _), own in pairs.items() if len(own) >= 3}
+        for (rate, contender), own in newest.items():
+            steps = [p.step_seconds / d.step_seconds - 1 for p, d in own]
+            sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in own]
+            shares = [d.communication_seconds / d.step_seconds for _, d in own]
+            cells = [mode, rate_name(rate), contender, len(own), *map(_spread, (steps, sums))]
+            lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
     return lines if len(lines) > 2 else []
 
 
@@ -182,23 +180,23 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         lines += ["Medians over the repetitions of the newest code that has three, with the least and the most.", ""]
         lines += [*summary, ""]
     if speeds := speed_table(points):
-        lines += ["## Which link keeps the speed", ""]
         lines += [
-            f"The rate from which a step takes at most 1/{KEPT:g} of a dense one without a limit: plain runs of one",
-            "sweep, linear in 1/rate between the rates that were timed.",
+            "## Which link keeps the speed",
+            "",
+            "A dense run without a limit sets the speed. The table shows the rate from which a contender keeps",
+            f"{KEPT:.0%} of it. All runs are plain ones of one sweep. Between two rates that were timed, a step's time",
+            "is taken to be linear in 1/rate.",
             *("", *speeds, ""),
         ]
     if curves:
-        lines += ["## Loss over time", ""]
         lines += [
-            "Whole runs of 280 iterations, whose learning rate falls to 0: seed 1, once each. Seconds are those of"
-        ]
-        lines += [
-            "steps, without evaluation. The picture has means of the training loss over",
-            f"{SMOOTH} windows.",
+            "## Loss over time",
             "",
+            "These are whole runs of 280 iterations with seed 1, one of each contender. The learning rate falls to 0.",
+            "Seconds are those of the steps, without evaluation. A point of a line is the mean training loss of",
+            f"{SMOOTH} windows.",
+            *("", *curve_table(curves), "", "![Training loss over time](loss.png)", ""),
         ]
-        lines += [*curve_table(curves), "", "![Training loss over time](loss.png)", ""]
     for kind in LINKS:
         for mode in MODES:
             own = [point for point in points if (point.mode, point.links) == (mode, kind)]
