@@ -181,8 +181,10 @@ class Ranks:
         None,
         "compression ratio of the gradients over the whole run, warm-up included: 24 allows a 24th of the bytes of "
         "all-reduces in fp32. A planner spends them: it gives every parameter a rank, a share of its rows, or a number "
-        "of bits, by the noise that was measured in what the optimizer got. It takes the place of --edgc-rest-wire, "
-        "--edgc-compress-embeddings and --edgc-allocation. No step sends more than --edgc-rmax in all matrices would",
+        "of bits, by the noise that was measured in what the optimizer got. --edgc-rest-wire, "
+        "--edgc-compress-embeddings and --edgc-allocation are refused beside it. --edgc-static-rank, "
+        "--edgc-rank-model, --edgc-rmin and --edgc-rank-step replace the volume of a preset: ranks then follow them. "
+        "No step sends more than --edgc-rmax in all matrices would",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
@@ -198,10 +200,10 @@ class Ranks:
     rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
     rmax: float | None = _knob(
         None,
-        "largest rank, at which compression starts, where entropy sets the ranks; with --edgc-volume the largest mean "
-        "rank; below 1 a share of the model's width, or the break-even rank if that is less (default: the break-even "
-        "rank, at which a compressed reduction takes as long as the host's own; with --edgc-volume three quarters as "
-        "long)",
+        "largest rank. Where entropy sets the ranks, compression starts there. With --edgc-volume it is the largest "
+        "mean rank. A number below 1 is a share of the model's width, or the break-even rank if that is less (default: "
+        "the break-even rank, at which a compressed reduction takes as long as the host's own; with --edgc-volume "
+        "three quarters as long)",
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )

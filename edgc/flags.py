@@ -135,8 +135,7 @@ def markdown() -> str:
         )
     unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
     lines += ["", "## What the presets set", ""]
-    lines += [f"Beside a volume these lines of `safe`, `balanced` and `fast` do nothing: {unused}."]
-    lines += ["They hold where a rank is given, or entropy sets it.", ""]
+    lines += [f"`safe`, `balanced` and `fast` use {unused} only where a rank is given, or entropy sets it.", ""]
     lines += [f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
     levers = {lever.name for lever in fields(Study)}

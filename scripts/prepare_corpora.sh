@@ -5,6 +5,7 @@
 # is kept. Takes about two minutes.
 set -euo pipefail
 
+(($# == 0)) || { printf 'prepare_corpora: error: %s: takes no arguments\n' "$*" >&2 && exit 2; }
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
 

@@ -22,6 +22,9 @@
 # goes back into the queue by itself if it has saved anything since it started and nobody has cancelled it.
 set -euo pipefail
 
+case " $* " in
+    *' -h '* | *' --help '*) sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" && exit ;;
+esac
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 container=()

@@ -8,6 +8,7 @@
 # ends with runs/rehearsal/{paper,balanced}/{report.html,summary.json,zero_shot.md}.
 set -euo pipefail
 
+(($# == 0)) || { printf 'rehearse: error: %s: takes no arguments\n' "$*" >&2 && exit 2; }
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
 python=.venv/bin/python

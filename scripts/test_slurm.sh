@@ -7,6 +7,7 @@
 # Status 0: passed; 77: skipped. Everything it starts is stopped and removed.
 set -euo pipefail
 
+(($# == 0)) || { printf 'test_slurm: error: %s: takes no arguments\n' "$*" >&2 && exit 2; }
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 skip() {
     printf 'test_slurm: skipped: %s\n' "$*"

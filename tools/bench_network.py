@@ -18,9 +18,10 @@ With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/
 """
 
 import json
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,25 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
     what.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
     what.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["plain"])
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=RANGE)
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit (default: 20 60 135 400 0)"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", metavar="MODE", choices=list(MODES), default=["plain"], help=_names(MODES, ["plain"])
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        metavar="NAME",
+        choices=list(CONTENDERS),
+        default=RANGE,
+        help=_names(CONTENDERS, RANGE),
+    )
     parser.add_argument("--links", choices=LINKS, default=EVEN, help="how links differ from the rate (default: even)")
-    parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each")
-    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each (default: 3)")
+    parser.add_argument(
+        "--repetitions", type=int, default=1, help="of each run, in turn forwards and backwards (default: 1)"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
     parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
@@ -101,6 +115,11 @@ def main(argv: list[str] | None = None) -> int:
         say_error("bench_network", error)
         return 1
     return 0
+
+
+def _names(known: Iterable[str], default: Sequence[str]) -> str:
+    """Help that a shell understands."""
+    return f"one or more of {', '.join(map(shlex.quote, known))} (default: {' '.join(default)})"
 
 
 def quick(windows: int) -> None:

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
         pages[runs.name] = page, draw_trends(lines, runs.trends) if runs.trends else draw(lines)
-    for study in runs.studies:
+    for study in (one for one in runs.studies if studies.has_lines(one, lines)):
         name = f"{runs.name}_{study}"
         pages[name] = studies.page(runs.name, f"{runs.title}: {study}", study, lines, picture=name)
     for name, (page, picture) in pages.items():

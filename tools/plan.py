@@ -7,7 +7,8 @@
 Prints a table of step times, exposed communication and bytes for links of each speed, and what to train with. With
 --output it writes OUTPUT.md, OUTPUT.json, OUTPUT.png, and OUTPUT_step.png, the timeline of a step of the first model
 with what is recommended on its own cluster's link. --write-flags writes the recommended flags as a line, for
-``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. --validate compares the model with measured steps.
+``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. Options that it cannot compute are refused, such as
+--context-parallel-size, --swiglu and --group-query-attention. --validate compares the model with measured steps.
 """
 
 import json

@@ -38,6 +38,11 @@ ACCEPTED_GAP = 0.01
 QUARTERS = 4
 
 
+def has_lines(study: str, lines: Sequence[Line]) -> bool:
+    """Whether any of these lines holds what the study shows: older ones lack training losses."""
+    return any(("losses" if study == "losses" else "windows") in line for line in lines)
+
+
 def page(name: str, title: str, study: str, lines: Sequence[Line], picture: str = "") -> tuple[str, bytes]:
     """The study's page and its plot as PNG. ``picture``: the plot's name, where it is not that of the list."""
     lines = [line for line in lines if "defect" not in line and "windows" in line]

@@ -109,7 +109,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         others = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
-        raise LaunchError(f"{path}: there is no such file; those that are there: {others}") from None
+        there = f"; those that are there: {others}" if others else ""
+        raise LaunchError(f"{path}: there is no such file{there}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path}: {error}") from error
     try:

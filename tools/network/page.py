@@ -67,7 +67,7 @@ def repeated(points: Sequence[Point]) -> list[str]:
     """A row for each contender with three repetitions or more of one code, the newest such: medians of the changes
     against dense. Of what compresses, that code is today's.
     """
-    lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of dense"])
+    lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of a dense step"])
     for mode in MODES:
         pairs: dict[tuple[float, str, str], list[tuple[Point, Point]]] = {}
         for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
@@ -159,16 +159,18 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a",
         f"CPU ({machine}).",
         "",
-        f"- A step's time is the median over windows of {WINDOW} steps, after a first window of warm-up.",
-        "- *Communication* is the time of the reductions alone, its share of the step in brackets.",
-        "- *MB a step* are those of a process: what EDGC counts, gathered weights of the distributed optimizer",
-        "  included, and what the interface sent with headers and exchanges at the ends of windows.",
+        f"- A run has a window of warm-up, and then three windows or more of {WINDOW} steps. A step's time is the",
+        "  median over these windows, with the steps of trials.",
+        "- *Communication* is the time of the reductions. The brackets give its share of the step.",
+        "- *MB a step* are those of a process. The first column is what EDGC counts, with gathered weights. The",
+        "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window.",
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
         "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
-        "- The picture has first repetitions, of each mode those of the code that was timed at most rates.",
+        "- The picture shows first repetitions. Each mode shows the commit that was timed at the largest number of",
+        "  rates.",
         "- Rows are *old* where today's code",
         "  [compresses otherwise](../frontier/README.md#old-rows).",
         "",
