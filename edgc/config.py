@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from edgc.compress.engines import ENGINES, check_engine, has_rank
@@ -523,7 +524,9 @@ class EDGCConfig:
             _require(self.study.error_average == 0, "error_average", self.study.error_average, rule)
         if self.engine == "dense":
             rule = "the engine dense sums in fp32"
-            _require(self.formats.dense_wire == "fp32", "dense_wire", self.formats.dense_wire, rule)
+            for name in ("dense_wire", "rest_wire"):
+                value = getattr(self.formats, name)
+                _require(value == "fp32", name, value, rule)
         rule = f"{no_rank}; give one to messages, as in {self.pipeline.messages.which}:powersgd:16"
         _require(self.low_rank or not self.pipeline.messages.follows, "pp", self.pipeline.pp, rule)
 
@@ -544,8 +547,10 @@ class EDGCConfig:
             rule = f"does nothing beside the engine {engine}, which has no rank"
             for knob in (one for one in fields(Ranks) if one.name in {"allocation", *BY_ENTROPY} & given.keys()):
                 _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
-        if given.get("engine") == "dense":  # whatever the preset rounds
-            preset = {key: value for key, value in preset.items() if key != "dense_wire"}
+        if engine == "dense":  # whatever the preset rounds
+            preset = {key: value for key, value in preset.items() if key not in ("dense_wire", "rest_wire")}
+        elif (known := ENGINES.get(engine.partition(":")[0])) is not None and known.keeps_errors:
+            preset.pop("equalise", None)
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
@@ -588,6 +593,8 @@ class EDGCConfig:
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
+        if not isinstance(iterations, Integral) or iterations < 1:
+            raise ConfigError(f"iterations = {iterations}: must be a whole number of at least 1")
         if self.dynamic and self.ranks.static_rank is None:
             rule = f"is longer than the run of {iterations} iterations"
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)

@@ -178,5 +178,6 @@ class GradientReducer(Assignment):
 
 def _squared_rows(gradient: Tensor, rows: int) -> Tensor:
     """Squared norms (rows,) in fp32."""
-    norms: Tensor = torch.linalg.vector_norm(gradient.view(rows, -1), dim=1, dtype=torch.float32)
-    return norms.square()
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(gradient.view(rows, -1), dim=1, dtype=wide)
+    return norms.float().square()

@@ -16,7 +16,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
+from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels, warn_of_new_plans
 from edgc.hosts.stage import Stage
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.hosts.steps import StepDriver
@@ -84,7 +84,9 @@ class EDGCState:
         self.parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
-        embeddings = {one.weight for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+        tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+        self._check_gradients([one.weight for one in tables if one.sparse])
+        embeddings = {one.weight for one in tables}
         self.described = {name: describe(name, p, p in embeddings) for p, name in self.parameters.items()}
         self.steps = 0  # averaged so far
         self.report: WindowReport | None = None  # of the last window
@@ -93,6 +95,16 @@ class EDGCState:
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
         self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
+
+    def _check_gradients(self, sparse: Iterable[Tensor]) -> None:
+        """Raises ``ConfigError`` for a parameter whose gradient is not real, or not dense."""
+        for parameter, name in self.parameters.items():
+            if not parameter.is_floating_point():
+                raise ConfigError(f"{name} is of {parameter.dtype}: EDGC averages gradients of real numbers")
+            if any(parameter is one for one in sparse):
+                raise ConfigError(
+                    f"{name} has sparse gradients, which EDGC does not average: build it with sparse=False"
+                )
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -349,11 +361,13 @@ class EDGCState:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self.iterations, self._sizes)
             try:
-                controller.load_state_dict(state["controller"])
+                goes_on = controller.load_state_dict(state["controller"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"the controller's state does not fit ({error}); set reset_state to go on without it"
                 ) from error
+            if not goes_on:
+                warn_of_new_plans("the state", self.config, self.group)
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:

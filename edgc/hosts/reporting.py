@@ -221,7 +221,7 @@ class Reporter:
             for seen, parameters in zip(report.stages, self.parameters, strict=True):
                 self._print(
                     f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a process: "
-                    f"{seen.state_bytes / parameters:.2f} bytes a parameter"
+                    f"{seen.state_bytes / max(parameters, 1):.2f} bytes a parameter"
                 )
             for message in report.messages:
                 self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a process")
@@ -264,9 +264,9 @@ class Reporter:
                 writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
 
     def _warn_of_volume(self, report: WindowReport) -> None:
-        """A run that ends above its budget; steps that the host has summed are no part of it."""
+        """A whole run that ends above its budget; steps that the host has summed are no part of it."""
         volume, sent = self.config.ranks.volume, report.dp_bytes
-        if volume is None or not sent or self._host_summed:
+        if volume is None or not sent or self._host_summed or report.iteration < self.iterations:
             return
         if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
             message = (
@@ -294,6 +294,12 @@ class Reporter:
     def _print(self, text: str) -> None:
         if self.prints:
             print(text, flush=True)
+
+
+def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
+    """``what`` has saved a controller that cannot go on, because only one of both runs has a volume."""
+    written = "without" if config.ranks.volume is not None else "with"
+    Reporter.warn(f"{what} was written {written} {flag('volume')}: error feedback goes on, plans start anew", group)
 
 
 def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgc.config import EDGCConfig, flag
+from edgc.config import EDGCConfig
 from edgc.plan.alignment import StageTimes
 from edgc.plan.allocation import fewest_bytes_ranks, water_filled_over_stages, water_filled_ranks
 from edgc.plan.budget import BudgetPlanner
@@ -210,15 +210,18 @@ class Controller:
             "trials": None if self.trials is None else self.trials.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other stages or another release."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other stages or another release.
+
+        False, and nothing is taken, if a volume sets the ranks of only one of the two runs.
+        """
         own = self.state_dict()
         if state.keys() != own.keys() or state["plan"].keys() != own["plan"].keys():
             raise ValueError("controller state of another release of EDGC")
         if len(state["costs"]) != len(self.matrices):
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.matrices)}")
         if (state["budget"] is None) != (self.budget is None):
-            raise ValueError(f"{flag('volume')} was {'not ' * (state['budget'] is None)}given before")
+            return False
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         if self.trials is not None and state["trials"] is not None:
@@ -227,6 +230,7 @@ class Controller:
         self.times.load_state_dict(state)
         by_host = self.trials is not None and self.trials.by_host
         self._go_on(replace(RankPlan.from_dict(state["plan"]), by_host=by_host, trial=None), by_entropy)
+        return True
 
     def _go_on(self, plan: RankPlan, by_entropy: bool) -> None:
         """From a plan of the run before, as far as today's settings would have led there.
@@ -240,7 +244,10 @@ class Controller:
             changed = {name: value for name, value in self._budgeted(self.budget).items() if name != "reasons"}
         elif not by_entropy and self.config.engine != "dense" and not self.config.study.rank_tilt:
             first = self._first_plan()
-            if (first.ranks, first.first_iteration, first.reasons) != (ranks, plan.first_iteration, plan.reasons):
+            shared = any(plan.matrix_ranks)  # then its first iteration is the one at which they were
+            begins = max(first.first_iteration, plan.first_iteration) if shared else first.first_iteration
+            unwanted = shared and self.config.ranks.allocation == "uniform"
+            if unwanted or (first.ranks, begins, first.reasons) != (ranks, plan.first_iteration, plan.reasons):
                 changed = {"ranks": first.ranks, "first_iteration": first.first_iteration, "reasons": first.reasons}
                 changed |= {"matrix_ranks": (), "proposed": (), "targets": ()}
         if all(getattr(plan, name) == value for name, value in changed.items()):

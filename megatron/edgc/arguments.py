@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                 help=text,
             )
     for spelling in GONE:
-        group.add_argument(spelling, nargs="?", action=_Gone, help=argparse.SUPPRESS)
+        group.add_argument(spelling, nargs="?", action=_Gone, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

@@ -30,7 +30,7 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.hosts.reporting import Reporter
+from edgc.hosts.reporting import Reporter, warn_of_new_plans
 from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
@@ -343,8 +343,8 @@ class Checkpoints:
         others = index["requested"] != self.requested.only(RANKS)
         # one process has no link that could bound ranks
         alike = before is not None and (before[0] == 1) == (dist.get_world_size(layers.process_group) == 1)
-        self._load_controller(self.controller, index["controller"], resolved if alike and not others else {}, folder)
-        if others:
+        settings = resolved if alike and not others else {}
+        if self._load_controller(self.controller, index["controller"], settings, folder) and others:
             Reporter.warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
 
     def _load_controller(
@@ -353,13 +353,16 @@ class Checkpoints:
         state: dict[str, Any],
         settings: dict[str, Any],
         folder: str,
-    ) -> None:
-        """With it go the ``settings`` that a probe of the link had decided then."""
+    ) -> bool:
+        """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
         controller.settle(**settings)
         try:
-            controller.load_state_dict(state)
+            goes_on = controller.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
+        if not goes_on:
+            warn_of_new_plans(os.path.basename(folder), controller.config)
+        return goes_on
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""

@@ -104,7 +104,11 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
     refused = [f"{flag} ({why})" for flag, why, in_use in UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
-    alone = args.data_parallel_size * args.context_parallel_size < 2
+    copies = args.data_parallel_size * args.context_parallel_size
+    if args.num_experts:
+        parallel = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+        copies = max(copies, args.world_size // (parallel * args.pipeline_model_parallel_size))
+    alone = copies < 2
     if alone and (config.pipeline.messages.which == "off" or args.pipeline_model_parallel_size == 1):
         raise ConfigError(
             "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "

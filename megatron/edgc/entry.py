@@ -66,6 +66,7 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
             if not ended.code:
                 session.end_early()
             raise
+        session.end_early()  # if --iterations-to-skip has left out the last one
 
 
 def _install_on_built_models(session: Session) -> None:

@@ -116,6 +116,9 @@ def later(folder: Path, two: Left) -> Left:
     by_entropy = shlex.split(
         "--edgc --edgc-rmin 4 --edgc-rmax 12 --edgc-window 2 --edgc-link-gbps 0.05 --edgc-iteration-sampling-rate 1"
     )
+    volume = shlex.split(
+        "--edgc --edgc-volume 12 --edgc-window 2 --edgc-link-gbps 0.05 --edgc-iteration-sampling-rate 1"
+    )
     runs = [
         case("four of two", 3, "--load", folder / "two"),
         case("another engine", 4, "--load", folder / "four", *COMPRESSED, *int4, edgc=False),
@@ -128,6 +131,7 @@ def later(folder: Path, two: Left) -> Left:
         case("without", 4, "--load", folder / "a folder", "--edgc-reset-state"),
         case("without legacy", 4, "--load", folder / "incomplete", "--edgc-reset-state", *legacy),
         case("other ranks", 5, "--load", folder / "four", *by_entropy, edgc=False),
+        case("a volume", 5, "--load", folder / "four", *volume, edgc=False),
     ]
     return results(runs, folder)
 
@@ -188,6 +192,14 @@ def test_a_resumed_run_that_asks_for_other_ranks_gets_them(folder: Path, later: 
     output = (folder / "output-4.txt").read_text()
     assert output.count("iter_0000003 was written with other ranks asked for: those of now hold") == 1
     assert "rank 4 to 12, window 2" in output
+
+
+def test_a_run_that_goes_on_with_a_volume_keeps_its_errors(folder: Path, later: Left) -> None:
+    for result in whole(later, "a volume"):
+        assert result["reductions"] > 0 and any(total.any() for total in result["owed"].values())
+    output = (folder / "output-4.txt").read_text()
+    line = "iter_0000003 was written without --edgc-volume: error feedback goes on, plans start anew"
+    assert output.count(line) == 1 and "engine powersgd: 12x fewer bytes" in output
 
 
 def test_state_can_be_left_behind(later: Left) -> None:

@@ -230,7 +230,8 @@ def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
     live.train(9)
     assert live.state is not None
     state, path = live.state.state_dict(), Path(folder, "state.pt")
-    kept = live.errors()
+    kept, plan = live.errors(), live.state.driver.plan
+    shared = plan.matrix_ranks[0] if plan.matrix_ranks else None
     if rank == 0:
         torch.save(state, path)
     dist.barrier()
@@ -249,7 +250,8 @@ def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
     return {
         "errors": same_errors,
         "parameters": same(live.parameters, other.parameters),
-        "ranks": [report.plan.ranks for report in reports],
+        "ranks": [(report.plan.ranks, report.plan.matrix_ranks) for report in reports],
+        "shared": shared,
         "entropy": [report.stages[0].entropy for report in reports],
         "bytes": [report.dp_bytes for report in reports],
         "sums": mean(kept, 1),
@@ -379,6 +381,10 @@ def refused(rank: int) -> dict[str, str]:
             Training(rank, EDGCConfig.of(engine="int4")).state.state_dict()  # type: ignore[union-attr]
         ),
         "another module": lambda: edgc.EDGCState(nn.Linear(8, 8), LOW_RANK, iterations=40).load_state_dict(used),
+        "complex": lambda: attach(nn.Linear(8, 8, dtype=torch.complex64), LOW_RANK, iterations=40),
+        "sparse": lambda: attach(nn.Embedding(8, 8, sparse=True), LOW_RANK, iterations=40),
+        "no iterations": lambda: attach(net(), LOW_RANK, iterations=0),
+        "part of one": lambda: attach(net(), LOW_RANK, iterations=20.5),  # type: ignore[arg-type]
     }
     used = trained_once(rank)
     found = {}
@@ -392,7 +398,18 @@ def refused(rank: int) -> dict[str, str]:
 
 
 def refused_or_not(rank: int) -> tuple[dict[str, str], bool]:
-    return refused(rank), never_used(rank)
+    return refused(rank), never_used(rank) and in_fp64(rank)
+
+
+def in_fp64(rank: int) -> bool:
+    """A volume measures rows of gradients, here of two sums."""
+    module = net().double()
+    state = attach(module, BUDGET, iterations=20)
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1)
+        state.step()
+    return all(torch.allclose(one.grad, torch.full_like(one, 1.5), rtol=0.1) for one in module.parameters())
 
 
 def never_used(rank: int) -> bool:
@@ -442,7 +459,13 @@ def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_
     assert windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"] / 2
 
 
-@pytest.mark.parametrize("config", [PAPER, BALANCED, BUDGET], ids=["paper", "balanced", "budget"])
+SHARED_OUT = BALANCED.but(window=4, iteration_sampling_rate=1.0)  # whose rank is shared out before the checkpoint
+ALTERNATING = EDGCConfig.of(engine="alternating", static_rank=8, equalise=True, window=4, iteration_sampling_rate=1.0)
+
+
+@pytest.mark.parametrize(
+    "config", [PAPER, SHARED_OUT, BUDGET, ALTERNATING], ids=["paper", "balanced", "budget", "alternating"]
+)
 def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> None:
     both = run_on_ranks(resumed, 2, config, str(tmp_path))
     for found in both:
@@ -450,6 +473,8 @@ def test_a_resumed_run_is_the_same_run(config: EDGCConfig, tmp_path: Path) -> No
         for name in ("ranks", "entropy", "bytes"):
             live, other = found[name]
             assert live == other, name
+    if config is SHARED_OUT:
+        assert all(len(set(found["shared"].values())) > 1 for found in both)
     if config is PAPER:
         (errors,) = run_on_ranks(at_another_size, 1, str(tmp_path))
         for name, total in both[0]["sums"].items():
@@ -496,6 +521,10 @@ def test_what_cannot_work_is_refused() -> None:
         "no gradient": "RuntimeError: 9 parameters have no gradient",
         "engine": "ConfigError: EDGC state of the engine int4",
         "another module": "ConfigError: the EDGC state has an error of",
+        "complex": "ConfigError: weight is of torch.complex64: EDGC averages gradients of real numbers",
+        "sparse": "ConfigError: weight has sparse gradients, which EDGC does not average",
+        "no iterations": "ConfigError: iterations = 0: must be a whole number of at least 1",
+        "part of one": "ConfigError: iterations = 20.5: must be a whole number of at least 1",
     }
     for found, learned in run_on_ranks(refused_or_not, 2):
         for name, reason in reasons.items():

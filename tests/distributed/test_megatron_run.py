@@ -165,6 +165,14 @@ def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path:
     assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (6, True)]
 
 
+def test_a_run_whose_last_iteration_is_skipped_reports_its_sums(tmp_path: Path) -> None:
+    logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "6"]
+    output = train([*EDGC, *logged, "--iterations-to-skip", "6"], processes=2)
+    assert output.count("edgc | total (gradients") == 1
+    events = read_events(tmp_path)
+    assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (5, True)]
+
+
 def test_evaluation_alone_needs_no_other_command_line(tmp_path: Path) -> None:
     train([*EDGC, *saving(tmp_path), "--train-iters", "8"], processes=2)
     loading = ["--load", str(tmp_path), "--ckpt-format", "torch", "--no-load-rng", "--skip-train"]

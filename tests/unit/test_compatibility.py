@@ -159,6 +159,12 @@ def test_one_data_parallel_rank_is_refused_without_messages_to_compress(argument
         compatibility.check_options(EDGCConfig(), alone)
     # gradients are summed over context-parallel ranks, too
     compatibility.check_options(EDGCConfig(), Namespace(**{**vars(alone), "context_parallel_size": 2}))
+    # and so are those of experts that several ranks hold
+    shared = {"num_experts": 4, "world_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1}
+    experts = Namespace(**{**vars(alone), **shared})
+    compatibility.check_options(EDGCConfig(), experts)
+    with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
+        compatibility.check_options(EDGCConfig(), Namespace(**{**vars(experts), "expert_model_parallel_size": 2}))
     pipeline = Namespace(**{**vars(alone), "pipeline_model_parallel_size": 2})
     for pp in ("backward", "auto"):
         compatibility.check_options(EDGCConfig.of(pp=pp), pipeline)

@@ -59,6 +59,7 @@ from edgc.presets import PRESETS
         ({"engine": "magic"}, r"--edgc-engine = magic"),
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
         ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
+        ({"engine": "dense", "rest_wire": "int4"}, r"--edgc-rest-wire = int4: the engine dense sums in fp32"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
         ({"error_decay": 1.5}, r"--edgc-study error_decay = 1.5: must lie in \[0, 1\]"),
         ({"error_average": 1.0}, r"--edgc-study error_average = 1.0: must lie in \[0, 1\)"),
@@ -143,7 +144,14 @@ def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None
 
 def test_the_dense_engine_leaves_out_what_a_preset_rounds() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "engine": "dense"})
-    assert (config.engine, config.formats.dense_wire, config.ranks.volume) == ("dense", "fp32", None)
+    assert (config.engine, config.ranks.volume) == ("dense", None)
+    assert (config.formats.dense_wire, config.formats.rest_wire) == ("fp32", "fp32")
+
+
+def test_an_engine_with_errors_of_its_own_leaves_out_the_equaliser_of_a_preset() -> None:
+    assert not EDGCConfig.from_preset({"preset": "balanced", "engine": "loco"}).equalise
+    with pytest.raises(ConfigError, match="--edgc-equalise: the engine loco keeps errors by its own rule"):
+        EDGCConfig.from_preset({"preset": "balanced", "engine": "loco", "equalise": True})
 
 
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:

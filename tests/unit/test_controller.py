@@ -341,6 +341,26 @@ def test_a_resumed_run_has_the_static_rank_and_the_warm_up_of_now() -> None:
     assert same.plan == before.plan
 
 
+@pytest.mark.parametrize("allocation", ["waterfill", "lgreco"])
+def test_a_resumed_run_keeps_how_a_static_rank_was_shared_out(allocation: str) -> None:
+    settings = {"static_rank": 32, "warmup_fraction": 0.01, "rmin": None, "rmax": None, "align": True}
+    before = controller(allocation=allocation, **settings)
+    for window, energies in enumerate([{}, {}, {"a": [1.0] * 64, "b": [0.01] * 64}], start=1):
+        before.observe([StageObservation(entropy=-5.0, energies=energies)])
+        before.decide(window * WINDOW)
+    (shared,) = before.plan.matrix_ranks
+    assert shared is not None and shared["a"] > shared["b"] and before.plan.first_iteration == 3 * WINDOW
+    state = json.loads(json.dumps(before.state_dict()))
+    after = controller(allocation=allocation, **settings)
+    after.load_state_dict(state)
+    assert after.plan == before.plan
+    # another allocation, or a warm-up that is not over, begins again
+    for other in ({"allocation": "uniform"}, {"allocation": allocation, "warmup_fraction": 0.9}):
+        anew = controller(**{**settings, **other})
+        anew.load_state_dict(state)
+        assert not any(anew.plan.matrix_ranks)
+
+
 def test_after_a_static_rank_entropy_begins_with_a_warm_up() -> None:
     before = controller(static_rank=32, rmin=None, rmax=None, align=True)
     play(before, [-5.0] * 12)

@@ -27,6 +27,22 @@ def seen(stage: int) -> StageWindow:
     return StageWindow(StageKey(Part.LAYERS, stage), -5.2, math.nan, 0.1, 0.01, 1e6, 2e6, 0.0)
 
 
+@pytest.mark.parametrize(("iteration", "warned"), [(1000, 1), (200, 0)])
+def test_a_volume_that_was_missed_is_named_where_the_run_is_whole(
+    iteration: int, warned: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reporting, "process", lambda group: 0)
+    # a volume of 24, and half of the bytes of fp32
+    report = WindowReport(
+        *(iteration, (64, 64, None), PLAN, tuple(map(seen, range(3))), 0.1, 1e6, 2e6, 0.0, 0.0, 0.0, 0.0),
+        dp_bytes_fp32=2e6,
+    )
+    reporter = Reporter(EDGCConfig.from_preset({}), Run(iterations=1000, replicas=2))
+    reporter.parameters = [1, 1, 1]
+    reporter.window(report, last=True)
+    assert capsys.readouterr().err.count("--edgc-volume 24 was asked for, and the run sent 2.0x fewer bytes") == warned
+
+
 def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
