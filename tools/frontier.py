@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
             continue
-        line = result(trial, measured, json.loads((folder / COMMAND).read_text()), bool(runs.study or runs.studies))
+        line = result(
+            trial, measured, json.loads((folder / COMMAND).read_text()), (*runs.studies, *filter(None, [runs.study]))
+        )
         record_result(DOCS / "results.jsonl", line)
         fewer = times_fewer(line["dp_bytes_dense"], line["dp_bytes"])
         print(

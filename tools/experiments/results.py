@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from tools.shared.runs import Run
 IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
 
 
-def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool) -> dict[str, Any]:
-    """One line of ``results.jsonl``, with training losses and what each window saw if asked.
+def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Collection[str]) -> dict[str, Any]:
+    """One line of ``results.jsonl``, with what each window saw for ``studies``, and training losses for that of losses.
 
     docs/frontier/README.md has the fields.
     """
@@ -49,11 +49,12 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], windows: bool
         "versions": measured.start["versions"],
         "machine": record["machine"],
     }
-    if windows:
+    if studies:
         line["windows"] = [_window(event) for event in measured.windows]
-        line["losses"] = [[iteration, _rounded(loss)] for iteration, loss in measured.loss]
         if signals := fidelity(measured):
             line["fidelity"] = signals
+    if "losses" in studies:
+        line["losses"] = [[iteration, _rounded(loss)] for iteration, loss in measured.loss]
     return line
 
 
