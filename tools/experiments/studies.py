@@ -259,7 +259,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         axes.set(xlabel=signal, ylabel="gap (%)")
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=0.1)
-        axes.set_ylim(bottom=min(ordered, default=0.0) * 100 - 0.05)
+        axes.set_ylim(100 * min(ordered, default=0.0) - 0.05, 200 * max(ordered, default=1.0))
     order = [rank_correlation(values, ordered) for values in columns.values()]
     small = [place for place, gap in enumerate(ordered) if gap < SMALL_GAP]
     order_of_small = [rank_correlation([v[i] for i in small], [ordered[i] for i in small]) for v in columns.values()]
