@@ -1,7 +1,7 @@
 """Data parallelism of a plain torch module: one stage, whose gradients are averaged over a group of processes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class EDGCState:
         if not self.parameters:
             raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
         tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-        self._check_gradients([one.weight for one in tables if one.sparse])
+        self._check_gradients({one.weight for one in tables if one.sparse})
         embeddings = {one.weight for one in tables}
         self.described = {name: describe(name, p, p in embeddings) for p, name in self.parameters.items()}
         self.steps = 0  # averaged so far
@@ -96,12 +96,12 @@ class EDGCState:
         self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
 
-    def _check_gradients(self, sparse: Iterable[Tensor]) -> None:
+    def _check_gradients(self, sparse: Collection[Tensor]) -> None:
         """Raises ``ConfigError`` for a parameter whose gradient is not real, or not dense."""
         for parameter, name in self.parameters.items():
             if not parameter.is_floating_point():
                 raise ConfigError(f"{name} is of {parameter.dtype}: EDGC averages gradients of real numbers")
-            if any(parameter is one for one in sparse):
+            if parameter in sparse:
                 raise ConfigError(
                     f"{name} has sparse gradients, which EDGC does not average: build it with sparse=False"
                 )
