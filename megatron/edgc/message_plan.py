@@ -67,4 +67,4 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
 
 def uncompressed(config: EDGCConfig) -> EDGCConfig:
     """The same, of messages that are not compressed after all."""
-    return message_config(config).but(engine="dense", static_rank=None, rmin=None, rmax=None)
+    return message_config(config).but(engine="dense", static_rank=None, rmin=None, rmax=None, rest_wire="fp32")

@@ -170,7 +170,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
 
     found = []
     for slope, pp in ((1e-3, "backward"), (8e-2, "backward"), (1.0, "backward"), (1.0, "backward:powersgd:8")):
-        config = EDGCConfig.of(pp=pp, rmin=8, rmax=40)
+        config = EDGCConfig.of(pp=pp, rmin=8, rmax=40, rest_wire="int6")
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
         settled, _ = plan_messages(config, ARGS, {1: cost})
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
