@@ -3,9 +3,9 @@
     python tools/frontier.py --config configs/frontier/default.yaml
 
 Every run has its own folder under ``runs/frontier/`` and is kept once it has finished with the same command, so an
-interrupted list goes on where it stopped. Each finished run adds a line to ``docs/frontier/results.jsonl``; at the end
-``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot, which ``--report`` makes of
-these lines without training. The format of a list is described in docs/frontier/README.md.
+interrupted list goes on where it stopped. Each finished run adds a line to ``docs/frontier/results/MODEL.jsonl``; at
+the end ``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot, which ``--report``
+makes of these lines without training. The format of a list is described in docs/frontier/README.md.
 """
 
 import json
@@ -21,7 +21,8 @@ from tools.experiments import studies
 from tools.experiments.lists import ListError, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import draw, draw_trends
-from tools.experiments.results import not_run, page_lines, read_results, record_result, result
+from tools.experiments.results import not_run, page_lines, result
+from tools.experiments.store import RESULTS, read_results, record_result
 from tools.experiments.training import COMMAND, run
 from tools.shared.command import command_parser, end_on_sigterm, say_error
 from tools.shared.files import write
@@ -62,13 +63,13 @@ def main(argv: list[str] | None = None) -> int:
         line = result(
             trial, measured, json.loads((folder / COMMAND).read_text()), (*runs.studies, *filter(None, [runs.study]))
         )
-        record_result(DOCS / "results.jsonl", line)
+        record_result(DOCS / RESULTS, line)
         fewer = times_fewer(line["dp_bytes_dense"], line["dp_bytes"])
         print(
             f"{label}: loss {measured.val_loss:.4f}, {fewer:.2f}x fewer bytes, {time.perf_counter() - start:.0f} s",
             flush=True,
         )
-    lines = page_lines(runs.trials, read_results(DOCS / "results.jsonl"))
+    lines = page_lines(runs.trials, read_results(DOCS / RESULTS, (trial.model for trial in runs.trials)))
     missing = not_run(runs.trials, lines)
     for text in missing:
         print(f"frontier: not run yet: {text}", flush=True)

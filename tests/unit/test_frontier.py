@@ -17,7 +17,8 @@ from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
-from tools.experiments.results import identity, page_lines, read_results, record_result
+from tools.experiments.results import page_lines
+from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
 from tools.shared.runs import Run
 
@@ -220,14 +221,16 @@ def test_runs_of_an_older_meaning_are_rows_apart_and_defects_are_left_out_with_t
 
 
 def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "results.jsonl"
+    folder = tmp_path / "deep"
     for known in LINES[:3]:
-        record_result(path, known)
-    record_result(path, {**LINES[0], "val_loss": 1.5})
-    kept = read_results(path)
+        record_result(folder, known)
+    record_result(folder, {**LINES[0], "model": "other"})
+    record_result(folder, {**LINES[0], "val_loss": 1.5})
+    kept = read_results(folder, ["m", "m", "no such model"])
     assert len(kept) == 3 and {identity(known) for known in kept} == {identity(known) for known in LINES[:3]}
     assert [known["val_loss"] for known in kept if known["name"] == "dense"] == [1.5, 4.0]
-    assert all(json.loads(text) for text in path.read_text().splitlines())
+    assert all(json.loads(text) for text in (folder / "m.jsonl").read_text().splitlines())
+    assert [known["model"] for known in read_results(folder, ["other"])] == ["other"]
 
 
 def test_every_engine_has_a_place_in_the_plot() -> None:
@@ -399,7 +402,7 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     first, second, third = load_list(path).trials
 
     def kept(trial: Trial, **other: Any) -> dict[str, Any]:
-        same = {key: getattr(trial, key) for key in results.IDENTITY}
+        same = {key: getattr(trial, key) for key in IDENTITY}
         fields = {"settings": " ".join(trial.settings), "flags": " ".join(trial.flags), "preset_settings": {}}
         return {**line("dense", 1, 3.0, 100.0), **same, **fields, **other}
 
@@ -410,7 +413,9 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
         kept(third, preset_settings=PRESETS["safe"], engine="powersgd", changes=1),  # what the preset meant then
         kept(first, name="of another list"),
     ]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    kept_in = tmp_path / RESULTS
+    for one in lines:
+        record_result(kept_in, one)
     assert frontier.main(["--config", str(path), "--report"]) == 0
     assert "not run yet" not in capsys.readouterr().out
     page = (tmp_path / "mine.md").read_text()
@@ -427,7 +432,8 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert page_lines([third], [uniform])[0]["before"] == "", "its ranks are not shared out"
     today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(changes.CHANGES))
     assert old(page_lines([third], [today])[0]) == ""
-    (tmp_path / "results.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    shutil.rmtree(kept_in)
+    record_result(kept_in, lines[0])
     assert frontier.main(["--config", str(path), "--report"]) == 0
     missing = (
         "not run yet: dense of small-dp2-pp1-10, seed 2\nfrontier: not run yet: ours of large-dp2-pp2-10, seed 3\n"

@@ -15,7 +15,7 @@ T_95 = (
     *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),  # beyond, that is a little wide
 )
 
-Line = Mapping[str, Any]  # of results.jsonl
+Line = Mapping[str, Any]  # of the results
 
 
 @dataclass(frozen=True)

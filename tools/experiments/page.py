@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tools.experiments.entries import Entry, Interval, Line, commit, difference, entries, left_out, old, setting, trend
+from tools.experiments.store import links
 from tools.shared.changes import respelled
 from tools.shared.markdown import header, row
 
@@ -21,7 +22,7 @@ def markdown(
     """
     page = [f"# {title}", ""]
     page += [
-        "Made by `tools/frontier.py` of all runs of these entries in [results.jsonl](results.jsonl), every seed.",
+        f"Made by `tools/frontier.py` of all runs of these entries, every seed. Raw lines: {links(lines)}.",
         "Gap: validation loss against the dense run of the same seed, mean over seeds ± half the 95 % confidence",
         "interval (Student's t, paired by seed; none for one seed), and by seed. Fewer bytes: those that the dense run",
         "sent for gradients over those sent, the whole run with its warm-up; than bf16: if the dense run had sent its",

@@ -1,25 +1,21 @@
-"""The lines of ``results.jsonl``, one for each trial; docs/frontier/README.md has the fields."""
+"""The result of a trial, and what it says of today's code; docs/frontier/README.md has the fields."""
 
-import json
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.observe.window import kind
 from tools.experiments.lists import Trial
 from tools.experiments.series import weighted
+from tools.experiments.store import IDENTITY, identity
 from tools.shared.changes import changed, preset, respelled, respelled_settings
-from tools.shared.files import write
 from tools.shared.runs import Run
-
-IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
 
 
 def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Collection[str]) -> dict[str, Any]:
-    """One line of ``results.jsonl``, with what each window saw for ``studies``, and training losses for that of losses.
+    """A trial's line of results, with what each window saw for ``studies``, and training losses for that of losses.
 
     docs/frontier/README.md has the fields.
     """
@@ -102,25 +98,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(part) for key, part in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes a line of the results that of one trial: a later run of it takes its place."""
-    return tuple(line[key] for key in IDENTITY)
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-
-
-def record_result(path: Path, line: dict[str, Any]) -> None:
-    """Add a line, or replace that of the same trial; the file is written whole or not at all."""
-    lines = {identity(known): known for known in read_results(path)}
-    if lines.get(identity(line)) == line:
-        return
-    lines[identity(line)] = line
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
 
 
 def page_lines(trials: Sequence[Trial], kept: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

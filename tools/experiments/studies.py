@@ -29,6 +29,7 @@ from tools.experiments.series import (
     trajectory,
     weighted,
 )
+from tools.experiments.store import links
 from tools.shared.markdown import header, row
 from tools.shared.pictures import GREY, panels, tidy, to_png
 
@@ -47,9 +48,9 @@ def page(name: str, title: str, study: str, lines: Sequence[Line], picture: str 
     """The study's page and its plot as PNG. ``picture``: the plot's name, where it is not that of the list."""
     lines = [line for line in lines if "defect" not in line and "windows" in line]
     figure, table = STUDIES[study](lines)
-    text = [f"# {title}", "", f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`; raw lines in"]
-    text += [
-        "[results.jsonl](results.jsonl).",
+    text = [
+        *(f"# {title}", ""),
+        f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`. Raw lines: {links(lines)}.",
         "",
         f"![{title}]({picture or name}.png)",
         "",
