@@ -555,6 +555,9 @@ class EDGCConfig:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
                 _require(False, one, given[one], rule)
+        else:
+            for one in sorted(OF_A_VOLUME & given.keys()):
+                _require(not given[one], one, given[one], f"does nothing without {flag('volume')}")
         _, colon, how = preset.get("pp", "").partition(":")
         if colon and given.get("pp", "off") in MESSAGES[1:]:
             preset["pp"] = given["pp"] + colon + how

@@ -179,6 +179,12 @@ def test_a_volume_that_is_given_is_spent_as_the_preset_spends_its_own() -> None:
     assert EDGCConfig.from_preset({"static_rank": 16}).study.learning_rate_power == 0.0
 
 
+@pytest.mark.parametrize("given", [{"static_rank": 16}, {"engine": "int4"}, {"preset": "paper"}, {"rmin": 8}])
+def test_what_only_a_volume_spends_is_refused_without_one(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="learning_rate_power = 0.5: does nothing without --edgc-volume"):
+        EDGCConfig.from_preset({**given, "learning_rate_power": 0.5})
+
+
 @pytest.mark.parametrize("unused", [{"rest_wire": "int8"}, {"allocation": "uniform"}, {"compress_embeddings": False}])
 def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):
