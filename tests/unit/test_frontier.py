@@ -393,6 +393,12 @@ def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:
     }
 
 
+def test_training_losses_enter_a_line_as_means_of_windows() -> None:
+    windows = [{"iteration": 2}, {"iteration": 4}, {"iteration": 6}]
+    loss = [(1, 3.0), (2, 2.0), (3, 1.0), (7, 9.0)]  # nothing logged from 4 to 6; 7 is of no window
+    assert results.mean_losses(Run("", {}, windows, loss, 1.0)) == [[2, 2.5], [4, 1.0]]
+
+
 def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

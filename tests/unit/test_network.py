@@ -9,7 +9,17 @@ import pytest
 
 from tools.network import linear
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import curve_table, keeps_speed, loss_over_time, markdown, over_time, picture, repeated, table
+from tools.network.page import (
+    curve_table,
+    keeps_speed,
+    loss_over_time,
+    markdown,
+    over_time,
+    picture,
+    repeated,
+    sweep,
+    table,
+)
 from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point
 from tools.shared.changes import CHANGES
 
@@ -103,6 +113,19 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
     assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
+
+
+def test_a_sweep_is_of_the_newest_code_at_most_rates_and_of_the_median_repetition() -> None:
+    newer = replace(POINT, commit="def5678", started=POINT.started + 9)
+    times = [replace(newer, repetition=place, step_seconds=seconds) for place, seconds in enumerate((2.5, 2.2, 2.1))]
+    newest = replace(newer, commit="9999999", started=POINT.started + 99)
+    points = [POINT, replace(POINT, mbit=60.0), *times, replace(newer, mbit=60.0), newest]
+    assert [
+        (one.commit, one.mbit, one.step_seconds) for one in sweep([*points, replace(newer, links=CHANGING)], "plain")
+    ] == [
+        ("def5678", 135.0, 2.2),
+        ("def5678", 60.0, 2.0),
+    ]
 
 
 def cells(lines: list[str]) -> list[list[str]]:

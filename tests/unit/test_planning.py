@@ -212,6 +212,9 @@ def test_points_are_predicted_from_others() -> None:
     # other code was timed at one rate alone, on a slower machine
     slower = {**point("dense", 135.0, 9.0, 5.0, 10e6), "commit": "other"}
     assert all(abs(one.error) < 1e-6 for one in check([*points, slower]))
+    newer = [{**one, "commit": "newer", "started": 9} for one in points]
+    newer[-1]["contender"] = newer[-3]["contender"] = "fast"
+    assert {one.contender for one in check([*newer, *points])} == {"dense", "fast"}, "of two codes the newer one"
     # where EDGC has reduced dense, nothing was compressed
     dense_again = {**point("balanced", 800.0, 1.0 + on_link(10e6, 800), on_link(10e6, 800), 10e6), "ranks": [None]}
     (found,) = (one for one in check([*points, dense_again]) if one.mbit == 800)

@@ -2,7 +2,9 @@
 
 import math
 import shlex
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from edgc.config import EDGCConfig
@@ -50,8 +52,18 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Coll
         if signals := fidelity(measured):
             line["fidelity"] = signals
     if "losses" in studies:
-        line["losses"] = [[iteration, _rounded(loss)] for iteration, loss in measured.loss]
+        line["losses"] = mean_losses(measured)
     return line
+
+
+def mean_losses(measured: Run) -> list[list[float]]:
+    """The last iteration of each window, and the mean training loss of its iterations."""
+    losses: dict[int, list[float]] = {window["iteration"]: [] for window in measured.windows}
+    ends = sorted(losses)
+    for iteration, loss in measured.loss:
+        if iteration <= ends[-1]:
+            losses[ends[bisect_left(ends, iteration)]].append(loss)
+    return [[end, _rounded(fmean(own))] for end, own in losses.items() if own]
 
 
 def fidelity(measured: Run) -> dict[str, dict[str, float]]:

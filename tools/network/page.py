@@ -169,8 +169,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
-        "- The picture shows first repetitions. Each mode shows the commit that was timed at the largest number of",
-        "  rates.",
+        "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",
+        "  largest number of rates.",
         "- Rows are *old* where today's code",
         "  [compresses otherwise](../frontier/README.md#old-rows).",
         "",
@@ -281,15 +281,17 @@ def picture(points: Sequence[Point]) -> bytes:
 
 
 def sweep(points: Sequence[Point], mode: str) -> list[Point]:
-    """The first repetition, on even links, of the code that was timed at most rates, the newest one of several.
+    """On even links, with the code that was timed at most rates, the newest one of several: of each rate and contender
+    the repetition whose step is the median.
 
     A line through points of several days would show how fast the machine was.
     """
-    by_code: dict[str, list[Point]] = {}
+    by_code: dict[str, dict[tuple[float | None, str], list[Point]]] = {}
     for point in sorted(points, key=lambda one: one.started):
-        if (point.mode, point.links, point.repetition) == (mode, EVEN, 0):
-            by_code.setdefault(point.commit, []).append(point)
-    return max(reversed(by_code.values()), key=lambda own: len({point.mbit for point in own}), default=[])
+        if (point.mode, point.links) == (mode, EVEN):
+            by_code.setdefault(point.commit, {}).setdefault((point.mbit, point.contender), []).append(point)
+    places = max(reversed(by_code.values()), key=lambda own: len({mbit for mbit, _ in own}), default={})
+    return [sorted(same, key=lambda point: point.step_seconds)[(len(same) - 1) // 2] for same in places.values()]
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:

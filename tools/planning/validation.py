@@ -39,7 +39,7 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     # later repetitions and other code may be of other days, on which the machine computed at another speed
     points = [p for p in points if p.get("repetition", 0) == 0 and p.get("links", "even") == "even"]
     rates: dict[Any, set[Any]] = {}
-    for point in points:
+    for point in sorted(points, key=lambda one: one.get("started", 0), reverse=True):
         rates.setdefault(point.get("commit"), set()).add(point["mbit"])
     points = [point for point in points if point.get("commit") == max(rates, key=lambda code: len(rates[code]))]
     found = []
@@ -82,8 +82,8 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         "Made by `python tools/plan.py --validate`. The simulation of a step (`tools/planning/simulation.py`) against",
         f"[measured points]({source}) on limited links of a CPU. It knows what a step computes from dense runs without",
         f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
-        "All are first repetitions of the code that was timed at most rates. The simulation is told how many bytes a",
-        "point has sent, and whether it compressed.",
+        "All are first repetitions of the code that was timed at most rates, the newest of several. The simulation is",
+        "told how many bytes a point has sent, and whether it compressed.",
         "",
         f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** The targets were 10 % and 20 %.",
         "",
