@@ -302,7 +302,10 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
 
 def test_the_study_of_losses_says_when_the_loss_departs() -> None:
     page, _ = studies.page("mine", "A title", "losses", [seen("dense", 10, [None]), seen("r4", 10, [4])])
-    assert "| r4 | 1 | +0.00 % | +10.00 % | +0.00 % | +0.00 % | +0.50 % |" in page
+    assert "| r4 | 1 | +0.00 % | +10.00 % | +0.00 % | +0.00 % | +0.50 % |" in page and "osine" not in page
+    measured = seen("r4", 10, [4], cosines=[None, 0.9, 0.8, 0.7])
+    page, _ = studies.page("mine", "A title", "losses", [seen("dense", 10, [None]), measured])
+    assert "| r4 | 1 | not measured | 0.90 | 0.80 | 0.70 | 0.80 |" in page
 
 
 def test_rank_correlation_sees_the_order_alone() -> None:
@@ -324,6 +327,13 @@ def test_signals_are_means_by_kind_of_parameter() -> None:
         2.0,
     )
     found = results.fidelity(run)
+    assert results.mean_cosines(run) == [None, None, None]
+    run.windows[1]["stages"][0]["fidelity"] = {
+        "a.0.w": {"cosine": 0.5},
+        "a.1.w": {"cosine": 0.9},
+        "b.bias": {"cosine": None},
+    }
+    assert results.mean_cosines(run) == [None, 0.6, None]
     kinds = {"0.w": {"elements": 6, "late": 1.0}, "1.w": {"elements": 2, "late": 5.0}, "b.bias": {"elements": 4}}
     assert found == kinds
 

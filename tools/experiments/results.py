@@ -52,7 +52,7 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Coll
         if signals := fidelity(measured):
             line["fidelity"] = signals
     if "losses" in studies:
-        line["losses"] = mean_losses(measured)
+        line["losses"], line["cosines"] = mean_losses(measured), mean_cosines(measured)
     return line
 
 
@@ -66,14 +66,31 @@ def mean_losses(measured: Run) -> list[list[float]]:
     return [[end, _rounded(fmean(own))] for end, own in losses.items() if own]
 
 
-def fidelity(measured: Run) -> dict[str, dict[str, float]]:
-    """By kind of parameter its elements, and the mean of each signal over parameters, by their
-    elements, and windows. A signal that is not finite in a window counts in no mean.
-    """
+def mean_cosines(measured: Run) -> list[float | None]:
+    """Of each window the mean cosine over the parameters, by their elements; None where nothing was measured."""
+    sizes = _elements(measured)
+    found: list[float | None] = []
+    for window in measured.windows:
+        signals = [one for stage in window["stages"] for one in (stage.get("fidelity") or {}).items()]
+        pairs = [(sizes[name], own["cosine"]) for name, own in signals if math.isfinite(own.get("cosine") or math.nan)]
+        found.append(_rounded(weighted(pairs)) if pairs else None)
+    return found
+
+
+def _elements(measured: Run) -> dict[str, int]:
+    """The number of elements of each parameter."""
     sizes: dict[str, int] = {}
     for stage in measured.start["stages"]:
         sizes.update({name: rows * cols for name, rows, cols in stage["matrices"]})
         sizes.update({name: elements for name, elements, _ in stage["rest"]})
+    return sizes
+
+
+def fidelity(measured: Run) -> dict[str, dict[str, float]]:
+    """By kind of parameter its elements, and the mean of each signal over parameters, by their
+    elements, and windows. A signal that is not finite in a window counts in no mean.
+    """
+    sizes = _elements(measured)
     seen: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for window in measured.windows:
         for stage in window["stages"]:

@@ -93,11 +93,12 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 
 
 def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """When in a run its training loss departs from that of the dense run of the same seed."""
-    figure, (gaps, largest_ranks) = _panels(2)
+    """When in a run its training loss departs from that of the dense run of the same seed, and what was sent then."""
+    figure, (gaps, largest_ranks, cosines) = _panels(3)
     lines = [line for line in lines if "losses" in line]  # older ones have none
     dense = {(setting(line), line["seed"]): line for line in lines if line["name"] == "dense"}
-    table = header(["run", "seed", *(f"quarter {quarter + 1}" for quarter in range(QUARTERS)), "validation"])
+    quarters = [f"quarter {quarter + 1}" for quarter in range(QUARTERS)]
+    table, got = header(["run", "seed", *quarters, "validation"]), header(["run", "seed", *quarters, "whole run"])
     for line in lines:
         reference = dense.get((setting(line), line["seed"]))
         if reference is None or line is reference:
@@ -108,16 +109,31 @@ def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         ends = [window["iteration"] for window in line["windows"]]
         used = [max((rank or 0 for rank in window["ranks"]), default=0) for window in line["windows"]]
         largest_ranks.step(ends, used, label=label)
-        quarter = np.minimum(QUARTERS * (iterations - 1) // iterations[-1], QUARTERS - 1)
-        means = [percent(float(gap[quarter == place].mean())) for place in range(QUARTERS)]
+        means = [percent(mean) for mean in _by_quarter(iterations, gap)]
         validation = percent(line["val_loss"] / reference["val_loss"] - 1)
         table.append(row([_label(line, lines), line["seed"], *means, validation]))
+        measured = np.array(line.get("cosines", []), dtype=float)
+        if np.isfinite(measured).any():
+            cosines.plot(ends, measured, linewidth=1, label=label)
+            own = (*_by_quarter(np.array(ends), measured), float(np.nanmean(measured)))
+            means = ["not measured" if math.isnan(mean) else f"{mean:.2f}" for mean in own]
+            got.append(row([_label(line, lines), line["seed"], *means]))
     gaps.axhline(0, color=GREY)
     gaps.set(xlabel="iteration", ylabel="training loss over dense (%)")
     largest_ranks.set(xlabel="iteration", ylabel="largest rank")
+    cosines.set(xlabel="iteration", ylabel="mean cosine", ylim=(0, 1))
     gaps.legend(frameon=False, fontsize=7)
     table += ["", "Training loss over that of the dense run of the same seed, mean over a quarter of the run."]
+    if len(got) > 2:
+        table += ["", *got, "", "Cosine of what the optimizer got with the gradient, mean over parameters by elements."]
     return figure, table
+
+
+def _by_quarter(iterations: np.ndarray, values: np.ndarray) -> list[float]:
+    """The mean of the finite values in each quarter of the run; nan where there are none."""
+    quarter = np.minimum(QUARTERS * (iterations - 1) // iterations[-1], QUARTERS - 1)
+    of_each = [values[(quarter == place) & np.isfinite(values)] for place in range(QUARTERS)]
+    return [float(own.mean()) if len(own) else math.nan for own in of_each]
 
 
 def _stages(line: Line) -> range:
