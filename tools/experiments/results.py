@@ -72,7 +72,8 @@ def mean_cosines(measured: Run) -> list[float | None]:
     found: list[float | None] = []
     for window in measured.windows:
         signals = [one for stage in window["stages"] for one in (stage.get("fidelity") or {}).items()]
-        pairs = [(sizes[name], own["cosine"]) for name, own in signals if math.isfinite(own.get("cosine") or math.nan)]
+        cosines = [(sizes[name], own["cosine"]) for name, own in signals if own.get("cosine") is not None]
+        pairs = [(size, cosine) for size, cosine in cosines if math.isfinite(cosine)]
         found.append(_rounded(weighted(pairs)) if pairs else None)
     return found
 
