@@ -32,9 +32,11 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     assert plans[11:] == [(window["plan"]["matrix_ranks"], window["plan"]["formats"]) for window in later]
     assert windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(12, rel=0.03)
     assert windows[-1]["dp_bytes"] == later[-1]["dp_bytes"]
-    (ranks,), (formats,) = plans[-1]
-    assert len(set(ranks.values())) > 1 and len(formats) > 1
-    assert all(formats[name].startswith("rows:") for name in ranks.keys() & formats.keys())
+    # not in the last plan alone: of two matrices left in low rank both may have the same one, by the last bits of a CPU
+    differ = [len(set(ranks.values())) > 1 and len(set(formats.values())) > 1 for (ranks,), (formats,) in plans]
+    assert sum(differ) > len(plans) / 2, "matrices have ranks and formats of their own"
+    for (ranks,), (formats,) in plans:
+        assert all(formats[name].startswith("rows:") for name in ranks.keys() & formats.keys())
     assert len({str(plan) for plan in plans}) > 2, "plans follow what is measured"
 
 
