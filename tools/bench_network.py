@@ -44,6 +44,7 @@ from tools.network.runs import (
     Curve,
     Point,
     RunFailed,
+    changes_after,
     measure,
     to_the_end,
 )
@@ -126,7 +127,7 @@ def quick(windows: int) -> None:
     """The point at which dense spends about a third of a step on communication."""
     points = [timed(QUICK_RATE, "plain", contender, EVEN, 0, windows) for contender in ("dense", "balanced")]
     QUICK.parent.mkdir(parents=True, exist_ok=True)
-    write_json(QUICK, {"machine": device_name(on_gpu=False), "points": [asdict(point) for point in points]})
+    write_json(QUICK, {"points": [asdict(point) for point in points]})
     print("\n".join(table(points)))
     print(f"written: {QUICK.relative_to(REPOSITORY)}")
 
@@ -141,13 +142,14 @@ def sweep(
 ) -> None:
     """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
     check()
-    kept = {(p.mbit, p.mode, p.contender, p.links, p.repetition, p.commit) for p in read()}
     now = commit(REPOSITORY, *CODE)
+    known = read() if not now.endswith("+") else []  # local changes may be others by now
+    kept = {(p.mbit, p.mode, p.contender, p.links, p.repetition, p.commit, len(p.window_seconds)) for p in known}
     for repetition in range(repetitions):
         for mode in modes:
             for rate in rates:
                 for contender in contenders[:: -1 if repetition % 2 else 1]:
-                    if (rate or None, mode, contender, links, repetition, now) in kept:
+                    if (rate or None, mode, contender, links, repetition, now, windows) in kept:
                         continue
                     point = timed(rate or None, mode, contender, links, repetition, windows)
                     _keep(POINTS, point)
@@ -157,7 +159,8 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
     """All combinations, once."""
     check()
     now = commit(REPOSITORY, *CODE)
-    kept = {(curve.mbit, curve.mode, curve.contender, curve.commit) for curve in read_curves()}
+    known = read_curves() if not now.endswith("+") else []
+    kept = {(curve.mbit, curve.mode, curve.contender, curve.commit) for curve in known}
     for mode in modes:
         for rate in (rate or None for rate in rates):
             for contender in contenders:
@@ -177,8 +180,8 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
 
 def _keep(file: Path, run: Point | Curve) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(asdict(run)) + "\n")
+    kept = "".join(json.dumps(line) + "\n" for line in [*_lines(file), asdict(run)])
+    write(file, kept.encode())
 
 
 def fit_lines(output: Path, report: bool) -> None:
@@ -186,14 +189,14 @@ def fit_lines(output: Path, report: bool) -> None:
     raw_file = output / "linear.json"
     if not report:
         check()
+        output.mkdir(parents=True, exist_ok=True)
+        measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE), "ranks": linear.RANKS}
         fits = []
         for name in linear.SETUPS:
             fits += linear.measure(name)
             worst = (f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:])
             print(f"{name}: {', '.join(worst)}", flush=True)
-        output.mkdir(parents=True, exist_ok=True)
-        measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE)}
-        write_json(raw_file, {**measured, "ranks": linear.RANKS, "fits": [asdict(fit) for fit in fits]}, indent=1)
+            write_json(raw_file, {**measured, "fits": [asdict(fit) for fit in fits]}, indent=1)
     raw = json.loads(raw_file.read_text())
     fits = [linear.Fit(one["links"], one["formats"], tuple(one["seconds"])) for one in raw["fits"]]
     write(output / "linear.png", linear.picture(fits))
@@ -203,7 +206,7 @@ def fit_lines(output: Path, report: bool) -> None:
 
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
     """One run. ``kind``: of ``LINKS``."""
-    started = round(time.time())
+    started, code = round(time.time()), commit(REPOSITORY, *CODE)
     rates = [rate] * MODES[mode].processes
     third = None if rate is None else rate / 3
     if kind == UNEVEN:
@@ -211,12 +214,11 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
     with Links(rates) as links:
 
         def during(window: int) -> None:
-            if kind == CHANGING and window == 1 + windows // 2:
+            if kind == CHANGING and window == 1 + changes_after(windows):
                 for place in range(len(rates)):
                     links.limit(place, third)
 
         found = measure(links, mode, contender, corpus_flags(str(CORPUS)), windows, during)
-    code = commit(REPOSITORY, *CODE)
     known = len(CHANGES)
     point = Point(rate, mode, contender, repetition, commit=code, started=started, links=kind, changes=known, **found)
     link = rate_name(rate) + ("" if kind == EVEN else f", {kind}")
@@ -230,12 +232,18 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
 
 def read() -> list[Point]:
     """The points of runs on this machine."""
-    return [_point(json.loads(line)) for line in POINTS.read_text().splitlines()] if POINTS.is_file() else []
+    return list(map(_point, _lines(POINTS)))
 
 
 def read_curves() -> list[Curve]:
     """The whole runs on this machine."""
-    return [_curve(json.loads(line)) for line in CURVES.read_text().splitlines()] if CURVES.is_file() else []
+    return list(map(_curve, _lines(CURVES)))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Without a last line that a killed command left unfinished."""
+    lines = file.read_text().split("\n") if file.is_file() else []
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def _curve(fields: dict[str, Any]) -> Curve:
@@ -250,18 +258,16 @@ def _point(fields: dict[str, Any]) -> Point:
 def report(output: Path) -> None:
     """The page of all points and curves, those that it had before among them; of runs with the same code the newest."""
     known = [_point(one) for one in _before(output, "points")]
-    by_time = sorted([*known, *read()], key=lambda point: point.started)
+    by_time = sorted([*read(), *known], key=lambda point: point.started)
     points = list({(p.mode, p.mbit, p.contender, p.links, p.repetition, p.commit): p for p in by_time}.values())
-    drawn = sorted([*map(_curve, _before(output, "curves")), *read_curves()], key=lambda curve: curve.started)
+    drawn = sorted([*read_curves(), *map(_curve, _before(output, "curves"))], key=lambda curve: curve.started)
     curves = list({(curve.mode, curve.mbit, curve.contender, curve.commit): curve for curve in drawn}.values())
     output.mkdir(parents=True, exist_ok=True)
-    machine = device_name(on_gpu=False)
+    machine = "; ".join(sorted({point.machine for point in points}))
     if curves:
-        write_json(
-            output / "curves.json", {"machine": machine, "curves": [asdict(curve) for curve in curves]}, indent=1
-        )
+        write_json(output / "curves.json", {"curves": [asdict(curve) for curve in curves]}, indent=1)
         write(output / "loss.png", loss_over_time(curves))
-    write_json(output / "points.json", {"machine": machine, "points": [asdict(point) for point in points]}, indent=1)
+    write_json(output / "points.json", {"points": [asdict(point) for point in points]}, indent=1)
     write(output / "step.png", picture(points))
     if changing := [point for point in points if point.links == CHANGING]:
         write(output / "changing.png", over_time(changing))

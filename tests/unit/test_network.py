@@ -1,15 +1,20 @@
 """Limited links between processes, and the page of what was timed on them."""
 
+import math
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tools import bench_network
 from tools.network import linear
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import (
+    changing_table,
     curve_table,
     keeps_speed,
     loss_over_time,
@@ -20,7 +25,7 @@ from tools.network.page import (
     sweep,
     table,
 )
-from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point
+from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point, flags, seconds_of_training
 from tools.shared.changes import CHANGES
 
 SERVER = """
@@ -72,20 +77,29 @@ def test_a_link_is_as_slow_as_asked_and_counts_what_it_carries() -> None:
     assert "edgc-" not in listed, "nothing is left"
 
 
-POINT = Point(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time()))
+POINT = Point(
+    *(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time())),
+    flags=flags("plain", "dense"),
+)
+
+
+def changed(point: Point, **changes: Any) -> Point:
+    """With the flags that a run so changed has today."""
+    other = replace(point, **changes)
+    return replace(other, flags=flags(other.mode, other.contender))
 
 
 def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition() -> None:
-    slow = replace(POINT, mbit=20.0, step_seconds=6.0, communication_seconds=4.8)
+    slow = changed(POINT, mbit=20.0, step_seconds=6.0, communication_seconds=4.8)
     points = [
         *(
             POINT,
             slow,
-            replace(slow, step_seconds=5.0, repetition=1),
-            replace(POINT, contender="int8", step_seconds=1.5, communication_seconds=0.2, counted_bytes=3.6e6),
+            changed(slow, step_seconds=5.0, repetition=1),
+            changed(POINT, contender="int8", step_seconds=1.5, communication_seconds=0.2, counted_bytes=3.6e6),
         ),
-        replace(slow, contender="balanced", step_seconds=3.0, communication_seconds=1.2, ranks=(40,)),
-        replace(slow, contender="balanced", step_seconds=3.4, communication_seconds=1.2, ranks=(40,), repetition=1),
+        changed(slow, contender="balanced", step_seconds=3.0, communication_seconds=1.2, ranks=(40,)),
+        changed(slow, contender="balanced", step_seconds=3.4, communication_seconds=1.2, ranks=(40,), repetition=1),
     ]
     rows = cells(table(points))
     assert [(row[0], row[2], row[3], row[4]) for row in rows] == [
@@ -96,10 +110,10 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
         ("135 Mbit/s", "dense", "2.00", ""),
         ("135 Mbit/s", "int8", "1.50", "-25%"),
     ]
-    assert rows[0][5] == "4.80 (80%)" and rows[1][6] == "-75%" and rows[5][7] == "3.60" and rows[1][9] == "40"
+    assert rows[0][6] == "4.80 (80%)" and rows[1][7] == "-75%" and rows[5][8] == "3.60" and rows[1][10] == "40"
     assert [row[1] for row in rows[:2]] == ["abc1234", "abc1234, old"], "only what compresses gets old"
-    newer = [replace(one, commit="def5678", started=one.started + 99) for one in (slow, points[4])]
-    newer[0] = replace(newer[0], step_seconds=4.0)
+    newer = [changed(one, commit="def5678", started=one.started + 99) for one in (slow, points[4])]
+    newer[0] = changed(newer[0], step_seconds=4.0)
     rows = cells(table([*newer, *points]))
     assert [(row[1][:7], row[3], row[4]) for row in rows[:6]] == [
         ("abc1234", "6.00", ""),
@@ -109,19 +123,19 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
         ("def5678", "4.00", ""),
         ("def5678", "3.00", "-25%"),
     ], "each code is compared with its own dense run"
-    changing = replace(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
+    changing = changed(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
     assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
 
 
 def test_a_sweep_is_of_the_newest_code_at_most_rates_and_of_the_median_repetition() -> None:
-    newer = replace(POINT, commit="def5678", started=POINT.started + 9)
-    times = [replace(newer, repetition=place, step_seconds=seconds) for place, seconds in enumerate((2.5, 2.2, 2.1))]
-    newest = replace(newer, commit="9999999", started=POINT.started + 99)
-    points = [POINT, replace(POINT, mbit=60.0), *times, replace(newer, mbit=60.0), newest]
+    newer = changed(POINT, commit="def5678", started=POINT.started + 9)
+    times = [changed(newer, repetition=place, step_seconds=seconds) for place, seconds in enumerate((2.5, 2.2, 2.1))]
+    newest = changed(newer, commit="9999999", started=POINT.started + 99)
+    points = [POINT, changed(POINT, mbit=60.0), *times, changed(newer, mbit=60.0), newest]
     assert [
-        (one.commit, one.mbit, one.step_seconds) for one in sweep([*points, replace(newer, links=CHANGING)], "plain")
+        (one.commit, one.mbit, one.step_seconds) for one in sweep([*points, changed(newer, links=CHANGING)], "plain")
     ] == [
         ("def5678", 135.0, 2.2),
         ("def5678", 60.0, 2.0),
@@ -134,34 +148,87 @@ def cells(lines: list[str]) -> list[list[str]]:
 
 
 def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None:
-    points = [replace(POINT, repetition=place) for place in range(3)]
-    new = replace(POINT, contender="balanced", changes=len(CHANGES))
+    points = [changed(POINT, repetition=place) for place in range(3)]
+    new = changed(POINT, contender="balanced", changes=len(CHANGES))
     for place, seconds in enumerate((1.2, 1.0, 1.5)):
-        points.append(replace(new, repetition=place, step_seconds=seconds, communication_seconds=seconds / 10))
+        points.append(changed(new, repetition=place, step_seconds=seconds, communication_seconds=seconds / 10))
     assert repeated(points[:5]) == [], "two are too few"
-    assert repeated([*points[:5], replace(points[5], changes=0)]) == [], "one is old"
-    assert repeated([*points[:5], replace(points[5], commit="def5678")]) == [], "one is of other code"
+    assert repeated([*points[:5], changed(points[5], changes=0)]) == [], "one is old"
+    assert repeated([*points[:5], changed(points[5], commit="def5678")]) == [], "one is of other code"
     assert cells(repeated(points)) == [
         ["plain", "135 Mbit/s", "balanced", "3", "**-40%** (-50% to -25%)", "**-85%** (-88% to -81%)", "40% to 40%"]
     ]
 
 
 def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> None:
-    def at(contender: str, mbit: float | None, seconds: float) -> Point:
-        return replace(POINT, contender=contender, mbit=mbit, step_seconds=seconds)
+    def at(contender: str, mbit: float | None, communication: float) -> Point:
+        point = changed(POINT, contender=contender, mbit=mbit, communication_seconds=communication)
+        return replace(point, changes=len(CHANGES))
 
-    points = [at("dense", None, 1.9), at("dense", 800.0, 1.95), at("dense", 100.0, 2.3)]
-    points += [at("balanced", None, 1.9), at("balanced", 20.0, 1.95), at("int8", 100.0, 1.9)]
-    points = [replace(point, changes=len(CHANGES)) for point in points]
-    other_day = replace(at("dense", 135.0, 9.0), commit="def5678")
+    points = [at("dense", None, 0.0), at("dense", 800.0, 0.1), at("dense", 100.0, 0.8)]
+    points += [at("balanced", None, 0.02), at("balanced", 20.0, 0.08), at("int8", 100.0, 0.1)]
+    points += [at("powersgd", 400.0, 0.3), at("powersgd", 100.0, 0.5)]
+    other_day = replace(at("dense", 135.0, 1.9), commit="def5678")
     found = keeps_speed([*points, other_day])
-    rate, below = found["dense"]
-    # 2.0 s at a seventh of the way from 1/800 to 1/100
-    assert rate == pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) / 7)) and not below
-    assert found["balanced"] == (pytest.approx(20.0), True) and "int8" not in found
-    assert keeps_speed([at("dense", None, 1.9)]) == {}
+    half, most, nine, nearly = found["dense"]  # of steps of 2 s
+    assert half == (100.0, True), "no rate was timed at which reductions take half of a step"
+    # 0.2 of 2 s at a seventh of the way from 1/800 to 1/100
+    assert nine == (pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) / 7)), False)
+    assert most == (pytest.approx(1 / (1 / 800 + (1 / 100 - 1 / 800) * 3 / 7)), False) and nearly[0] == 800.0
+    assert found["balanced"] == [(20.0, True)] * 4 and "int8" not in found, "one point is no sweep"
+    assert found["powersgd"][2:] == [(math.inf, False)] * 2, "at no rate that was timed"
+    assert keeps_speed([at("dense", None, 0.0)]) == {}
     page = markdown(points, "a machine")
-    assert f"| dense | {rate:.0f} Mbit/s |  |" in page and "| balanced | at most 20 Mbit/s | at most 1/20 |" in page
+    assert f"| dense | at most 100 Mbit/s | from {most[0]:.0f} Mbit/s | from {nine[0]:.0f} Mbit/s |" in page
+    assert "| powersgd | at most 100 Mbit/s | from 160 Mbit/s | at no rate timed | at no rate timed |" in page
+
+
+def test_a_run_whose_links_change_has_a_time_before_and_one_after() -> None:
+    run = changed(POINT, mbit=900.0, links=CHANGING, window_seconds=(1.0, 1.2, 1.1, 3.0, 2.0, 2.2))
+    assert cells(changing_table([run])) == [
+        ["900 Mbit/s then 300 Mbit/s", "abc1234", "dense", "1.10", "2.20", "14.00", "dense"]
+    ]
+
+
+def test_a_point_with_other_flags_is_old() -> None:
+    assert not POINT.old and replace(POINT, flags=POINT.flags.replace("--lr 1e-3", "--lr 1e-4")).old
+
+
+def test_seconds_of_training_hold_what_lies_between_the_steps() -> None:
+    windows = [{"time": 100.0 + 15 * place, "iteration": 7 * (1 + place), "step_seconds": 2.0} for place in range(3)]
+    assert seconds_of_training(windows) == (14.0, 29.0, 44.0)
+
+
+def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def measured(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
+        timed.append((contender, repetition))
+        return changed(
+            POINT,
+            **{"mbit": rate, "mode": mode, "contender": contender, "repetition": repetition, "commit": code},
+            window_seconds=(1.0,) * windows,
+        )
+
+    code = "abc1234"
+    monkeypatch.setattr(bench_network, "POINTS", tmp_path / "points.jsonl")
+    monkeypatch.setattr(bench_network, "check", lambda: None)
+    monkeypatch.setattr(bench_network, "commit", lambda *_: code)
+    monkeypatch.setattr(bench_network, "timed", measured)
+    asked = [135.0], ["plain"], ["dense", "balanced"], "even"
+    bench_network.sweep(*asked, windows=3, repetitions=2)
+    assert timed == [("dense", 0), ("balanced", 0), ("balanced", 1), ("dense", 1)], "in turn forwards and backwards"
+    with (tmp_path / "points.jsonl").open("a") as lines:
+        lines.write('{"mbit": 13')  # a killed command's
+    bench_network.sweep(*asked, windows=3, repetitions=3)
+    assert timed[4:] == [("dense", 2), ("balanced", 2)], "only what is missing"
+    assert len(bench_network.read()) == 6
+    bench_network.sweep(*asked, windows=4, repetitions=1)
+    assert len(timed) == 8, "with more windows it is another run"
+    code = "abc1234+"
+    for _ in range(2):
+        bench_network.sweep(*asked, windows=3, repetitions=1)
+    assert len(timed) == 12, "what had local changes may have had others"
 
 
 def test_whole_runs_are_compared_with_the_dense_one() -> None:

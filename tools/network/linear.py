@@ -4,8 +4,6 @@ As a module this is one of the processes:  python -m tools.network.linear GROUPS
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,9 +21,8 @@ from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import CommCost
 from edgc.specs import Parameter
-from tools._root import REPOSITORY
 from tools.network.links import Links
-from tools.network.runs import RunFailed, environment
+from tools.network.runs import failed, started, under_way
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
 
@@ -79,25 +76,14 @@ def measure(name: str) -> list[Fit]:
     """Time all formats and ranks on links of ``SETUPS``. Raises ``RunFailed``."""
     setup = SETUPS[name]
     with Links(setup.rates) as links, tempfile.TemporaryDirectory() as folder:
-        output, processes = Path(folder, "seconds.json"), []
-        count = len(setup.rates) * setup.groups
-        for process in range(count):
-            node = process // setup.groups
-            command = [sys.executable, "-m", "tools.network.linear", str(setup.groups), str(output)]
-            with Path(folder, f"{process}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        links.command(node, command),
-                        cwd=REPOSITORY,
-                        env={**os.environ, **environment(links, process, count)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        if any([process.wait() for process in processes]):
-            ends = [log.read_text()[-1500:] for log in sorted(Path(folder).glob("*.log"))]
-            raise RunFailed(f"{name}: " + "\n".join(ends))
+        output = Path(folder, "seconds.json")
+        command = [sys.executable, "-m", "tools.network.linear", str(setup.groups), str(output)]
+        places = [place for place in range(len(setup.rates)) for _ in range(setup.groups)]
+        with started(links, [(place, command) for place in places], Path(folder)) as processes:
+            while under_way(processes):
+                time.sleep(0.1)
+            if any(process.poll() for process in processes):
+                raise failed(name, Path(folder))
         found: Mapping[str, Sequence[float]] = json.loads(output.read_text())
     return [Fit(name, formats, tuple(seconds)) for formats, seconds in found.items()]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Curve, Point
+from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Curve, Point, changes_after
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 
@@ -21,7 +21,7 @@ COLORS = {
     "balanced": VERMILION,
 }
 
-KEPT = 0.95  # of the speed without a network
+KEPT = (0.5, 0.8, 0.9, 0.95)  # shares of the speed without reductions
 SMOOTH = 4  # windows, of whose losses the mean is drawn
 
 GLOO = (
@@ -36,7 +36,7 @@ def table(points: Sequence[Point]) -> list[str]:
     Runs of one rate are in the order in which they began, a repetition of one code together.
     """
     lines = header(
-        ["link", "commit", "contender", "s a step", "against dense", "communication, s", "against dense"]
+        ["link", "commit", "contender", "s a step", "against dense", "mean", "communication, s", "against dense"]
         + ["MB a step, counted", "by the interface", "ranks"]
     )
     for own in _runs(points):
@@ -45,10 +45,11 @@ def table(points: Sequence[Point]) -> list[str]:
             for point in _of(own, contender):
                 cells = [
                     rate_name(point.mbit),
-                    point.commit + (", old" if point.old else ""),
+                    _dated(point),
                     contender,
                     f"{point.step_seconds:.2f}",
                     _change(point, dense, "step_seconds"),
+                    f"{point.mean_seconds:.2f}" if point.mean_seconds else "",
                     f"{point.communication_seconds:.2f} ({point.communication_seconds / point.step_seconds:.0%})",
                     _change(point, dense, "communication_seconds"),
                     f"{point.counted_bytes / 1e6:.2f}",
@@ -57,6 +58,29 @@ def table(points: Sequence[Point]) -> list[str]:
                 ]
                 lines.append(row(cells))
     return lines
+
+
+def changing_table(points: Sequence[Point]) -> list[str]:
+    """A row for each run whose links change: a step before it and after it, each the median over windows."""
+    lines = header(
+        ["link", "commit", "contender", "s a step before", "after", "MB a step, counted", "ranks at the end"]
+    )
+    for point in sorted(points, key=lambda one: (_order(one.mbit), one.started)):
+        place = changes_after(len(point.window_seconds))
+        before, after = point.window_seconds[:place], point.window_seconds[place:]
+        rates = rate_name(point.mbit), rate_name(point.mbit and point.mbit / 3)
+        cells = [
+            " then ".join(rates),
+            _dated(point),
+            point.contender,
+            *(f"{median(own):.2f}" for own in (before, after)),
+        ]
+        lines.append(row([*cells, f"{point.counted_bytes / 1e6:.2f}", _ranks(point)]))
+    return lines
+
+
+def _dated(run: Point | Curve) -> str:
+    return run.commit + (", old" if run.old else "")
 
 
 def _ranks(point: Point) -> str:
@@ -90,39 +114,50 @@ def _spread(values: Sequence[float]) -> str:
     return f"**{median(values):+.0%}** ({min(values):+.0%} to {max(values):+.0%})"
 
 
-def keeps_speed(points: Sequence[Point]) -> dict[str, tuple[float, bool]]:
-    """By contender: the lowest rate at which its steps take at most 1 / ``KEPT`` of dense ones without a limit, and
-    whether a lower one was not timed.
+def keeps_speed(points: Sequence[Point]) -> dict[str, list[tuple[float, bool]]]:
+    """By contender, for each of ``KEPT``: the lowest rate at which a step's reductions leave that share of it to the
+    rest, and whether no lower rate was timed. An infinite rate: at none that was timed.
 
-    Of one sweep of plain runs. Between two rates a step's time is taken to be linear in 1 / rate.
+    Of the plain runs of one sweep. A share is of one run, so that the speed of the machine in that hour matters little.
+    Between two rates it is taken to be linear in 1 / rate.
     """
     own = [point for point in sweep(points, "plain") if not point.old]
-    free = [point.step_seconds for point in _of(own, "dense") if point.mbit is None]
-    found: dict[str, tuple[float, bool]] = {}
+    found: dict[str, list[tuple[float, bool]]] = {}
     for contender in CONTENDERS:
-        steps = sorted((1 / _order(point.mbit), point.step_seconds) for point in _of(own, contender))
-        if not free or not steps or steps[0][0] > 0:  # nothing was timed without a limit
-            continue
-        most = free[0] / KEPT
-        crossed = next(((a, b) for a, b in pairwise(steps) if a[1] <= most < b[1]), None)
-        if crossed is not None:
-            (near, fast), (far, slow) = crossed
-            found[contender] = 1 / (near + (far - near) * (most - fast) / (slow - fast)), False
-        elif steps[0][1] <= most and steps[-1][0] > 0:
-            found[contender] = 1 / steps[-1][0], True
+        kept = sorted(
+            (1 / _order(point.mbit), 1 - point.communication_seconds / point.step_seconds)
+            for point in _of(own, contender)
+        )
+        if len(kept) > 1:
+            found[contender] = [_crossing(kept, share) for share in KEPT]
     return found
 
 
+def _crossing(kept: Sequence[tuple[float, float]], share: float) -> tuple[float, bool]:
+    """``kept``: (1 / rate, share of the speed), the highest rate first."""
+    for (near, fast), (far, slow) in reversed(list(pairwise(kept))):
+        if fast >= share > slow:
+            inverse = near + (far - near) * (fast - share) / (fast - slow)
+            return (1 / inverse if inverse else math.inf), False
+    least, last = kept[-1]
+    return (1 / least, True) if last >= share and least else (math.inf, False)
+
+
 def speed_table(points: Sequence[Point]) -> list[str]:
-    """The rates of ``keeps_speed``, and how many times lower they are than that of dense."""
+    """The rates of ``keeps_speed``."""
     found = keeps_speed(points)
-    if "dense" not in found or len(found) < 2:
+    if len(found) < 2:
         return []
-    lines = header(["contender", f"keeps {KEPT:.0%} of the speed from", "of the rate of dense"])
-    for contender, (rate, below) in found.items():
-        at_most, share = "at most " if below else "", f"1/{found['dense'][0] / rate:.0f}"
-        lines.append(row([contender, f"{at_most}{rate:.0f} Mbit/s", "" if contender == "dense" else at_most + share]))
+    lines = header(["contender", *(f"{share:.0%} of the speed" for share in KEPT)])
+    for contender, rates in found.items():
+        lines.append(row([contender, *(_least_rate(rate, below) for rate, below in rates)]))
     return lines
+
+
+def _least_rate(rate: float, below: bool) -> str:
+    if math.isinf(rate):
+        return "at no rate timed"
+    return f"{'at most ' if below else 'from '}{rate:.0f} Mbit/s"
 
 
 def curve_table(curves: Sequence[Curve]) -> list[str]:
@@ -138,7 +173,7 @@ def curve_table(curves: Sequence[Curve]) -> list[str]:
             curve.mode,
             rate_name(curve.mbit),
             curve.contender,
-            curve.commit + (", old" if curve.old else ""),
+            _dated(curve),
             f"{curve.seconds[-1]:.0f}",
             f"{curve.seconds[-1] / dense.seconds[-1] - 1:+.0%}" if dense and compared else "",
             f"{curve.val_loss:.4f}",
@@ -160,7 +195,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         f"CPU ({machine}).",
         "",
         f"- A run has a window of warm-up, and then three windows or more of {WINDOW} steps. A step's time is the",
-        "  median over these windows, with the steps of trials.",
+        "  median over these windows of the median step, with the steps of trials.",
+        "- *Mean* is the time of all these steps, with the exchanges at the ends of windows, over their number. Older",
+        "  runs did not keep it.",
         "- *Communication* is the time of the reductions. The brackets give its share of the step.",
         "- *MB a step* are those of a process. The first column is what EDGC counts, with gathered weights. The",
         "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window.",
@@ -172,7 +209,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",
         "  largest number of rates.",
         "- Rows are *old* where today's code",
-        "  [compresses otherwise](../frontier/README.md#old-rows).",
+        "  [compresses otherwise](../frontier/README.md#old-rows), or where runs had other flags.",
         "",
         "![Step time against the rate of the links](step.png)",
         "",
@@ -185,9 +222,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         lines += [
             "## Which link keeps the speed",
             "",
-            "A dense run without a limit sets the speed. The table shows the rate from which a contender keeps",
-            f"{KEPT:.0%} of it. All runs are plain ones of one sweep. Between two rates that were timed, a step's time",
-            "is taken to be linear in 1/rate.",
+            "The speed is that of the same run without its reductions, which hold what compressing computes. The table",
+            "shows the rate from which a contender keeps a share of it. All runs are plain ones of one sweep. Between",
+            "two rates that were timed, the share is taken to be linear in 1/rate.",
             *("", *speeds, ""),
         ]
     if curves:
@@ -195,8 +232,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             "## Loss over time",
             "",
             "These are whole runs of 280 iterations with seed 1, one of each contender. The learning rate falls to 0.",
-            "Seconds are those of the steps, without evaluation. A point of a line is the mean training loss of",
-            f"{SMOOTH} windows.",
+            "Seconds are those from the first step on, without evaluation. A point of a line is the mean training loss",
+            f"of {SMOOTH} windows.",
             *("", *curve_table(curves), "", "![Training loss over time](loss.png)", ""),
         ]
     for kind in LINKS:
@@ -204,7 +241,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             own = [point for point in points if (point.mode, point.links) == (mode, kind)]
             if own:
                 title = mode.capitalize() if kind == EVEN else f"{mode.capitalize()}, {kind}"
-                lines += [f"## {title}", "", *table(own), ""]
+                lines += [f"## {title}", "", *(changing_table(own) if kind == CHANGING else table(own)), ""]
                 lines += [*GLOO, ""] if "distributed" in mode else []
     if any(point.links == CHANGING for point in points):
         lines += ["![Step time over the windows of a run whose links change](changing.png)", ""]
@@ -217,8 +254,10 @@ def over_time(points: Sequence[Point]) -> bytes:
     for contender in CONTENDERS:
         for point in _of(points, contender):
             windows = range(1, 1 + len(point.window_seconds))
-            axes.plot(windows, point.window_seconds, marker="o", color=COLORS.get(contender, "black"), label=contender)
-    axes.axvline(len(points[0].window_seconds) // 2 + 0.5, color=GREY, linestyle=":")
+            color, label = COLORS.get(contender, "black"), f"{contender}, {_dated(point)}"
+            axes.plot(windows, point.window_seconds, marker="o", color=color, label=label)
+    for count in {len(point.window_seconds) for point in points}:
+        axes.axvline(changes_after(count) + 0.5, color=GREY, linestyle=":")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"window of {WINDOW} steps; dotted: links fall to a third")
     axes.set_ylabel("s a step")
@@ -240,7 +279,7 @@ def loss_over_time(curves: Sequence[Curve]) -> bytes:
                 [fmean(curve.losses[e - SMOOTH : e]) for e in ends],
             )
             axes.plot(
-                seconds, losses, color=COLORS.get(curve.contender, "black"), label=f"{curve.contender}, {curve.commit}"
+                seconds, losses, color=COLORS.get(curve.contender, "black"), label=f"{curve.contender}, {_dated(curve)}"
             )
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("training loss")

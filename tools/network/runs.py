@@ -6,10 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,6 +19,7 @@ from edgc.observe.events import EventLog, read_events
 from tools._root import REPOSITORY
 from tools.network.links import INTERFACE, Links
 from tools.shared.changes import changed
+from tools.shared.machine import device_name
 from tools.shared.runs import load_run
 
 CORPUS = REPOSITORY / "runs" / "data" / "network"
@@ -82,6 +83,11 @@ EVEN, UNEVEN, CHANGING = "even", "one at a third", "a third from the middle on"
 LINKS = (EVEN, UNEVEN, CHANGING)  # how the links of a run differ from the rate of its point
 
 
+def changes_after(windows: int) -> int:
+    """Of so many measured windows those before links that change."""
+    return windows // 2
+
+
 @dataclass(frozen=True)
 class Point:
     """What one run showed. Seconds are medians of steps; bytes are means over processes, of one step.
@@ -89,7 +95,9 @@ class Point:
     ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
     ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
-    in each measured window. ``changes``: how many of ``tools.shared.changes.CHANGES`` its code had.
+    in each measured window. ``mean_seconds``: all measured time over all its steps, with the exchanges at the ends of
+    windows; 0 in older points. ``changes``: how many of ``tools.shared.changes.CHANGES`` its code had. ``flags``: see
+    ``flags``. ``machine``: what it ran on.
     """
 
     mbit: float | None
@@ -107,21 +115,24 @@ class Point:
     started: int
     links: str = EVEN
     window_seconds: tuple[float, ...] = ()
+    mean_seconds: float = 0.0
     changes: int = 0
+    flags: str = ""
+    machine: str = ""
 
     @property
     def old(self) -> bool:
-        """Whether today's code compresses otherwise."""
-        return _old(self.mode, self.contender, self.changes)
+        """Whether today's code compresses otherwise, or times it with other flags."""
+        return self.flags != flags(self.mode, self.contender) or _old(self.mode, self.contender, self.changes)
 
 
 @dataclass(frozen=True)
 class Curve:
     """The loss of one run to its end.
 
-    ``seconds``: of all steps until the end of each window, without evaluation. ``losses``: the mean training loss of
-    that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run. ``changes``: as of
-    a ``Point``.
+    ``seconds``: from the first step to the end of each window, without start-up and evaluation. ``losses``: the mean
+    training loss of that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run.
+    ``changes`` and ``machine``: as of a ``Point``.
     """
 
     mbit: float | None
@@ -134,6 +145,7 @@ class Curve:
     commit: str
     started: int
     changes: int = 0
+    machine: str = ""
 
     @property
     def old(self) -> bool:
@@ -145,6 +157,11 @@ def _old(mode: str, contender: str, changes: int) -> bool:
     given = shlex.split(CONTENDERS[contender])
     engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
     return bool(changed(engine, MODES[mode].pipeline, given, changes))
+
+
+def flags(mode: str, contender: str) -> str:
+    """The flags of a run that is timed, without paths and the length of what is measured."""
+    return shlex.join([*MODEL, *shlex.split(MODES[mode].flags), *shlex.split(CONTENDERS[contender])])
 
 
 def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], more: Sequence[str]) -> list[str]:
@@ -177,14 +194,14 @@ def measure(
         given = arguments(mode, contender, folder, data, ["--exit-interval", str((1 + windows) * WINDOW)])
         with _training(links, mode, given, folder) as processes:
             sent = [_sent(links, mode)]
-            while _under_way(processes):
+            while under_way(processes):
                 closed = _windows(folder)
                 while len(sent) <= len(closed):
                     sent.append(_sent(links, mode))
                     during(len(sent) - 1)
                 time.sleep(0.02)
-        if any(process.wait() for process in processes) or len(sent) < 2 + windows:
-            raise _failed(mode_name, contender, folder)
+        if any(process.poll() for process in processes) or len(sent) < 2 + windows:
+            raise failed(f"{mode_name}, {contender}", folder)
         closed = _windows(folder)
     first, last = closed[0], closed[windows]
     steps = windows * WINDOW
@@ -199,6 +216,9 @@ def measure(
         "steps": steps,
         "ranks": tuple(last["ranks"]),
         "window_seconds": tuple(float(window["step_seconds"]) for window in closed[1 : 1 + windows]),
+        "mean_seconds": (float(last["time"]) - float(first["time"])) / steps,
+        "flags": flags(mode_name, contender),
+        "machine": device_name(on_gpu=False),
     }
 
 
@@ -209,33 +229,51 @@ def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]
         folder = Path(name)
         given = arguments(mode, contender, folder, data, [*WHOLE, "--tensorboard-dir", str(folder / "tensorboard")])
         with _training(links, mode, given, folder) as processes:
-            while _under_way(processes):
+            while under_way(processes):
                 time.sleep(0.2)
-        if any(process.wait() for process in processes):
-            raise _failed(mode_name, contender, folder)
+        if any(process.poll() for process in processes):
+            raise failed(f"{mode_name}, {contender}", folder)
         run = load_run(folder)
     ends = [0, *(int(window["iteration"]) for window in run.windows)]
-    seconds = [
-        (end - begin) * float(window["step_seconds"])
-        for (begin, end), window in zip(pairwise(ends), run.windows, strict=True)
-    ]
     return {
-        "seconds": tuple(accumulate(seconds)),
+        "seconds": seconds_of_training(run.windows),
         "losses": tuple(
             fmean(loss for iteration, loss in run.loss if begin < iteration <= end) for begin, end in pairwise(ends)
         ),
         "val_loss": run.val_loss,
         "counted_bytes": run.total_bytes,
+        "machine": device_name(on_gpu=False),
     }
 
 
+def seconds_of_training(windows: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Of window events: the time until the end of each one, with all steps and what lies between them.
+
+    Only of the first window it is the median step times their number: start-up cannot be told from its first step.
+    """
+    begin = float(windows[0]["time"]) - int(windows[0]["iteration"]) * float(windows[0]["step_seconds"])
+    return tuple(float(window["time"]) - begin for window in windows)
+
+
 @contextmanager
-def _training(links: Links, mode: Mode, given: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One process in each namespace; those that still run at the end are ended."""
-    processes = [
-        _start(links, place, given, mode.processes, folder / f"{place}.log") for place in range(mode.processes)
-    ]
+def started(
+    links: Links, commands: Sequence[tuple[int, Sequence[str]]], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """One process for each (namespace, command), with a log in the folder; those that run at the end are ended."""
+    processes = []
     try:
+        for number, (place, command) in enumerate(commands):
+            with (folder / f"{number}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        links.command(place, command),
+                        cwd=REPOSITORY,
+                        env={**os.environ, **environment(links, number, len(commands))},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
         yield processes
     finally:
         for process in processes:
@@ -243,26 +281,23 @@ def _training(links: Links, mode: Mode, given: Sequence[str], folder: Path) -> I
                 process.terminate()
 
 
-def _under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+def _training(
+    links: Links, mode: Mode, given: Sequence[str], folder: Path
+) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
+    """One process in each namespace."""
+    command = [sys.executable, "pretrain_gpt.py", *given]
+    return started(links, [(place, command) for place in range(mode.processes)], folder)
+
+
+def under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
     """Whether any goes on, and none has failed: the others would wait for it."""
     return any(process.poll() is None for process in processes) and not any(process.poll() for process in processes)
 
 
-def _failed(mode: str, contender: str, folder: Path) -> RunFailed:
+def failed(what: str, folder: Path) -> RunFailed:
+    """With the ends of all logs."""
     ends = [log.read_text()[-1500:] for log in sorted(folder.glob("*.log"))]
-    return RunFailed(f"{mode}, {contender}: " + "\n".join(ends))
-
-
-def _start(links: Links, place: int, given: Sequence[str], processes: int, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            links.command(place, [sys.executable, "pretrain_gpt.py", *given]),
-            cwd=REPOSITORY,
-            env={**os.environ, **environment(links, place, processes)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    return RunFailed(f"{what}: " + "\n".join(ends))
 
 
 def environment(links: Links, process: int, processes: int) -> dict[str, str]:
