@@ -40,11 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="train nothing: make the page of the results kept")
     arguments = parser.parse_args(argv)
     try:
-        runs = load_list(arguments.config)
+        runs = load_list(arguments.config, arguments.gpu)
     except ListError as error:
         say_error("frontier", error)
         return 2
-    device = [] if arguments.gpu else ["--edgc-cpu"]
     failed = False
     for number, trial in enumerate(runs.trials, start=1):
         if arguments.report:
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         start = time.perf_counter()
         label = f"frontier: {number}/{len(runs.trials)} {trial.setting} {trial.name} seed {trial.seed}"
         try:
-            folder = run(trial, device)
+            folder = run(trial)
             measured = load_run(folder)
         except RunError as error:
             failed = True
@@ -77,13 +76,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if failed else 0
     pages: dict[str, tuple[str, bytes]] = {}
     if runs.study:
-        pages[runs.name] = studies.page(runs.name, runs.title, runs.study, lines)
+        pages[runs.name] = studies.page(runs.name, runs.title, runs.study, lines, missing)
     else:
         page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
         pages[runs.name] = page, draw_trends(lines, runs.trends) if runs.trends else draw(lines)
     for study in (one for one in runs.studies if studies.has_lines(one, lines)):
         name = f"{runs.name}_{study}"
-        pages[name] = studies.page(runs.name, f"{runs.title}: {study}", study, lines, picture=name)
+        pages[name] = studies.page(runs.name, f"{runs.title}: {study}", study, lines, missing, picture=name)
     for name, (page, picture) in pages.items():
         write(DOCS / f"{name}.md", page.encode())
         write(DOCS / f"{name}.png", picture)

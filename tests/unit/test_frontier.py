@@ -20,7 +20,7 @@ from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.results import page_lines
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
-from tools.shared.runs import Run
+from tools.shared.runs import Run, RunError
 
 LIST = """
 title: A list
@@ -69,6 +69,18 @@ def test_a_list_becomes_one_trial_for_each_entry_and_seed(tmp_path: Path) -> Non
         ("seeds: [1, 2]", "seeds: [1, 1]", "listed twice: dense-seed1"),
         ("models: {", "models: [", "mine.yaml"),
         ("title:", "trends: {width: {tiny: 64}}\ntitle:", "trends name what is not listed: tiny"),
+        (
+            "iterations: 10",
+            "iterations: ten",
+            "iterations = 'ten': must be an integer",
+        ),
+        ("flags: --edgc-engine dense", "flags: ", "does not have the format"),
+        ("seeds: [3]", "seeds: 3", "does not have the format"),
+        ("[[ours, dense]]", "[[ours, dense, ours]]", "does not have the format"),
+        ("  - {name: dense", "  - text\n  - {name: dense", "does not have the format"),
+        ("--lr 1e-3", "--lr '1e-3", "No closing quotation"),
+        ("title:", "trends: {width: 3}\ntitle:", "does not have the format"),
+        ("title:", "studies: [[x]]\ntitle:", "does not have the format"),
         ("title:", "study: tea-leaves\ntitle:", "study = tea-leaves: must be one of fidelity"),
         ("title:", "studies: [entropy, tea-leaves]\ntitle:", "study = tea-leaves: must be one of fidelity"),
     ],
@@ -138,6 +150,27 @@ def test_gaps_are_paired_by_seed_and_the_front_is_marked() -> None:
     assert {name for name, entry in found.items() if entry.on_front} == {"dense", "good", "small"}
 
 
+def test_the_front_is_one_of_todays_rows() -> None:
+    older = line("older", 1, 1.9, 1, other="--rank 3")
+    on_front = {entry.name: entry.on_front for entry in entries([*LINES, older])}
+    assert on_front["good"] and not on_front["older"], "a row that would not be the same today beats none"
+
+
+def test_runs_on_other_data_devices_or_settings_are_not_set_against_each_other() -> None:
+    dense, good = line("dense", 1, 2.0, 100, corpus="a-b"), line("good", 1, 2.02, 10)
+    assert {entry.name for entry in entries([dense, good])} == {"dense", "good"}, "older lines do not name their data"
+    for other, why in (
+        ({"corpus": "c-d"}, "not trained on the same data"),
+        ({"settings": "--shared --lr 9"}, "not trained with the same settings"),
+        ({"gpu": True}, "no dense run"),
+    ):
+        moved = {**good, **other}
+        assert {entry.name for entry in entries([dense, moved])} == {"dense"}
+        assert why in markdown("a", "b", [dense, moved], []), "and the page says why"
+    of_edgc = {**good, "settings": "--shared --edgc-window 9"}
+    assert "good" in {entry.name for entry in entries([dense, of_edgc])}, "dense does not use those"
+
+
 def test_confidence_intervals_cover_what_they_say() -> None:
     import random
 
@@ -185,6 +218,12 @@ def test_a_trend_is_the_gap_by_what_settings_differ_in() -> None:
         (256, pytest.approx(0.001)),
     ]
     assert list(found["small"]) == [128], "a run of older code is no point of a trend"
+    lines.append(line("small", 1, 8.0, 5, model="large", other="yet another"))
+    two = trend(lines, values)
+    assert sorted(gaps[256].mean for name, gaps in two.items() if name.startswith("small, old")) == [
+        pytest.approx(8 / 3 - 1),
+        pytest.approx(2),
+    ]
     page = markdown("mine", "A title", lines, [], trends={"width": values})
     assert "| width | worse | good | small |" in page
     assert "+0.10 %" in page and "not run" in page and "![Loss gap against width](mine.png)" in page
@@ -231,6 +270,29 @@ def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
     assert [known["val_loss"] for known in kept if known["name"] == "dense"] == [1.5, 4.0]
     assert all(json.loads(text) for text in (folder / "m.jsonl").read_text().splitlines())
     assert [known["model"] for known in read_results(folder, ["other"])] == ["other"]
+
+
+def test_a_defect_stays_in_the_line_of_the_run_that_has_it(tmp_path: Path) -> None:
+    broken = line("good", 1, 2.02, 10)
+    record_result(tmp_path, {**broken, "defect": "the disk was full"})
+    record_result(tmp_path, broken)  # a list that goes on records what has finished again
+    assert read_results(tmp_path, ["m"])[0]["defect"] == "the disk was full"
+    record_result(tmp_path, {**broken, "commit": "mended"})
+    assert "defect" not in read_results(tmp_path, ["m"])[0]
+
+
+def test_gpus_that_are_not_there_cost_no_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "RUNS", REPOSITORY / "runs" / tmp_path.name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    trial = load_list(written(tmp_path, LIST), gpu=True).trials[0]
+    assert "--edgc-cpu" not in trial.arguments() and trial.folder.parent.name == "small-dp2-pp1-10-gpu"
+    trial.folder.mkdir(parents=True)
+    try:
+        with pytest.raises(RunError, match="--gpu: nvidia-smi lists no GPU"):
+            training.run(trial)
+        assert trial.folder.is_dir()
+    finally:
+        shutil.rmtree(lists.RUNS)
 
 
 def test_every_engine_has_a_place_in_the_plot() -> None:
@@ -293,9 +355,12 @@ def test_a_model_may_have_a_corpus_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("study", sorted(studies.STUDIES))
 def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]
-    page, picture = studies.page("mine", "A title", study, lines)
+    page, picture = studies.page(
+        "mine", "A title", study, [*lines, {**lines[0], "seed": 9, "defect": "it slept"}], ["r9"]
+    )
+    assert "it slept" in page and "Not run yet: r9." in page
     assert picture.startswith(b"\x89PNG") and page.startswith("# A title") and "configs/frontier/mine.yaml" in page
-    rows = [row for row in page.splitlines() if row.startswith("|")]
+    rows = [row for row in page.partition("## Left out")[0].splitlines() if row.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
     assert "nan" not in page
 
@@ -363,14 +428,14 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
     assert changes.preset([*arguments, "--edgc-pp", "off"]) == gradients
     assert changes.preset(["--edgc-preset", "fast"]) == gradients
-    assert not training.finished(trial, [])
+    assert not training.finished(trial)
     trial.folder.mkdir(parents=True)
     try:
         today = {"preset": PRESETS["fast"]}
         for kept in (today, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}):
             record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(changes.CHANGES), **kept}
             (trial.folder / training.COMMAND).write_text(json.dumps(record))
-            assert training.finished(trial, []) == (kept is today)
+            assert training.finished(trial) == (kept is today)
     finally:
         shutil.rmtree(lists.RUNS)
 

@@ -1,8 +1,10 @@
 """Entries: the runs of a list over their seeds, against the dense runs and against each other."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -16,6 +18,7 @@ T_95 = (
 )
 
 Line = Mapping[str, Any]  # of the results
+Key = tuple[str, str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Entry:
     Runs that today's code would not give again are an entry apart, by what their flags and preset said: ``old`` is why.
     """
 
+    key: Key
     setting: str
     name: str
     engine: str
@@ -76,22 +80,30 @@ class Entry:
 def setting(line: Line) -> str:
     """What runs must have in common to be compared."""
     pipeline = f", PP {line['pipeline_parallel']}" if line["pipeline_parallel"] > 1 else ""
-    return f"{line['model']}, DP {line['data_parallel']}{pipeline}, {line['iterations']} iterations"
+    gpu = ", GPU" if line.get("gpu") else ""
+    return f"{line['model']}, DP {line['data_parallel']}{pipeline}, {line['iterations']} iterations{gpu}"
+
+
+def key(line: Line) -> Key:
+    """What the runs of one entry have in common."""
+    return setting(line), line["name"], line.get("other", ""), bool(old(line))
 
 
 def entries(lines: Sequence[Line]) -> list[Entry]:
     """The entries of all settings, most bytes first. Runs that are ``left_out`` are not in them."""
     references = _references(lines)
-    groups: dict[tuple[str, str, str, bool], list[Line]] = {}
+    groups: dict[Key, list[Line]] = {}
     for line in lines:
         if not left_out(line, lines):
-            groups.setdefault((setting(line), line["name"], line.get("other", ""), bool(old(line))), []).append(line)
+            groups.setdefault(key(line), []).append(line)
     found = []
-    for (where, name, _, _), group in groups.items():
+    for of_all, group in groups.items():
+        where, name = of_all[:2]
         pairs = [(line, references[where, line["seed"]]) for line in sorted(group, key=lambda line: int(line["seed"]))]
         gaps = [line["val_loss"] / dense["val_loss"] - 1 for line, dense in pairs]
         found.append(
             Entry(
+                key=of_all,
                 setting=where,
                 name=name,
                 engine=group[0]["engine"],
@@ -109,7 +121,10 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
                 ),
             )
         )
-    marked = [replace(entry, on_front=not any(_beats(other, entry) for other in found)) for entry in found]
+    today = [entry for entry in found if not entry.old]
+    marked = [
+        replace(entry, on_front=not entry.old and not any(_beats(other, entry) for other in today)) for entry in found
+    ]
     return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
 
 
@@ -122,8 +137,9 @@ def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[
     here = [entry for entry in entries(lines) if entry.setting in values]
     for entry in sorted(here, key=lambda entry: values[entry.setting]):
         if entry.engine != "dense":
-            name = f"{entry.name}, old" if entry.old else entry.name
-            found.setdefault(name, {})[values[entry.setting]] = entry.gap
+            value, name = values[entry.setting], f"{entry.name}, old" if entry.old else entry.name
+            older = sum(own.startswith(name) and value in gaps for own, gaps in found.items()) if entry.old else 0
+            found.setdefault(f"{name} ({1 + older})" if older else name, {})[value] = entry.gap
     return found
 
 
@@ -138,14 +154,29 @@ def old(line: Line) -> str:
 
 
 def left_out(line: Line, lines: Sequence[Line]) -> str:
-    """Why a run is in no entry: a defect that is written in its line, or no dense run to set it against; else empty."""
+    """Why a run is in no entry: a defect that is written in its line, or no dense run that it can be set against; else
+    empty.
+    """
     if "defect" in line:
         return str(line["defect"])
     dense = _references(lines).get((setting(line), line["seed"]))
     if dense is None:
         return "there is no dense run of its seed"
-    counted = {EMBEDDING_SUM in one.get("before", "") for one in (line, dense)}
-    return "" if len(counted) == 1 else "it and the dense run of its seed do not count the same bytes"
+    if (EMBEDDING_SUM in line.get("before", "")) != (EMBEDDING_SUM in dense.get("before", "")):
+        return "it and the dense run of its seed do not count the same bytes"
+    if len({one["corpus"] for one in (line, dense) if "corpus" in one}) > 1:  # older lines do not say
+        return "it and the dense run of its seed were not trained on the same data"
+    if _of_host(line["settings"]) != _of_host(dense["settings"]):
+        return "it and the dense run of its seed were not trained with the same settings"
+    return ""
+
+
+def _of_host(settings: str) -> set[tuple[str, ...]]:
+    """Flags with their values, without EDGC's."""
+    words = shlex.split(settings)
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    flags = {tuple(words[begin:end]) for begin, end in pairwise([*starts, len(words)])}
+    return {flag for flag in flags if not flag[0].startswith("--edgc-")}
 
 
 def _reduction(pairs: Sequence[tuple[Line, Line]], key: str) -> float | None:

@@ -37,12 +37,15 @@ class Trial:
     seed: int
     flags: tuple[str, ...]
     settings: tuple[str, ...]  # what all entries share: model, corpus, optimiser
+    corpus: str  # prefix of its files
+    gpu: bool = False  # on the CPU otherwise
     gone: str = ""  # why today's code cannot run it any more; its lines stay on the page
 
     @property
     def setting(self) -> str:
         """What runs must have in common to be compared."""
-        return f"{self.model}-dp{self.data_parallel}-pp{self.pipeline_parallel}-{self.iterations}"
+        on = "-gpu" if self.gpu else ""
+        return f"{self.model}-dp{self.data_parallel}-pp{self.pipeline_parallel}-{self.iterations}{on}"
 
     @property
     def folder(self) -> Path:
@@ -60,7 +63,8 @@ class Trial:
         if self.pipeline_parallel > 1:
             own += f" --pipeline-model-parallel-size {self.pipeline_parallel}"
         logs = f"--tensorboard-dir {folder}/tensorboard --edgc --edgc-log-dir {folder} --edgc-seed {self.seed}"
-        return [*self.settings, *own.split(), *logs.split(), *self.flags]
+        device = [] if self.gpu else ["--edgc-cpu"]
+        return [*device, *self.settings, *own.split(), *logs.split(), *self.flags]
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,19 @@ class RunList:
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def load_list(path: Path) -> RunList:
-    """Read a list of runs. Raises ``ListError`` for one that is incomplete or misspelt."""
+def load_list(path: Path, gpu: bool = False) -> RunList:
+    """Read a list of runs, to be trained on GPUs or on the CPU. Raises ``ListError`` for one that is incomplete or
+    misspelt.
+    """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        return _list_of(path, yaml.safe_load(path.read_text(encoding="utf-8")), gpu)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ListError(f"{path}: {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:  # a value of another kind than the format has
+        raise ListError(f"{path}: does not have the format of docs/frontier/README.md: {error}") from error
+
+
+def _list_of(path: Path, content: Any, gpu: bool) -> RunList:
     if not isinstance(content, dict) or set(content) - LIST_KEYS or not {"models", "entries"} <= set(content):
         raise ListError(f"{path}: needs models and entries, may have {', '.join(sorted(LIST_KEYS))}, and nothing else")
     trials = []
@@ -105,7 +116,11 @@ def load_list(path: Path) -> RunList:
             model = {"flags": model}
         if not isinstance(model, dict) or set(model) - {"flags", "corpus"} or "flags" not in model:
             raise ListError(f"{path}, model {entry['model']}: needs flags, or a mapping with flags and perhaps corpus")
-        data = shlex.join(corpus_flags(model.get("corpus") or content.get("corpus") or "runs/data/stdlib"))
+        for key in ("data_parallel", "pipeline_parallel", "iterations"):
+            if type(entry[key]) is not int or entry[key] < 1:
+                raise ListError(f"{where}: {key} = {entry[key]!r}: must be an integer of 1 or more")
+        corpus = model.get("corpus") or content.get("corpus") or "runs/data/stdlib"
+        data = shlex.join(corpus_flags(corpus))
         shared = " ".join((content.get("flags", ""), model["flags"], data))
         for seed in entry["seeds"]:
             trials.append(
@@ -118,6 +133,8 @@ def load_list(path: Path) -> RunList:
                     seed=seed,
                     flags=tuple(shlex.split(entry["flags"])),
                     settings=tuple(shlex.split(shared, comments=True)),
+                    corpus=corpus,
+                    gpu=gpu,
                     gone=entry["gone"],
                 )
             )

@@ -26,7 +26,8 @@ def markdown(
         "Gap: validation loss against the dense run of the same seed, mean over seeds ± half the 95 % confidence",
         "interval (Student's t, paired by seed; none for one seed), and by seed. Fewer bytes: those that the dense run",
         "sent for gradients over those sent, the whole run with its warm-up; than bf16: if the dense run had sent its",
-        "gradients in bf16; in all: gradients, gathered weights and messages between stages. ● marks the Pareto front.",
+        "gradients in bf16; in all: gradients, gathered weights and messages between stages. ● marks the Pareto front",
+        "of rows that are not old.",
         "State, where it was logged: bytes a parameter that EDGC keeps on a GPU. Step times are medians on shared CPU",
         "cores over loopback: they say nothing about a cluster. An old row is of runs that would not be the same",
         "today: its last column says why.",
@@ -54,6 +55,12 @@ def markdown(
     page += ["## Flags", "", *header(["entry", "flags"])]
     page += [row((entry, f"`{text}`")) for entry, text in sorted(flags)]
     page.append("")
+    return "\n".join([*page, *not_shown(lines, missing), *provenance(lines), ""])
+
+
+def not_shown(lines: Sequence[Line], missing: Sequence[str]) -> list[str]:
+    """The runs that a page leaves out, with the reason, and those that were not made."""
+    page = []
     if dropped := [(line, why) for line in lines if (why := left_out(line, lines))]:
         page += ["## Left out", "", *header(["entry", "setting", "seed", "loss", "commit", "why"])]
         page += [
@@ -61,9 +68,7 @@ def markdown(
             for line, why in dropped
         ]
         page.append("")
-    if missing:
-        page += [f"Not run yet: {'; '.join(missing)}.", ""]
-    return "\n".join([*page, *provenance(lines), ""])
+    return page + ([f"Not run yet: {'; '.join(missing)}.", ""] if missing else [])
 
 
 def _table(listed: Sequence[Entry], lines: Sequence[Line]) -> list[str]:

@@ -46,6 +46,8 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Coll
         "changes": record.get("changes", 0),
         "versions": measured.start["versions"],
         "machine": record["machine"],
+        **({"gpu": True} if trial.gpu else {}),
+        **({"corpus": record["corpus"]} if record.get("corpus") else {}),
     }
     if studies:
         line["windows"] = [_window(event) for event in measured.windows]
@@ -185,6 +187,6 @@ def not_run(trials: Sequence[Trial], lines: Sequence[Mapping[str, Any]]) -> list
     done = {identity(line) for line in lines}
     seeds: dict[str, list[str]] = {}
     for trial in trials:
-        if tuple(getattr(trial, key) for key in IDENTITY) not in done:
+        if identity(vars(trial)) not in done:
             seeds.setdefault(f"{trial.name} of {trial.setting}", []).append(str(trial.seed))
     return [f"{entry}, seed {', '.join(missing)}" for entry, missing in seeds.items()]

@@ -13,7 +13,7 @@ IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name",
 
 def identity(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a line of the results that of one trial: a later run of it takes its place."""
-    return tuple(line[key] for key in IDENTITY)
+    return (*(line[key] for key in IDENTITY), bool(line.get("gpu")))
 
 
 def results_file(model: str) -> str:
@@ -28,10 +28,16 @@ def read_results(folder: Path, models: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def record_result(folder: Path, line: dict[str, Any]) -> None:
-    """Add a line, or replace that of the same trial; the file of its model is written whole or not at all."""
+    """Add a line, or replace that of the same trial; the file of its model is written whole or not at all.
+
+    A defect that was written into a line by hand stays in that of the same run.
+    """
     model = line["model"]
     lines = {identity(known): known for known in read_results(folder, [model])}
-    if lines.get(identity(line)) == line:
+    known = lines.get(identity(line), {})
+    if "defect" in known and all(known[key] == line[key] for key in ("commit", "val_loss")):
+        line = {**line, "defect": known["defect"]}
+    if known == line:
         return
     lines[identity(line)] = line
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.experiments.entries import Line, entries, old, percent, setting
-from tools.experiments.page import provenance
+from tools.experiments.entries import Line, entries, key, old, percent, setting
+from tools.experiments.page import not_shown, provenance
 from tools.experiments.series import (
     Series,
     correlation,
@@ -44,8 +44,15 @@ def has_lines(study: str, lines: Sequence[Line]) -> bool:
     return any(("losses" if study == "losses" else "windows") in line for line in lines)
 
 
-def page(name: str, title: str, study: str, lines: Sequence[Line], picture: str = "") -> tuple[str, bytes]:
-    """The study's page and its plot as PNG. ``picture``: the plot's name, where it is not that of the list."""
+def page(
+    name: str, title: str, study: str, lines: Sequence[Line], missing: Sequence[str] = (), picture: str = ""
+) -> tuple[str, bytes]:
+    """The study's page and its plot as PNG.
+
+    ``missing``: runs that were not made. ``picture``: the plot's name, where it is not that of the list.
+    """
+    hidden = [line for line in lines if "defect" in line]
+    unseen = sorted({f"{line['name']}, seed {line['seed']}" for line in lines if "windows" not in line})
     lines = [line for line in lines if "defect" not in line and "windows" in line]
     figure, table = STUDIES[study](lines)
     text = [
@@ -57,6 +64,8 @@ def page(name: str, title: str, study: str, lines: Sequence[Line], picture: str 
         *table,
         "",
         *_old(lines),
+        *([f"Run without what this page shows: {'; '.join(unseen)}.", ""] if unseen else []),
+        *not_shown(hidden, missing),
         *provenance(lines),
         "",
     ]
@@ -145,12 +154,12 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     figure, (time, perplexity) = _panels(2)
     fixed = sorted((line for line in lines if fixed_rank(line)), key=fixed_rank)
     dense = [line for line in lines if line["name"] == "dense"]
-    gaps = {entry.name: entry.gap.mean for entry in entries(lines)}  # none without a dense run
+    gaps = {entry.key: entry.gap.mean for entry in entries(lines)}  # none without a dense run
     table = header(["run", "rank", "bytes a step", "reduction (s)", "perplexity", "gap"])
     for line in [*dense, *fixed]:
         cells = [line["name"], fixed_rank(line) or "–", f"{step_bytes(line) / 1e3:.0f} kB"]
         cells += [f"{reduce_seconds(line):.4f}", f"{math.exp(line['val_loss']):.2f}"]
-        table.append(row([*cells, percent(gaps[line["name"]]) if line["name"] in gaps else "–"]))
+        table.append(row([*cells, percent(gaps[key(line)]) if key(line) in gaps else "–"]))
     for axes, value, label in (
         (time, step_bytes, "bytes a step"),
         (perplexity, lambda line: math.exp(line["val_loss"]), "validation perplexity"),
@@ -162,7 +171,7 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         axes.set_xscale("log", base=2)
         axes.legend(frameon=False)
     fewer = [fixed_rank(line) for line in fixed if all(step_bytes(line) < step_bytes(other) for other in dense)]
-    good = [fixed_rank(line) for line in fixed if gaps.get(line["name"], math.inf) <= ACCEPTED_GAP]
+    good = [fixed_rank(line) for line in fixed if gaps.get(key(line), math.inf) <= ACCEPTED_GAP]
     table += [
         "",
         f"Suggested: r_max = {max(fewer, default='none')} (largest rank tried that sends fewer bytes than dense), "
@@ -259,17 +268,17 @@ def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
     figure, places = panels(2, 4, width=4, height=3.5)
-    gaps = {entry.name: entry.gap for entry in entries(lines) if entry.name != "dense"}
-    seen = {name: [line for line in lines if line["name"] == name and line.get("fidelity")] for name in gaps}
+    gaps = {entry.key: entry.gap for entry in entries(lines) if entry.name != "dense"}
+    seen = {one: [line for line in lines if key(line) == one and line.get("fidelity")] for one in gaps}
     table = header(["entry", "gap", *SIGNALS])
     columns: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
-    measured = [name for name in gaps if seen[name]]
-    for name in sorted(measured, key=lambda name: gaps[name].mean):
-        values = [fmean(SIGNALS[signal](line) for line in seen[name]) for signal in SIGNALS]
+    measured = [one for one in gaps if seen[one]]
+    for one in sorted(measured, key=lambda one: gaps[one].mean):
+        values = [fmean(SIGNALS[signal](line) for line in seen[one]) for signal in SIGNALS]
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
-        table.append(row([name, gaps[name].percent(), *(f"{value:.3g}" for value in values)]))
-    ordered = sorted(gaps[name].mean for name in measured)
+        table.append(row([_label(seen[one][0], lines), gaps[one].percent(), *(f"{value:.3g}" for value in values)]))
+    ordered = sorted(gaps[one].mean for one in measured)
     for axes, (signal, values) in zip(places, columns.items(), strict=False):
         tidy(axes)
         axes.plot(values, [100 * gap for gap in ordered], "o")

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from tools._root import REPOSITORY
@@ -14,26 +13,28 @@ from tools.experiments.lists import Trial
 from tools.shared.changes import CHANGES, changed, preset
 from tools.shared.checkout import commit
 from tools.shared.machine import device_name
+from tools.shared.megatron import corpus_digest
 from tools.shared.runs import RunError, load_run
 
 COMMAND = "command.json"  # in a run's folder once it has finished
 
 
-def run(trial: Trial, device: Sequence[str]) -> Path:
+def run(trial: Trial) -> Path:
     """Train, unless this command has finished before; returns the folder. Raises ``RunError`` if training fails."""
-    folder, arguments = trial.folder, [*device, *trial.arguments()]
-    if finished(trial, device):
+    folder, arguments = trial.folder, trial.arguments()
+    if finished(trial):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     record = {
         "arguments": arguments,
         "preset": preset(arguments),
         "changes": len(CHANGES),
-        "machine": machine(bool(device)),
+        "machine": machine(trial.gpu),
+        "corpus": corpus_digest(trial.corpus),
         "commit": commit(REPOSITORY),
         "started": round(time.time()),
     }
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     processes = trial.data_parallel * trial.pipeline_parallel
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -58,23 +59,26 @@ def run(trial: Trial, device: Sequence[str]) -> Path:
     return folder
 
 
-def finished(trial: Trial, device: Sequence[str]) -> bool:
-    """Whether this very command has run to its end before, its preset and the code meaning the same."""
+def finished(trial: Trial) -> bool:
+    """Whether this very command has run to its end before on this corpus, its preset and the code meaning the same."""
     if not (trial.folder / COMMAND).is_file():
         return False
-    record, arguments = json.loads((trial.folder / COMMAND).read_text()), [*device, *trial.arguments()]
+    record, arguments = json.loads((trial.folder / COMMAND).read_text()), trial.arguments()
     return bool(
         record["arguments"] == arguments
+        and record.get("corpus", "") in ("", corpus_digest(trial.corpus))
         and record["preset"] == preset(arguments)
         and not changed(trial.engine, trial.pipeline_parallel, arguments, record.get("changes", 0))
     )
 
 
-def machine(on_cpu: bool) -> str:
-    """What a run started now runs on."""
-    if on_cpu:
+def machine(gpu: bool) -> str:
+    """What a run started now runs on. Raises ``RunError`` where GPUs are asked for and cannot be listed."""
+    if not gpu:
         return device_name(on_gpu=False)
-    listed = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
-    ).stdout.split("\n")
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RunError(f"--gpu: nvidia-smi lists no GPU: {error}") from error
     return f"{len([name for name in listed if name])} x {listed[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 CACHE = "cache"  # folder beside data files, for Megatron's notes of which sample is where
@@ -25,3 +26,13 @@ def corpus_flags(corpus: str) -> list[str]:
         *(data_flag("train"), data_path(corpus, "train"), data_flag("valid"), data_path(corpus, "valid")),
         *("--data-cache-path", str(Path(corpus).parent / CACHE)),
     ]
+
+
+def corpus_digest(corpus: str) -> str:
+    """What a data set was made of, of the notes that tools/preprocess_data.py leaves beside it; empty without them."""
+    notes = Path(f"{corpus}_meta.json")
+    try:
+        known = json.loads(notes.read_text(encoding="utf-8"))
+        return f"{known['recipe']['source'][:12]}-{known['tokenizer_hash'][:12]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
