@@ -1,4 +1,4 @@
-"""Collectives over one process group, counted. The only user of ``torch.distributed`` in ``edgc``."""
+"""Collectives over one process group, counted. With ``objects`` the only user of ``torch.distributed`` in ``edgc``."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -254,7 +254,7 @@ class Communicator:
         if wire.exact:
             parts = [tensor.reshape(-1) for tensor in tensors]
             total = yield from self.all_reduce(torch.cat(parts))  # a copy, also of a single tensor
-            return _cut(total, [tensor.shape for tensor in tensors]), list(tensors)
+            return cut_joined(total, [tensor.shape for tensor in tensors]), list(tensors)
         message = self._rounded(tensors, wire, generator)
         shapes = [tensor.shape for tensor in tensors]
         del tensors  # memory for others, while messages are under way
@@ -263,20 +263,21 @@ class Communicator:
             total, share = wire.unrotated.decode(gathered), wire.unrotated.decode(message)
             share[self.process] += total[self.process] - own_sum
             total, share = wire.restored(total), wire.restored(share)
-        return _cut(total, shapes, GROUP), _cut(share, shapes, GROUP)
+        return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
-        """As ``sum``, where nobody wants the shares."""
+        """As ``sum``, where nobody wants the shares. ``tensors`` may be overwritten."""
         if wire.exact:
-            sums, _ = yield from self.sum(tensors, wire)
-            return sums
+            joined = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors])
+            total = yield from self.all_reduce(joined)
+            return cut_joined(total, [tensor.shape for tensor in tensors])
         message = self._rounded(tensors, wire)
         shapes = [tensor.shape for tensor in tensors]
         del tensors
         _, gathered = yield from self._sum_rounded(message, wire)
         with record_function("edgc/round"):
             total = wire.decode(gathered)
-        return _cut(total, shapes, GROUP)
+        return cut_joined(total, shapes, GROUP)
 
     def _rounded(self, tensors: Sequence[Tensor], wire: Wire, generator: torch.Generator | None = None) -> Tensor:
         """This process's message: one row for each process."""
@@ -315,11 +316,11 @@ class Communicator:
         with record_function("edgc/round"):
             total = wire.restored(wire.unrotated.decode(received).sum(dim=0))
         shapes = [[tensor.shape for tensor in shard] for shard in shards]
-        shares = [_cut(row, own, GROUP) for row, own in zip(share, shapes, strict=True)]
-        return _cut(total, shapes[self.process], GROUP), shares
+        shares = [cut_joined(row, own, GROUP) for row, own in zip(share, shapes, strict=True)]
+        return cut_joined(total, shapes[self.process], GROUP), shares
 
 
-def _cut(joined: Tensor, shapes: Sequence[torch.Size], multiple: int = 1) -> list[Tensor]:
+def cut_joined(joined: Tensor, shapes: Sequence[torch.Size], multiple: int = 1) -> list[Tensor]:
     """Tensors of these shapes that follow each other in a message, each padded to a ``multiple`` of values."""
     lengths = [shape.numel() + -shape.numel() % multiple for shape in shapes]
     pieces = torch.split(joined.view(-1)[: sum(lengths)], lengths)

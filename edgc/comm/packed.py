@@ -12,11 +12,11 @@ from edgc.stacking import by_shape, map_stacked, stacked
 class Packed:
     """A tensor kept in a wire format. In fp32 the tensor itself is kept, not a copy."""
 
-    def __init__(self, values: Tensor, wire: Wire, generator: torch.Generator | None = None):
+    def __init__(self, values: Tensor, wire: Wire):
         self.shape = values.shape
         self.wire = wire
         row = values.reshape(1, -1)
-        self.message = wire.encode(in_groups(row) if wire.scaled else row, generator)
+        self.message = wire.encode(in_groups(row) if wire.scaled else row)
 
     @classmethod
     def restored(cls, message: Tensor, shape: torch.Size, wire: Wire) -> "Packed":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Steps, cut_joined
 from edgc.comm.wire import GROUP, Wire, in_groups
 
 
@@ -23,21 +23,11 @@ def gather_differences(
     own = communicator.process
     difference = shards[own].float() - before.float()
     pieces = [in_groups(piece) for piece in torch.split(difference, list(parts[own]))]
-    length = max(sum(map(_padded, lengths)) for lengths in parts)
+    length = max(sum(length + -length % GROUP for length in lengths) for lengths in parts)
     values = torch.cat(pieces)
     values = torch.nn.functional.pad(values, (0, length - len(values))).view(1, -1)
     received = yield from communicator.all_gather(wire.encode(values)[0])
     for rank, (shard, message) in enumerate(zip(shards, torch.split(received, 1), strict=True)):
         known = before if rank == own else shard  # the others cannot know the owner's unrounded weights
-        shard.copy_(known.float() + _joined(wire.decode(message)[0], parts[rank]))
-
-
-def _padded(length: int) -> int:
-    return length + -length % GROUP
-
-
-def _joined(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The pieces without what was padded."""
-    padded = [_padded(length) for length in lengths]
-    pieces = torch.split(values[: sum(padded)], padded)
-    return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+        pieces = cut_joined(wire.decode(message)[0], [torch.Size([length]) for length in parts[rank]], GROUP)
+        shard.copy_(known.float() + torch.cat(pieces))

@@ -9,6 +9,7 @@ from edgc.compress.batch import triton_kernels
 from edgc.compress.engines import engine_arguments, engine_class
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
+from edgc.compress.engines.rows import Rows
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step
 from edgc.config import FORMATS, EDGCConfig
 from edgc.plan.allocation import Allocation, uniform_ranks
@@ -53,8 +54,8 @@ class Assignment:
         ``by_host``: not even in ``dense_wire``, so that the host's own sum will do once all errors are sent.
 
         ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format, or the engine, of
-        parameters that have none (default: ``rest_wire``). Of a matrix that is in both the engine takes its part first,
-        and low rank what that leaves. Raises ValueError for a low rank below 1.
+        parameters that have none (default: ``rest_wire``). Of a matrix that is in both, rows travel first
+        (``rows:SHARE``), and low rank has what that leaves. Raises ValueError for a low rank below 1.
         """
         if rank is not None and self.config.low_rank:
             lowest = min([rank] if matrix_ranks is None else matrix_ranks.values(), default=1)
@@ -73,7 +74,7 @@ class Assignment:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
     def elementwise(self, name: str) -> Elementwise:
-        """What takes a gradient that has no rank, or takes its part of one before low rank does."""
+        """What takes a gradient that has no rank, or takes rows of one before low rank does."""
         formats = self.config.formats
         uncompressed = "fp32" if self.by_host else formats.dense_wire
         chosen = self.formats.get(name, formats.rest_wire) if self.compressed else uncompressed
@@ -107,7 +108,8 @@ class Assignment:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
-            first = {name: self.elementwise(name) for name in ranked if name in self.formats}
+            before = {name: self.elementwise(name) for name in ranked if name in self.formats}
+            first = {name: engine for name, engine in before.items() if isinstance(engine, Rows)}
             if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, step):
                 routes.append(FusedRoute(ranked, self.specs, step, self.engine, self.ranks, kernels))
             else:

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import torch
 
-from edgc.comm.collectives import AllReduce, Communicator, Steps, all_reduce_bytes, run
-from edgc.comm.overlap import Overlap
+from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes, run
+from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import wire
 from edgc.compress.engines import engine_class
 from edgc.compress.reducer import GradientReducer
@@ -48,7 +48,8 @@ def cost_in_bytes(
     dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     warmup = config.formats.dense_wire
-    uncompressed = host if wire(warmup).exact else sent(dense, warmup) * _host_share(scatters)
+    # of gradients in 16 bits every rank needs whole sums: what they cut off is fed back
+    uncompressed = host if wire(warmup).exact else sent(dense, warmup) * _host_share(scatters and not half)
     return StageCost(CommCost(rest, all_reduce_bytes(factors, ranks)), uncompressed, host)
 
 
@@ -64,24 +65,22 @@ def probe(
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
 
     ``allocations``: of each unit. Every rank of the process group must call this at the same time. Takes memory for one
-    more fp32 gradient while it runs, beside the state that training will have. The smallest of a few repetitions
+    more gradient while it runs, beside the state that training will have. The smallest of a few repetitions
     counts: anything above it is noise. ``overlapped``: the host's own sums start together, else one after another.
     ``scatters``: each is a reduce-scatter, and counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
     unmeasured = config.but(iteration_sampling_rate=1e-6)
     reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
-    groups = [_Group(reducer, device) for reducer in reducers]
+    groups = [_Group(reducer, device, torch.bfloat16 if half else torch.float32) for reducer in reducers]
     overlap = Overlap(device)
 
     def fastest(work: Callable[[], None]) -> float:
         return min(_seconds(work, groups, communicator, device) for _ in range(1 + REPETITIONS))
 
     def host_alone() -> float:
-        own = [group.flat.bfloat16() if half else group.flat for group in groups]
-
         def reduce() -> None:
-            sums = (AllReduce(communicator, flat).start() for flat in own)
+            sums = (AllReduce(communicator, group.flat).start() for group in groups)
             for work in list(sums) if overlapped else sums:
                 work.wait()
 
@@ -89,7 +88,7 @@ def probe(
 
     def at_rank(rank: int | None) -> float:
         def reduce() -> None:
-            for handle in [overlap.start(group.reduction(scatters)) for group in groups]:
+            for handle in [group.start(overlap, scatters) for group in groups]:
                 handle.wait()
 
         for reducer in reducers:
@@ -108,21 +107,23 @@ def probe(
 class _Group:
     """A reducer and scratch gradients for it."""
 
-    def __init__(self, reducer: GradientReducer, device: torch.device):
+    def __init__(self, reducer: GradientReducer, device: torch.device, dtype: torch.dtype):
         self.reducer = reducer
         sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
         elements = sum(sizes.values())
         # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
         block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.config.seed))
-        self.flat = block.to(device).repeat(-(-elements // max(len(block), 1)))[:elements]
+        self.flat = block.to(device, dtype).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         ranks = reducer.communicator.world_size
         shard = -(-len(self.flat) // ranks)
         ends = zip(sizes, accumulate(sizes.values()), strict=True)
         self.shards = {name: shard_bounds(end - sizes[name], end, shard, ranks) for name, end in ends}
 
-    def reduction(self, scatters: bool) -> Steps[None]:
-        return self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
+    def start(self, overlap: Overlap, scatters: bool) -> Handle:
+        """Start a reduction as training does."""
+        reduction = self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
+        return overlap.start(reduction, alone=self.reducer.errors_at_once(self.gradients))
 
 
 def _host_share(scatters: bool) -> float:

@@ -73,8 +73,9 @@ class GradientReducer(Assignment):
         ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any process,
-        all become NaN on all processes, and no state changes: the host can skip the step, and nothing is lost. With the
-        bounds of ``shards`` a process needs only its own part of each sum; the rest is left as anything.
+        all become NaN on all processes, and no state changes: the host can skip the step, and nothing is lost. (In a
+        plain sum of 16-bit gradients, as in the host's own, only the values concerned are not finite.) With the bounds
+        of ``shards`` a process needs only its own part of each sum; the rest is left as anything.
 
         The error that a spike (``edgc.compress.spikes``) leaves is scaled down: what is taken off it is neither in the
         sum nor in an error.

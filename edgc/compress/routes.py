@@ -5,7 +5,8 @@
 3. *commit*: once all routes of the step have told whether their sums are finite, write sums and errors, and let the
    engine take in what it has learned. If not all are finite, every gradient becomes NaN and no state changes.
 
-An exchange changes no state, so a step that fails leaves everything as it was.
+An exchange changes no state but the size of a basis whose rank is new, so a step that fails loses nothing that was
+learned at its rank.
 """
 
 import math
@@ -25,6 +26,7 @@ from edgc.comm.replicas import digest
 from edgc.comm.wire import GROUP
 from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
+from edgc.compress.engines.rows import Rows
 from edgc.compress.equaliser import Equaliser, squared_norms
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.lowrank import Product, squared_norms_of
@@ -220,7 +222,7 @@ class ElementwiseRoute(Route):
                 places = [piece for part in portion for piece in part]
                 errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in places]
                 _subtract([one for part in values for one in part], result.shares, errors)
-            if own:
+            if own and not (engine.exact and len(own) == 1):  # that one was summed in place
                 torch._foreach_copy_(own, list(result.sums))
             finite.append(result.finite)
         self.finite = torch.stack(finite).all()
@@ -240,7 +242,7 @@ class ElementwiseRoute(Route):
 class FactorRoute(Route):
     """Matrices that an engine sums as products of two factors.
 
-    ``first``: by name, of a matrix, what takes a part of it before; the factors are of what that leaves.
+    ``first``: by name, of a matrix, what takes rows of it before; the factors are of what that leaves.
     """
 
     def __init__(
@@ -250,14 +252,14 @@ class FactorRoute(Route):
         step: Step,
         engine: LowRank,
         ranks: Mapping[str, int],
-        first: Mapping[str, Elementwise] | None = None,
+        first: Mapping[str, Rows] | None = None,
     ):
         super().__init__(gradients, specs, step)
         self.specs = specs
         self.engine = engine
         self.ranks = ranks
         self.first = first or {}
-        self.first_sums: dict[str, Tensor] = {}
+        self.first_sums: dict[str, tuple[Tensor, Tensor]] = {}  # indices of rows and their sums
         self.factored: FactoredSums | None = None
 
     def exchange(self) -> Steps[None]:
@@ -265,19 +267,20 @@ class FactorRoute(Route):
         for name, engine in self.first.items():
             engine.begin([name], step.iteration, step.communicator.process)
         taken = yield from interleave(
-            [engine.sum([self.matrices[name]], step.communicator) for name, engine in self.first.items()]
+            [engine.sum_rows([self.matrices[name]], step.communicator) for name, engine in self.first.items()]
         )
         for name, parts in zip(self.first, taken, strict=True):
-            self.matrices[name].sub_(parts.shares[0])
-            self.first_sums[name] = torch.where(parts.finite, parts.sums[0], math.nan)
+            self.matrices[name].index_add_(0, parts.rows[0], parts.shares[0], alpha=-1)
+            self.first_sums[name] = parts.rows[0], parts.sums[0]
+        finite_rows = [parts.finite for parts in taken]
+        del taken  # the shares' memory
         scales = {} if step.equaliser is None else step.equaliser.scales(self.matrices)
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
             if self.engine.transposes(self.specs[name], step.iteration):
                 operands[name] = operands[name].T
         factored = yield from self.engine.sum(self._batch(operands), self.ranks, step.iteration, step.communicator)
-        finite = [factored.finite, *(torch.isfinite(total).all() for total in self.first_sums.values())]
-        self.factored, self.finite = factored, torch.stack(finite).all()
+        self.factored, self.finite = factored, torch.stack([factored.finite, *finite_rows]).all()
         if step.equaliser is not None:
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
@@ -285,7 +288,8 @@ class FactorRoute(Route):
                 self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
                 if name in self.first_sums:
-                    matrix.add_(self.first_sums[name])
+                    rows, total = self.first_sums[name]
+                    matrix.index_add_(0, rows, total)
             self._round_narrow()
 
     def commit(self, finite: Tensor) -> None:
@@ -299,7 +303,8 @@ class FactorRoute(Route):
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
         found = {name: digest(product.left) + 3 * digest(product.right) for name, product in sums.items()}
-        return {**found, **{name: found[name] + 5 * digest(total) for name, total in self.first_sums.items()}}
+        of_rows = {name: 5 * digest(total) + 7 * digest(rows) for name, (rows, total) in self.first_sums.items()}
+        return {**found, **{name: found[name] + own for name, own in of_rows.items()}}
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
@@ -319,7 +324,8 @@ class FactorRoute(Route):
             with record_function("edgc/reconstruct"):
                 Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
                 if name in self.first_sums:
-                    matrix.addcmul_(self.first_sums[name], gain)
+                    rows, total = self.first_sums[name]
+                    matrix.index_add_(0, rows, total * gain)
 
     def _own_rows(self, name: str) -> slice:
         if name not in self.step.shards:

@@ -54,8 +54,8 @@ class CompressionState:
     def tensors(self) -> list[Tensor]:
         """All of it, that of a kept state included, each once."""
         states = [self.state_dict(), self._before]
-        messages = {id(p.message): p.message for state in states for part in state.values() for p in part.values()}
-        return list(messages.values())
+        messages = [p.message for state in states for part in state.values() for p in part.values()]
+        return list({(message.data_ptr(), message.nbytes): message for message in messages}.values())
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:
         """All that the next reduction depends on beside its rank; tensors that are replaced, never changed."""

@@ -291,7 +291,9 @@ def test_a_step_takes_at_most_half_of_the_gradients_in_memory_beside_them_and_th
 
 
 def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
-    """Counted and computed, compressed at rank 8 and not, for settings that differ in formats."""
+    """Counted and computed, compressed at rank 8 and not, for settings that differ in formats; and of a warm-up in few
+    bits whose host scatters sums of gradients in 32 or 16 bits.
+    """
     found = []
     large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
     for settings in ({}, {"basis_wire": "int8+int4", "wire": "int4", "rest_wire": "int8"}):
@@ -305,6 +307,16 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
             before = traffic.bytes
             run(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
             found.append((traffic.bytes - before, cost.seconds(level)))
+    config = EDGCConfig.of(iteration_sampling_rate=1e-6, dense_wire="int4")
+    allocation, ranks = allocate(large, config, 4), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16):
+        traffic = Traffic()
+        own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)
+        own.set_rank(None)
+        shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
+        run(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
+        cost = cost_in_bytes(allocation, config, ranks, scatters=True, half=dtype == torch.bfloat16)
+        found.append((traffic.bytes, cost.seconds(None)))
     return found
 
 

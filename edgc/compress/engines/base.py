@@ -46,7 +46,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in."""
+    """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in. An engine
+    that is ``exact`` gives no shares.
+    """
 
     sums: Sequence[Tensor]
     shares: Sequence[Tensor]

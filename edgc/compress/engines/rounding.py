@@ -39,6 +39,9 @@ class Rounding(Piecewise):
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, process, *names))
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+        if self.exact:  # then nothing is left of this process, and nobody asks for its share
+            sums = yield from communicator.sum_alone(tensors, self.wire)
+            return Sums(sums, [], all_finite(sums))
         sums, shares = yield from communicator.sum(tensors, self.wire, self._generator)
         return Sums(sums, shares, all_finite(sums))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,6 +42,18 @@ class Rows(Elementwise):
         return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORMS.bytes_per_value()
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+        parts = yield from self.sum_rows(tensors, communicator)
+
+        def spread(values: Sequence[Tensor]) -> list[Tensor]:
+            return [
+                torch.zeros_like(matrix).index_copy_(0, rows, own)
+                for matrix, rows, own in zip(tensors, parts.rows, values, strict=True)
+            ]
+
+        return Sums(spread(parts.sums), spread(parts.shares), parts.finite)
+
+    def sum_rows(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps["ChosenRows"]:
+        """As ``sum``, without the rows that do not travel."""
         norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORMS)
         finite = all_finite(norms)
         chosen = [
@@ -49,11 +62,14 @@ class Rows(Elementwise):
         ]
         largest = [matrix[rows] for matrix, rows in zip(tensors, chosen, strict=True)]
         sums, shares = yield from communicator.sum(largest, self.wire)
+        return ChosenRows(chosen, sums, shares, finite & all_finite(sums))
 
-        def spread(parts: Sequence[Tensor]) -> list[Tensor]:
-            return [
-                torch.zeros_like(matrix).index_copy_(0, rows, part)
-                for matrix, rows, part in zip(tensors, chosen, parts, strict=True)
-            ]
 
-        return Sums(spread(sums), spread(shares), finite & all_finite(sums))
+@dataclass(frozen=True)
+class ChosenRows:
+    """Of each matrix the (k,) indices of the rows that travelled, and (k x cols) sums and shares, as in ``Sums``."""
+
+    rows: Sequence[Tensor]
+    sums: Sequence[Tensor]
+    shares: Sequence[Tensor]
+    finite: Tensor
