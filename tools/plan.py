@@ -11,7 +11,9 @@ with what is recommended on its own cluster's link. --write-flags writes the rec
 --context-parallel-size, --swiglu and --group-query-attention. --validate compares the model with measured steps.
 """
 
+import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__, passes_on=True)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="file in configs/models/, or a name there")
     parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
-    parser.add_argument("--gbps", type=float, nargs="+", help="Gbit/s of a GPU's link (default: 10 to 400)")
+    parser.add_argument("--gbps", type=_rate, nargs="+", help="Gbit/s of a GPU's link (default: 10 to 400)")
     parser.add_argument(
         "--costs", type=Path, default=COSTS, help="what compressing takes (default: docs/bench/steps.json)"
     )
@@ -89,6 +91,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.output is not None:
         written(options.output, found, sections, chosen)
     return 0
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return rate
 
 
 def written(
@@ -134,7 +143,11 @@ def _raw(training: Training, one: Prediction) -> dict[str, Any]:
 
 def validate(points: Path, output: Path | None) -> int:
     """Compare the model with measured points."""
-    checked = validation.check(json.loads(points.read_text())["points"])
+    try:
+        checked = validation.check(json.loads(points.read_text())["points"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say_error("plan", LaunchError(f"{points}: has no points of tools/bench_network.py: {error}"))
+        return 2
     if not checked:
         say_error("plan", LaunchError(f"{points}: no point that the model was not fitted to"))
         return 2

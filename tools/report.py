@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     try:
         runs = {name: load_run(folder / name) for name in NAMES if name != "paper" or (folder / name).is_dir()}
+        summary = summarise(runs)
     except RunError as error:
         say_error("report", error)
         return 2
-    summary = summarise(runs)
     picture = draw(runs)
     write(folder / "report.png", picture)
     write(folder / "report.html", as_html(summary, picture).encode())

@@ -87,6 +87,17 @@ def test_a_stage_behind_a_slow_link_sets_the_pace() -> None:
     assert timeline(simulate(uneven, 4)).startswith(b"\x89PNG")
 
 
+def test_reductions_of_a_chunk_wait_for_its_own_last_backward_pass() -> None:
+    units = (Unit.of(0.0, 1e9, 1),) * 2  # a second each
+    link = Link(8.0)
+    one = simulate(stages(1, link=link, units=units), 4, overlapped=True)
+    two = simulate(stages(1, forward=0.5, backward=1.0, link=link, units=units), 4, chunks=2, overlapped=True)
+    begins = sorted(span.start for span in two.spans if span.kind == "reduce")
+    ends = sorted(span.end for span in two.spans if span.kind == "backward")
+    assert begins[0] < ends[-1] - 1.0 + 1e-9, "that of the first chunk to end does not wait for the other"
+    assert two.exposed() <= one.exposed()
+
+
 @pytest.fixture(scope="module")
 def training() -> Training:
     return Training.of("gpt2_12.1b", None)
@@ -113,6 +124,8 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
     ("flags", "message"),
     [
         (["--context-parallel-size", "2"], "--context-parallel-size: the planner does not know"),
+        (["--context-parallel-size=2"], "--context-parallel-size: the planner does not know"),
+        (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16: the planner does not know"),
         (["--swiglu"], "--swiglu: the planner does not know"),
         (["--ffn-hidden-size", "1000"], "layers of four times the width alone"),
         (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
@@ -235,6 +248,11 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     assert "nothing was measured" in page and "clusters_step.png" in page
     assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
     assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
+    missing = tmp_path / "none.json"
+    assert plan.main(["gpt2_2.5b", "--costs", str(missing)]) == 2 and plan.main(["--validate", str(missing)]) == 2
+    with pytest.raises(SystemExit):
+        plan.main(["gpt2_2.5b", "--gbps", "0"])
+    assert capsys.readouterr().err.count("must be above 0") == 1
     nothing = tmp_path / "points.json"
     nothing.write_text('{"points": []}')
     assert plan.main(["--validate", str(nothing)]) == 2

@@ -19,11 +19,13 @@ from tools.shared.runs import Run, load_run
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
 
 
-def write_run(folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True) -> None:
+def write_run(
+    folder: Path, val_loss: float, megabytes: float, seconds: float, finished: bool = True, **of_start: object
+) -> None:
     log = EventLog(str(folder))
     kinds = [{"name": f"stage {n}", "matrices": [[f"w{n}", 8, 8]], "rest": [], "cost": None} for n in (1, 2)]
     start = {"iterations": 40, "stages": kinds, "world_size": 4, "versions": {}, "gradient_bytes": 4}
-    log.write("start", config={"window": 10, "seed": 7}, **start)
+    log.write("start", config={"window": 10, "seed": 7}, **{**start, **of_start})
     for window, ranks in enumerate(RANKS, start=1):
         stages = [{"entropy": -float(window)}, {"entropy": None}]
         if window > 1 and folder.name == "edgc":
@@ -185,3 +187,13 @@ def test_the_document_names_every_field_of_the_log() -> None:
     document = (REPOSITORY / "docs" / "events.md").read_text()
     for record in (RankPlan, StageWindow, WindowReport):
         assert [field.name for field in fields(record) if f"`{field.name}`" not in document] == []
+
+
+@pytest.mark.parametrize(("what", "value"), [("iterations", 400), ("world_size", 8), ("gradient_bytes", 2)])
+def test_runs_that_cannot_be_compared_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, value: int
+) -> None:
+    write_run(tmp_path / "dense", val_loss=2.0, megabytes=100, seconds=1.0, **{what: value})
+    write_run(tmp_path / "edgc", val_loss=2.01, megabytes=25, seconds=0.5)
+    assert report.main([str(tmp_path)]) == 2
+    assert f"cannot be compared: {what} = {value} (dense)" in capsys.readouterr().err

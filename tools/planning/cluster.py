@@ -28,7 +28,10 @@ OPTIMIZER_BYTES = 24.0
 INSIDE = {7.0: 1200.0, 8.0: 2400.0, 9.0: 3600.0}  # Gbit/s of a GPU's NVLink in one direction, of its data sheet
 LATENCY = 40e-6
 
-NOT_PLANNED = "--context-parallel-size", "--swiglu", "--group-query-attention", "--multi-latent-attention"
+NOT_PLANNED = (
+    *("--context-parallel-size", "--swiglu", "--group-query-attention", "--multi-latent-attention"),
+    *("--grad-reduce-in-bf16", "--recompute-granularity"),
+)
 
 StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
 
@@ -266,7 +269,8 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     flags, others = parser.parse_known_args(list(given))
-    if unknown := [flag for flag in NOT_PLANNED if flag in others]:
+    named = {flag.partition("=")[0] for flag in others}
+    if unknown := [flag for flag in NOT_PLANNED if flag in named]:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
     if flags.ffn_hidden_size not in (None, 4 * flags.hidden_size) and flags.num_experts is None:
         raise LaunchError("--ffn-hidden-size: the planner knows layers of four times the width alone")
@@ -327,7 +331,10 @@ class Compressing:
     @classmethod
     def read(cls, path: Path, title: str, method: str, gpu: float) -> "Compressing":
         """Those of a GPU of this compute capability. Raises ``LaunchError`` where the file has no such lines."""
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        try:
+            rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"{path}: has no counted steps: {error}") from error
         name = GPUS[GPU_OF[str(gpu)]].name
         wanted = (title, method, True, name)
         own = [row for row in rows if (row["model"], row["method"], row["units"], row["gpu"]) == wanted]

@@ -6,8 +6,9 @@ What it assumes:
   over the link. One link carries a process's messages one after another, those of reductions as well.
 - A unit of reduction goes through its phases in turn: compute, message, compute, message, compute. Of two units one
   computes while the other's message is under way. The next unit starts when one of the two has ended.
-- With ``overlapped`` reductions a unit is ready when its share of the last backward pass is done, else when all of it
-  is. ``beside``: whether compressing runs beside the backward pass (a GPU's other stream) or takes its place (a CPU).
+- With ``overlapped`` reductions a unit is ready when its share of the last backward pass of its chunk is done, else
+  when all passes are. Chunks have equal shares of the units. ``beside``: whether compressing runs beside the backward
+  pass (a GPU's other stream) or takes its place (a CPU).
 - The step ends when the last stage has gathered its weights.
 """
 
@@ -51,9 +52,8 @@ class Unit:
 class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
-    ``units``: reductions, in the order in
-    which a backward pass completes them. ``gathered``: bytes of updated weights that come back. ``link``: its own;
-    ``ring``: that of reductions and gathers, if it is another.
+    ``units``: reductions, in the order in which backward passes complete them. ``gathered``: bytes of updated weights
+    that come back. ``link``: its own; ``ring``: that of reductions and gathers, if it is another.
     """
 
     forward: float
@@ -157,7 +157,8 @@ def simulate(
         free[stage] = end
         done[stage] += 1
     for stage, times in enumerate(stages):
-        end = _reduced(step, stage, times, free[stage], link_free[stage], overlapped, beside)
+        last = [ended[stage, Work(True, chunk, micro_batches - 1)] for chunk in reversed(range(chunks))]
+        end = _reduced(step, stage, times, last if overlapped else [], free[stage], link_free[stage], beside)
         step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
         if times.gathered:
             begin = end + times.optimizer
@@ -166,16 +167,28 @@ def simulate(
 
 
 def _reduced(
-    step: Step, stage: int, times: StageTimes, backward_end: float, link_free: float, overlapped: bool, beside: bool
+    step: Step,
+    stage: int,
+    times: StageTimes,
+    chunk_ends: Sequence[float],
+    backward_end: float,
+    link_free: float,
+    beside: bool,
 ) -> float:
-    """Adds the spans of a stage's reductions; when all have ended."""
+    """Adds the spans of a stage's reductions; when all have ended.
+
+    ``chunk_ends``: the end of the last backward pass of each chunk, in the order of the units; empty where reductions
+    wait for all.
+    """
     units = times.units
     if not units:
         return backward_end
-    ready = [
-        backward_end - times.backward * (1 - (place + 1) / len(units)) if overlapped else backward_end
-        for place in range(len(units))
-    ]
+    ready = [backward_end] * len(units)
+    if chunk_ends:
+        for place in range(len(units)):
+            chunk, part = divmod((place + 1) * len(chunk_ends), len(units))
+            chunk, done = (chunk, part / len(units)) if part else (chunk - 1, 1.0)
+            ready[place] = chunk_ends[chunk] - times.backward * (1 - done)
     computer, link = (0.0 if beside else backward_end), link_free
     waiting = [(moment, place) for place, moment in enumerate(ready)]
     under_way: list[tuple[float, int, int]] = []  # when its next phase may begin, unit, phase

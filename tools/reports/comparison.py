@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.shared.machine import processor
-from tools.shared.runs import Run, times_fewer
+from tools.shared.runs import Run, RunError, times_fewer
 
 NAMES = ("dense", "paper", "edgc")  # of the runs, in the order of the table; paper may be missing
 BYTES = (
@@ -18,8 +18,17 @@ CAVEAT = "Processes of one machine talk over loopback: then step times say nothi
 
 
 def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """The figures of all runs, with machine and versions; ratios and gap are those of ``edgc``."""
+    """The figures of all runs, with machine and versions; ratios and gap are those of ``edgc``.
+
+    Raises ``RunError`` for runs that differ in length, processes or precision.
+    """
     dense, edgc = runs["dense"], runs["edgc"]
+    for what in ("iterations", "world_size", "gradient_bytes"):
+        found = {name: run.start.get(what) for name, run in runs.items()}
+        if len(set(found.values())) > 1:
+            raise RunError(
+                f"these runs cannot be compared: {what} = {', '.join(f'{v} ({n})' for n, v in found.items())}"
+            )
     return {
         **{name: _figures(run) for name, run in runs.items()},
         "plans": {name: different_plans(run) for name, run in runs.items()},
