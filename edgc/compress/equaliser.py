@@ -7,7 +7,8 @@ arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them,
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,20 +20,29 @@ from edgc.stacking import by_shape, map_stacked, stacked
 DECAY = 0.95  # of the moving averages, per step
 LARGEST = 10.0  # times the average is the most that the squared norm of one sum counts as: else a spike sets the scales
 SIDES = "rows", "columns"
-FLOOR = 1e-3  # smallest row or column scale, relative to the root mean square over all: rows of unseen tokens are 0
+# Smallest row or column scale, relative to the root mean square over all. Of an embedding the row of a rare token has a
+# small scale until the token occurs: divided by it, the row would outweigh all others, and what compression leaves out
+# of it would fall upon them.
+FLOOR, FLOOR_OF_EMBEDDINGS = 1e-3, 0.3
 
 
 class Equaliser:
-    """Moving averages of the squared norm of each row and column, by parameter name."""
+    """Moving averages of the squared norm of each row and column, by parameter name. ``embeddings``: names of those."""
 
-    def __init__(self) -> None:
+    def __init__(self, embeddings: Collection[str] = ()) -> None:
+        self.embeddings = frozenset(embeddings)
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
 
     def scales(self, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none."""
         known = [name for name in names if name in self._moments]
-        rows, cols = (map_stacked(_relative, [self._moments[name][side] for name in known]) for side in (0, 1))
-        return {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(known, rows, cols, strict=True)}
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for floor, embeddings in ((FLOOR, False), (FLOOR_OF_EMBEDDINGS, True)):
+            own = [name for name in known if (name in self.embeddings) == embeddings]
+            relative = partial(_relative, floor=floor)
+            rows, cols = (map_stacked(relative, [self._moments[name][side] for name in own]) for side in (0, 1))
+            found |= {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(own, rows, cols, strict=True)}
+        return found
 
     def update(self, squares: Mapping[str, tuple[Tensor, Tensor]], finite: Tensor) -> None:
         """Take in the squared norms of sums' rows (rows,) and columns (cols,), by name.
@@ -110,6 +120,6 @@ def _moved(taken: Tensor, fresh: Tensor, kept: Tensor, squares: Tensor, moments:
     return torch.where(taken, torch.addcmul(moments * kept, squares, fresh), moments)
 
 
-def _relative(moments: Tensor) -> Tensor:
+def _relative(moments: Tensor, floor: float) -> Tensor:
     """Scales; ones where nothing is known."""
-    return (moments / moments.mean(dim=-1, keepdim=True)).nan_to_num_(1.0).clamp_min_(FLOOR**2).sqrt_()
+    return (moments / moments.mean(dim=-1, keepdim=True)).nan_to_num_(1.0).clamp_min_(floor**2).sqrt_()

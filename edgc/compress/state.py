@@ -1,6 +1,6 @@
 """What reductions remember from step to step: errors, an engine's bases, scales, running norms."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,14 +24,22 @@ class CompressionState:
         engine: whose state is a part of it; None without one.
         device: where the tensors are.
         process: the number of this process in its data-parallel group.
+        embeddings: names of parameters.
     """
 
-    def __init__(self, config: EDGCConfig, engine: Engine | None, device: torch.device, process: int):
+    def __init__(
+        self,
+        config: EDGCConfig,
+        engine: Engine | None,
+        device: torch.device,
+        process: int,
+        embeddings: Collection[str] = (),
+    ):
         kept_in = wire(config.formats.error_dtype, stochastic=config.formats.error_dtype != "fp32")
         rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
-        self.equaliser = Equaliser()
+        self.equaliser = Equaliser(embeddings)
         share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
         self.fidelity = FidelitySampler(share, config.seed) if share else None
         self.engine = engine

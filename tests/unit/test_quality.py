@@ -41,15 +41,16 @@ def communicator() -> Communicator:
 class Steps:
     """Reductions of one matrix."""
 
-    def __init__(self, rank: int = RANK, **settings: Any):
+    def __init__(self, rank: int = RANK, matrix: MatrixSpec = MATRIX, **settings: Any):
         config = EDGCConfig.of(**settings)
-        self.reducer = GradientReducer(Allocation((MATRIX,), ()), config, communicator(), CPU)
-        self.reducer.set_rank(rank, {MATRIX.name: rank} if config.low_rank else None)
+        self.name = matrix.name
+        self.reducer = GradientReducer(Allocation((matrix,), ()), config, communicator(), CPU)
+        self.reducer.set_rank(rank, {matrix.name: rank} if config.low_rank else None)
         self.iteration = 0
 
     def sum(self, gradient: Tensor) -> Tensor:
         result = gradient.clone()
-        run(self.reducer.reduce({MATRIX.name: result}, self.iteration))
+        run(self.reducer.reduce({self.name: result}, self.iteration))
         self.iteration += 1
         return result
 
@@ -120,6 +121,23 @@ def test_outliers_do_not_spoil_the_second_factor() -> None:
 
 def test_equalising_saves_the_small_rows_of_a_badly_scaled_matrix() -> None:
     assert late_in_units_of_the_update(equalise=True) < 0.3 * late_in_units_of_the_update()
+
+
+def test_equalising_does_not_blow_up_the_rows_of_rare_tokens() -> None:
+    """An embedding that is not tied to the output layer: most rows have no gradient in a step."""
+    words = MatrixSpec("words", 2000, 64, embedding=True)
+    steps = Steps(matrix=words, equalise=True, wire="int5", basis_wire="int5")
+    generator = torch.Generator().manual_seed(0)
+    often, meanings = 1 / torch.arange(1, words.rows + 1.0), torch.randn(16, words.cols, generator=generator)
+    aligned, lengths = [], []
+    for _ in range(60):
+        gradient = torch.zeros(words.rows, words.cols)
+        tokens = torch.multinomial(often, 512, replacement=True, generator=generator)
+        gradient.index_add_(0, tokens, torch.randn(512, 16, generator=generator) @ meanings)
+        total = steps.sum(gradient)
+        aligned.append(float(torch.nn.functional.cosine_similarity(total.flatten(), gradient.flatten(), dim=0)))
+        lengths.append(float(total.norm() / gradient.norm()))
+    assert min(aligned[20:]) > 0.8 and max(lengths[20:]) < 1.2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
 from edgc.presets import PRESETS
+from tools._root import REPOSITORY
+from tools.shared.checkout import commit
 
 # The formats of ``balanced`` without its rank policy: a benchmark gives the ranks.
 BALANCED: dict[str, Any] = {name: value for name, value in PRESETS["balanced"].items() if name not in ("volume", "pp")}
@@ -24,5 +26,6 @@ def make_reducer(allocation: Allocation, config: EDGCConfig, device: torch.devic
 
 
 def versions() -> dict[str, str]:
-    """Of what the times depend on."""
-    return {"python": platform.python_version(), "torch": version("torch"), "edgc": version("edgc")}
+    """Of what the times depend on; of EDGC with the commit."""
+    edgc = f"{version('edgc')} at {commit(REPOSITORY, 'edgc', 'tools/benchmarks')}"
+    return {"python": platform.python_version(), "torch": version("torch"), "edgc": edgc}

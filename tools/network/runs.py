@@ -123,7 +123,8 @@ class Point:
     @property
     def old(self) -> bool:
         """Whether today's code compresses otherwise, or times it with other flags."""
-        return self.flags != flags(self.mode, self.contender) or _old(self.mode, self.contender, self.changes)
+        flags_then = self.flags != flags(self.mode, self.contender)
+        return flags_then or _old(self.mode, self.contender, self.changes, timed=True)
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ class Curve:
         return _old(self.mode, self.contender, self.changes)
 
 
-def _old(mode: str, contender: str, changes: int) -> bool:
+def _old(mode: str, contender: str, changes: int, timed: bool = False) -> bool:
     given = shlex.split(CONTENDERS[contender])
     engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
-    return bool(changed(engine, MODES[mode].pipeline, given, changes))
+    return bool(changed(engine, MODES[mode].pipeline, given, changes, timed))
 
 
 def flags(mode: str, contender: str) -> str:

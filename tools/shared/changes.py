@@ -27,7 +27,10 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("last steps within the budget", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) >= 48),
     ("rows of embeddings alone", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
     ("bytes kept for later", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
+    ("scales of rare rows bounded", lambda engine, _, arguments: engine != "dense" and _equalises(arguments)),
 )
+
+OF_VALUES = {"scales of rare rows bounded"}  # changes of neither time nor bytes
 
 
 # Flags of older lines, and how today's say the same.
@@ -74,9 +77,13 @@ def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return now
 
 
-def changed(engine: str, stages: int, arguments: Sequence[str], known: int) -> str:
-    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing."""
-    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages, arguments))
+def changed(engine: str, stages: int, arguments: Sequence[str], known: int, timed: bool = False) -> str:
+    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing.
+
+    ``timed``: only its time and bytes matter.
+    """
+    found = [text for text, applies in CHANGES[known:] if applies(engine, stages, arguments)]
+    return ", ".join(text for text in found if not (timed and text in OF_VALUES))
 
 
 def _fills(arguments: Sequence[str]) -> bool:
@@ -91,6 +98,12 @@ def _volume(arguments: Sequence[str]) -> float:
     if "--edgc-volume" in given:
         return float(given["--edgc-volume"])
     return 0.0 if "--edgc-static-rank" in given else float(preset(arguments).get("volume", 0.0))
+
+
+def _equalises(arguments: Sequence[str]) -> bool:
+    """Whether gradients are divided by scales of rows and columns."""
+    given = [flag == "--edgc-equalise" for flag in arguments if flag in ("--edgc-equalise", "--edgc-no-equalise")]
+    return given[-1] if given else bool(preset(arguments).get("equalise"))
 
 
 def _few_bits(arguments: Sequence[str]) -> bool:
