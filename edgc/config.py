@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
-from numbers import Integral
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, get_args, get_type_hints
 
 from edgc.compress.engines import ENGINES, check_engine, has_rank
 from edgc.presets import PRESETS
@@ -24,6 +24,9 @@ BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings th
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 
 
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "on or off", type(None): "none"}
+
+
 class ConfigError(ValueError):
     """A setting that breaks a rule; the message names the setting, its value and the rule."""
 
@@ -36,15 +39,22 @@ def _rank(value: float | None) -> int | None:
     return None if value is None or value < 1 else int(value)
 
 
-def _require_choices(settings: Any) -> None:
-    for knob in fields(settings):
-        choices, value = knob.metadata.get("choices"), getattr(settings, knob.name)
+def _require_kinds(settings: Any) -> None:
+    """Raise ``ConfigError`` for a value that is not of its setting's type, or none of its choices."""
+    kinds = get_type_hints(type(settings))
+    for knob in (one for one in fields(settings) if one.metadata):  # the others are groups of settings
+        value, allowed = getattr(settings, knob.name), get_args(kinds[knob.name]) or (kinds[knob.name],)
+        number = Real if float in allowed else Integral if int in allowed else ()
+        # to Python a bool is a number as well
+        if not (bool in allowed if isinstance(value, bool) else isinstance(value, (*allowed, number))):
+            raise ConfigError(f"{flag(knob.name)} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
+        choices = knob.metadata.get("choices")
         if choices and value != knob.default:
             _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
 
 
 def _require(holds: bool, name: str, value: Any, rule: str) -> None:
-    # "not holds" would let NaN through comparisons that are written positively; they are, so NaN fails them.
+    # Rules are written as positive comparisons, which NaN fails.
     if not holds:
         raise ConfigError(f"{flag(name)}{'' if isinstance(value, bool) else f' = {value}'}: {rule}")
 
@@ -148,7 +158,7 @@ class Study:
     )
 
     def __post_init__(self) -> None:
-        _require_choices(self)
+        _require_kinds(self)
         _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
@@ -251,16 +261,17 @@ class Ranks:
     )
 
     def __post_init__(self) -> None:
-        _require_choices(self)
-        _require(self.rmin is None or self.rmin >= 1, "rmin", self.rmin, "a rank must be at least 1")
         for name in ("rmin", "static_rank", "rmax"):
             value = getattr(self, name)
-            if value is None:
+            if not isinstance(value, int | float):
                 continue
+            if name == "rmin":
+                _require(value >= 1, name, value, "a rank must be at least 1")
             _require(0 < value < math.inf, name, value, "must be a rank, or a share of the width below 1")
             if value >= 1:
                 _require(value == int(value), name, value, "a rank must be a whole number")
                 object.__setattr__(self, name, int(value))  # flags are floats
+        _require_kinds(self)
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
         void = {"static_rank": BY_ENTROPY, "volume": {"static_rank", *BY_ENTROPY} - {"rmax"}}
@@ -283,6 +294,10 @@ class Ranks:
     def settled(self) -> dict[str, int | None]:
         """``rmin``, ``rmax`` and ``static_rank`` as far as they are ranks."""
         return {"rmin": self.rmin, "rmax": self.largest, "static_rank": self.fixed}
+
+    def warmup(self, iterations: int) -> int:
+        """Iterations of the warm-up of a run of so many."""
+        return math.ceil(self.warmup_fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
 
     @property
     def fixed(self) -> int | None:
@@ -345,7 +360,7 @@ class Formats:
     )
 
     def __post_init__(self) -> None:
-        _require_choices(self)
+        _require_kinds(self)
         parts = self.basis_wire.split("+")
         rule = f"must be one of {', '.join(FORMATS)}, or two of them with a plus sign between"
         _require(len(parts) <= 2 and set(parts) <= set(FORMATS), "basis_wire", self.basis_wire, rule)
@@ -432,6 +447,7 @@ class Pipeline:
     )
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
         _ = self.messages  # so that a wrong pp raises here
 
     @cached_property
@@ -446,6 +462,9 @@ class Job:
 
     log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
     reset_state: bool = _knob(False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own")
+
+    def __post_init__(self) -> None:
+        _require_kinds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,7 +516,7 @@ class EDGCConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_choices(self)
+        _require_kinds(self)
         try:
             check_engine(self.engine)
         except ValueError as error:
@@ -553,7 +572,8 @@ class EDGCConfig:
             preset.pop("equalise", None)
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
-                rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} as well"
+                instead = "in its place" if "volume" in given else "as well"
+                rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} {instead}"
                 _require(False, one, given[one], rule)
         else:
             for one in sorted(OF_A_VOLUME & given.keys()):
@@ -603,7 +623,7 @@ class EDGCConfig:
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
             rate = self.ranks.iteration_sampling_rate
             rule = f"measures nothing at {rate:g} of the iterations; give more to {flag('iteration_sampling_rate')}"
-            _require(self.ranks.window * rate >= 1, "window", self.ranks.window, rule)
+            _require(self.ranks.window * rate >= 1 - 1e-9, "window", self.ranks.window, rule)
 
     @property
     def fidelity_share(self) -> float:

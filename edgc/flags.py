@@ -98,7 +98,7 @@ def description(knob: Field[Any]) -> str:
 
 
 def text() -> str:
-    """Every flag by group."""
+    """Every flag by group, without the levers of studies."""
     lines = [fill(INTRODUCTION, WIDTH)]
     for title, members in _groups():
         lines += ["", f"{title}:"]
@@ -113,7 +113,10 @@ def text() -> str:
 def markdown() -> str:
     """The page docs/flags.md."""
     lines = ["# Flags", "", _marked(INTRODUCTION), ""]
-    lines += ["`python -m edgc flags` prints this list; `python -m edgc flags --markdown` writes this page."]
+    lines += [
+        "`python -m edgc flags` prints this list without the levers of studies; `python -m edgc flags --markdown` "
+        "writes this page."
+    ]
     for title, members in _groups():
         lines += ["", f"## {title}", "", "| flag | meaning | unit | default | source |", "|---|---|---|---|---|"]
         for knob in members:

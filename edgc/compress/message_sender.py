@@ -12,12 +12,13 @@ from torch import Tensor
 from edgc.comm.packed import Packed
 from edgc.comm.wire import Wire
 from edgc.compress import lowrank, spikes
+from edgc.errors import StepError
 
 HEADER_BYTES = 32
 STAGES = 1024  # more than a pipeline has
 
 
-class UnexpectedMessage(RuntimeError):
+class UnexpectedMessage(StepError):
     """A message other than the one that its receiver had to expect."""
 
 

@@ -177,7 +177,7 @@ class EDGCState:
         self.reporter.start(self.plan)
         if self.steps:
             self.reporter.resume(self.driver.plan)
-        if self.windows.controller is not None:
+        elif self.windows.controller is not None:  # the run before has said it
             warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:

@@ -7,8 +7,9 @@ import torch
 
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
+from edgc.observe.moments import mean_of_finite
 from edgc.observe.timing import Spans
-from edgc.observe.window import StageWindow, by_kind, mean_of_finite, median_or_nan, merge_statistics
+from edgc.observe.window import StageWindow, by_kind, median_or_nan, merge_statistics
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
 

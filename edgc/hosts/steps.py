@@ -68,9 +68,17 @@ class StepDriver:
         self.plan, self.message_plan = plan, message_plan or self.message_plan
 
     def step(self) -> Step:
-        """The step under way. What asks first, a message or a reduction amid the backward pass, brings in the plan."""
+        """The step under way. What asks first, a message or a reduction amid the backward pass, brings in the plan.
+
+        Raises RuntimeError where the step before was never ended.
+        """
         iteration = self._iteration()
         if self._step is None or self._step.iteration != iteration:
+            if self._step is not None and self._counted != self._step.iteration:
+                raise RuntimeError(
+                    f"step {iteration + 1} began, but EDGC was not told that step {self._step.iteration + 1} had "
+                    "ended. In a loop on Megatron's parts, set config.finalize_model_grads_func before EDGC is attached"
+                )
             now = time.perf_counter()
             if math.isfinite(self._last_step):
                 self.step_seconds.append(now - self._last_step)

@@ -1,5 +1,6 @@
 """The distribution of a gradient: is it normal, as the Gaussian entropy assumes? Off the training path."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
@@ -21,7 +22,9 @@ class GradientStatistics:
 
     @classmethod
     def of(cls, sample: Tensor) -> "GradientStatistics":
-        """Of a tensor of any shape with at least two elements; NaN where the entries do not vary."""
+        """Of a tensor of any shape with at least two elements. Where these do not vary, skewness and kurtosis are NaN,
+        and entropies minus infinity.
+        """
         values = sample.detach().double()
         centred = values - values.mean()
         variance = float(centred.square().mean())
@@ -38,5 +41,11 @@ class GradientStatistics:
 
     @classmethod
     def mean(cls, several: Sequence["GradientStatistics"]) -> "GradientStatistics":
-        """Field by field."""
-        return cls(*(fmean(getattr(one, field.name) for one in several) for field in fields(cls)))
+        """Field by field, of what is finite."""
+        return cls(*(mean_of_finite([getattr(one, field.name) for one in several]) for field in fields(cls)))
+
+
+def mean_of_finite(values: Sequence[float | Tensor]) -> float:
+    """Mean of those that are finite; NaN of none."""
+    finite = [value for value in map(float, values) if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan

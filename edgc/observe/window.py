@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
 
-from torch import Tensor
-
 from edgc.observe.fidelity import Fidelity
-from edgc.observe.moments import GradientStatistics
+from edgc.observe.moments import GradientStatistics, mean_of_finite
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
@@ -32,7 +30,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class MessageWindow:
-    """What one process, or the mean of all that send there, saw of the messages over a boundary in one window."""
+    """What one process, or all that send there (``merge_messages``), saw in a window of messages over a boundary."""
 
     boundary: Boundary
     entropy: float
@@ -44,7 +42,7 @@ class MessageWindow:
 
 @dataclass(frozen=True)
 class StageWindow:
-    """What one process, or the mean of all of them, saw of one stage in one window."""
+    """What one process, or all of them (``merge``), saw of one stage in one window."""
 
     stage: StageKey
     entropy: float
@@ -66,14 +64,15 @@ class StageWindow:
 class WindowReport:
     """A closed window as every process gets it from process 0.
 
-    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, the mean over its
+    ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, merged over its
     processes.
 
     The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
     Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
     ``param_bytes`` of the distributed optimizer's updated weights; ``pp_bytes`` of messages between pipeline stages;
     ``total_bytes`` of all three. Of boundaries where low rank is wanted: ``message_ranks`` were in use,
-    ``message_plan`` holds from now on. ``costs`` of each stage as corrected by what its reductions took in this window.
+    ``message_plan`` holds from now on. ``costs`` of each stage as corrected by what its reductions
+    took in this window; with a volume, or a computed link, as before training.
     """
 
     iteration: int
@@ -103,7 +102,9 @@ class WindowReport:
 
 
 def merge(processes: Sequence[StageWindow]) -> StageWindow:
-    """One stage from its processes: means, but the shortest reductions, since the others also waited for a late one."""
+    """One stage from its processes: means; the shortest reductions, since the others also waited for a late one; the
+    largest memory and spike; the sum of the spikes.
+    """
     return StageWindow(
         stage=processes[0].stage,
         entropy=mean_of_finite([p.entropy for p in processes]),
@@ -123,7 +124,7 @@ def merge(processes: Sequence[StageWindow]) -> StageWindow:
 
 
 def merge_messages(processes: Sequence[MessageWindow]) -> MessageWindow:
-    """One boundary from the processes that send over it."""
+    """One boundary from the processes that send over it: means, the largest memory, the sum of the spikes."""
     return MessageWindow(
         processes[0].boundary,
         mean_of_finite([p.entropy for p in processes]),
@@ -163,12 +164,6 @@ def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientS
 def kind(name: str) -> str:
     """The kind of layer that a parameter is of: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
     return ".".join(name.split(".")[-2:])
-
-
-def mean_of_finite(values: Sequence[float | Tensor]) -> float:
-    """Mean of those that are finite; NaN of none."""
-    finite = [value for value in map(float, values) if math.isfinite(value)]
-    return fmean(finite) if finite else math.nan
 
 
 def median_or_nan(values: Sequence[float]) -> float:

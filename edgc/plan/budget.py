@@ -216,7 +216,8 @@ class BudgetPlanner:
             self.idle += host_share * fp32
             self.sent_idle += taken_by_host
         # of a window with both it is not known: the first of the host's steps also sends errors
-        self.per_step = None if host_share or not fp32 > 0 else taken / fp32 * self.dense
+        unknown = host_share or not fp32 > 0 or not self.dense  # without own messages there is nothing to learn
+        self.per_step = None if unknown else taken / fp32 * self.dense
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]

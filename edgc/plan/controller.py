@@ -74,7 +74,7 @@ class Controller:
             return replace(plan, **self._budgeted(self.budget))
         if self.config.dynamic:
             return RankPlan(0, 0, nothing, reasons=self.entropy.first_reasons())
-        first = math.ceil(self.config.ranks.warmup_fraction * self.iterations)
+        first = self.config.ranks.warmup(self.iterations)
         return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
 
     def _budgeted(self, budget: BudgetPlanner) -> dict[str, Any]:
@@ -95,7 +95,8 @@ class Controller:
     def _static_rank(self, iteration: int) -> int:
         """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
         rank, tilt = self.config.ranks.fixed or NO_RANK, self.config.study.rank_tilt
-        progress = (iteration + self.config.ranks.window / 2) / self.iterations
+        end = min(iteration + self.config.ranks.window, self.iterations)
+        progress = (iteration + end) / 2 / self.iterations
         return nearest_rank(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
 
     def observe(
@@ -143,6 +144,8 @@ class Controller:
             if iteration >= self.plan.first_iteration:  # in the warm-up nothing is compressed
                 self.budget.decide(iteration)
             changed = self._budgeted(self.budget)
+            if iteration < self.plan.first_iteration:  # what a resumed run finds of its link is no other plan
+                changed = {name: value for name, value in changed.items() if name != "reasons"}
             if any(getattr(self.plan, name) != value for name, value in changed.items()):
                 version, at = self.plan.version + 1, max(iteration, self.plan.first_iteration)
                 return replace(self.plan, version=version, first_iteration=at, **changed)

@@ -174,7 +174,7 @@ class RunPlan:
             budget = BudgetPlanner(
                 self.config.ranks.volume,
                 iterations,
-                math.ceil(self.config.ranks.warmup_fraction * iterations),
+                self.config.ranks.warmup(iterations),
                 [sizes.candidates(stage) for stage in self.stages],
                 never,
                 sizes.bytes_per_value,

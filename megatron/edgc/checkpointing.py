@@ -99,6 +99,11 @@ class Checkpoints:
             state_dict = generate(*args, **kwargs)
             if self._entry is not None:
                 state_dict[ENTRY] = self._entry
+            elif kwargs.get("iteration") is not None:  # a load asks for none
+                raise ConfigError(
+                    "this checkpoint would be without EDGC's state: save_checkpoint was imported before EDGC was "
+                    "attached. Call megatron.training.checkpointing.save_checkpoint by this name"
+                )
             return state_dict
 
         def read_with_edgc(
@@ -132,6 +137,7 @@ class Checkpoints:
             return found
 
         save = seam.replace(megatron_training, "save_checkpoint", save_with_edgc)
+        seam.replace(megatron_checkpointing, "save_checkpoint", save_with_edgc)  # for loops that are not Megatron's
         generate = seam.replace(megatron_checkpointing, "generate_state_dict", generate_with_edgc)
         read = seam.replace(megatron_checkpointing, "_load_base_checkpoint", read_with_edgc)
 

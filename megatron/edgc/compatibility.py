@@ -28,6 +28,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         lambda a: bool(a.ddp_param_name_patterns_for_fp32_local_accumulation),
     ),
     (
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "EDGC's uncompressed sums of 16-bit gradients accumulate in 16 bits",
+        lambda a: getattr(a, "ddp_reduce_scatter_with_fp32_accumulation", False),
+    ),
+    (
         "--optimizer dist_muon / muon with the distributed optimizer",
         "it shards parameters by layer",
         lambda a: getattr(a, "use_layer_wise_distributed_optimizer", False),

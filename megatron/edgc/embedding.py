@@ -42,6 +42,7 @@ class TiedEmbedding:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self.weight: torch.nn.Parameter | None = None
+        self.summed: int | None = None  # the newest iteration whose gradient was
         copy = tied_copy(chunks)
         if copy is not None:
             chunk, self.weight = copy
@@ -97,6 +98,7 @@ class TiedEmbedding:
     def synchronise(self) -> None:
         """Sum the gradient, which its bucket has scaled but not summed."""
         step, gradient = self._step(), {TIED: self.gradient()}
+        self.summed = step.iteration
         self.reducer.begin(step.iteration)
         # as of all gradients, the entropy is that of what the bucket has not scaled yet
         factor = torch.tensor(self._bucket.gradient_scaling_factor, device=self.gradient().device)

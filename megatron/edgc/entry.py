@@ -60,6 +60,7 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
             session.seam.add(model.post_wrap_hooks, session.install)
         else:
             _install_on_built_models(session)
+        _check_installed(session)
         try:
             yield session
         except SystemExit as ended:  # how Megatron ends a run after --exit-interval, a time limit, or a signal
@@ -67,6 +68,21 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
                 session.end_early()
             raise
         session.end_early()  # if --iterations-to-skip has left out the last one
+
+
+def _check_installed(session: Session) -> None:
+    """Once Megatron has built its model, EDGC must know it: else it would train as without EDGC."""
+
+    def set_up_with_edgc(*args: Any, **kwargs: Any) -> Any:
+        found = set_up(*args, **kwargs)
+        if not session.installed:
+            raise ConfigError(
+                "EDGC was given no model: call compressing(args, MODEL_CONFIG) where pretrain builds the model from "
+                "MODEL_CONFIG, and compressing(args) where it gets a model_provider"
+            )
+        return found
+
+    set_up = session.seam.replace(megatron_training, "setup_model_and_optimizer", set_up_with_edgc)
 
 
 def _install_on_built_models(session: Session) -> None:

@@ -18,7 +18,8 @@ from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSen
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import Step
 from edgc.observe.entropy import ESTIMATORS, GradientSampler
-from edgc.observe.window import Boundary, Direction, MessageWindow, mean_of_finite
+from edgc.observe.moments import mean_of_finite
+from edgc.observe.window import Boundary, Direction, MessageWindow
 from edgc.specs import MatrixSpec
 from megatron.edgc.message_costs import message_shape, message_wire
 

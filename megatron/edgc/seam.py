@@ -48,6 +48,12 @@ RELIED_ON = (
         ("43383948269d",),
     ),
     Relied(
+        "core/distributed/finalize_model_grads.py",
+        "finalize_model_grads",
+        "calls the sum of the two copies, which is replaced",
+        names=("_allreduce_word_embedding_grads",),
+    ),
+    Relied(
         _SCHEDULES,
         "forward_backward_pipelining_without_interleaving",
         "P2PCommunicator is replaced where it is built",
@@ -68,7 +74,8 @@ RELIED_ON = (
     Relied(
         "training/training.py",
         "setup_model_and_optimizer",
-        "get_model is replaced where it is called: EDGC is installed on the model of a model_provider",
+        "get_model is replaced where it is called: EDGC is installed on the model of a model_provider; after it EDGC "
+        "must be installed",
         names=("get_model",),
     ),
     Relied(

@@ -24,7 +24,7 @@ from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
 from edgc.compress.engines.base import all_finite
 from edgc.config import ConfigError, EDGCConfig
-from edgc.errors import NonFiniteSum
+from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
@@ -77,6 +77,8 @@ class Session:
         self.seam = Seam()
         self.messages: PipelineMessages | None = None  # where there is a pipeline
         self.stages: list[MegatronStage] = []  # of this rank
+        self.tied: TiedEmbedding | None = None  # where the sum of its copies is EDGC's
+        self.installed = False  # on a model
         self.completed = 0  # steps, those of this process
 
     @property
@@ -155,6 +157,7 @@ class Session:
             message_controller,
         )
         self.checkpoints.install(self.seam, self._resume)
+        self.installed = True
         return chunks
 
     def _plan(self, device: torch.device) -> RunPlan:
@@ -177,6 +180,7 @@ class Session:
             plan = replace(dense, compresses=False, warnings=plan.warnings, tries=plan.tries)
         if tied is not None:
             tied.install(self.seam)
+        self.tied = tied
         return plan
 
     def _check_stages(self, stage: int) -> None:
@@ -249,6 +253,7 @@ class Session:
         Raises ``StepError`` for a step whose gradients must not reach the weights.
         """
         iteration = self.args.curr_iteration
+        self._check_tied(iteration)
         for stage in self.stages:
             stage.end_step()
         if not self.scaled:
@@ -272,6 +277,15 @@ class Session:
         """
         if self.completed and self.completed < self.run.iterations:
             self.reporter.window(self.windows.exchange(self.completed), last=True)
+
+    def _check_tied(self, iteration: int) -> None:
+        """Raises ``StepError`` where nothing has asked for the sum of a tied embedding that EDGC has taken over."""
+        if self.tied is not None and self.tied.weight is not None and self.tied.summed != iteration:
+            raise StepError(
+                f"iteration {iteration + 1}: the gradient of the tied embedding was not summed: this run's "
+                "finalize_model_grads_func does not call Megatron's finalize_model_grads. Give "
+                "--edgc-no-fuse-embedding-sync"
+            )
 
     def _check_sums(self, iteration: int) -> None:
         """Without a loss scale the optimizer skips no step: a sum that is not finite would reach the weights.
@@ -367,7 +381,7 @@ def scales_loss(args: Namespace) -> bool:
 def repeatable(args: Namespace) -> bool:
     """Whether Megatron may skip a step or run it again: an overflow, or a result that it doubts."""
     doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
-    return bool(scales_loss(args) or doubts or args.rerun_mode == "report_stats")
+    return bool(scales_loss(args) or doubts or args.rerun_mode not in ("disabled", "validate_results"))
 
 
 def run_length(args: Namespace) -> int:

@@ -6,6 +6,7 @@ Trains the model of ``examples/pretrain_bert.py``. Process 0 prints one JSON obj
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
-from megatron.training import training  # noqa: E402
+from megatron.training import checkpointing, training  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
@@ -39,8 +40,12 @@ def main():
     before = dict(vars(training))
     chunks = training.get_model(pretrain_bert.bert)
     config = get_model_config(chunks[0])
-    config.finalize_model_grads_func = finalize_model_grads
+    late = "LATE" in os.environ  # after EDGC was attached: it must not go unseen
+    if not late:
+        config.finalize_model_grads_func = finalize_model_grads
     session = megatron.edgc.attach(chunks) if args.edgc else None
+    if late:
+        config.finalize_model_grads_func = finalize_model_grads
     optimizer = training.get_megatron_optimizer(training.get_megatron_optimizer_config(args)[0], chunks)
     forward_backward, data, losses = get_forward_backward_func(), batches(args), []
     for iteration in range(args.train_iters):
@@ -61,6 +66,8 @@ def main():
         loss = torch.stack([one["lm loss"] for one in reduced]).sum(dim=0)
         dist.all_reduce(loss)
         losses.append(float(loss[0] / loss[1]))
+    if args.save:
+        checkpointing.save_checkpoint(args.train_iters, chunks, optimizer, None, 0)
     sent = None
     if session is not None:
         sent = session.stages[0].byte_counts()[:2]

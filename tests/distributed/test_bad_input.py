@@ -39,6 +39,11 @@ CASES = {
         [*TWO_STEPS, "--sft"],
         "pretrain_gpt.py does not implement --sft",
     ),
+    "no data": (without(TWO_STEPS, "--mock-data"), "there is no data: give --data-path"),
+    "no list of data": (
+        [*without(TWO_STEPS, "--mock-data"), "--data-args-path", "nowhere/list"],
+        "the data that the flags name cannot be listed: FileNotFoundError",
+    ),
     "no dataset": (
         [*without(TWO_STEPS, "--mock-data"), "--data-path", "nowhere/corpus"],
         "dataset nowhere/corpus: there is no file nowhere/corpus.idx",

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 
 from edgc.observe.events import read_events
@@ -65,6 +66,7 @@ def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
     for name, flags in {"plain": [], "dense": ["--edgc", "--edgc-engine", "dense"], "low rank": low_rank}.items():
         # the checks are a part of Megatron's own loop
         unchecked = ["--train-iters", "24", "--no-check-for-nan-in-loss-and-grad"]
+        unchecked += ["--save", str(tmp_path / name), "--ckpt-format", "torch"]
         finished = launch(loop, [*BERT, *unchecked, *flags], 2)
         assert finished.returncode == 0, failure(finished.stdout)
         (line,) = (line for line in finished.stdout.splitlines() if line.startswith("RESULT"))
@@ -76,3 +78,14 @@ def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
     assert sum(low[-4:]) / 4 < sum(plain[-4:]) / 4 + 0.2 * (plain[0] - plain[-1])
     sent, dense = found["low rank"]["sent"]
     assert 0 < sent < dense / 2
+    saved = torch.load(next((tmp_path / "low rank").glob("iter_*/mp_rank_00/*.pt")), weights_only=False)
+    assert saved["edgc"]["index"]["iteration"] == 24, "its checkpoints have EDGC's state"
+
+
+def test_a_loop_that_sets_its_own_finalize_function_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATE", "1")
+    loop = REPOSITORY / "tests" / "distributed" / "own_loop_run.py"
+    unchecked = ["--train-iters", "4", "--no-check-for-nan-in-loss-and-grad"]
+    finished = launch(loop, [*BERT, *unchecked, "--edgc", "--edgc-engine", "int4", "--edgc-window", "2"], 2)
+    assert finished.returncode != 0
+    assert "set config.finalize_model_grads_func before EDGC is attached" in finished.stdout

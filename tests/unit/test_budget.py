@@ -611,3 +611,24 @@ def test_large_ranks_to_try_are_few_so_that_matrices_share_them() -> None:
     large = [rank for rank in ranks_to_try(4480) if rank >= 96]
     assert len(large) < 25 and all(rank % 16 == 0 for rank in large)
     assert all(1.08 < after / before <= 7 / 6 for before, after in itertools.pairwise(large))
+
+
+def test_a_volume_without_parameters_of_its_own_has_nothing_to_learn() -> None:
+    """One process a stage, and Megatron's own sum of a tied embedding: all that is counted is Megatron's."""
+    planner = BudgetPlanner(24.0, 1000, 10, [[]], (), BYTES, 4.0)
+    for window in range(1, 4):
+        planner.observe([{}], sent=8e6 * window, by_host=8e6 * window, in_fp32=8e6 * window)
+        planner.decide(50 * window)
+    assert planner.choices == {0: []}
+
+
+def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
+    settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
+    planner = BudgetPlanner(24.0, 1000, 25, [[candidate("w")]], (), BYTES, 4.0, most=64)
+    c = Controller(settings, 1000, [[MatrixSpec("w", 64, 128)]], [None], budget=planner)
+    before = c.plan
+    planner.bounded = not planner.bounded  # what the link of the resumed run says
+    planner.choices, planner.short = dict(planner.choices), planner.short
+    c.plan = replace(before, reasons=("of another link",))
+    c.observe([StageObservation()])
+    assert c.decide(10).version == 0, "so that the end of the warm-up closes a window"

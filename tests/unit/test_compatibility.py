@@ -127,6 +127,7 @@ UNSUPPORTED = {
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]
     },
+    "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--optimizer dist_muon": {"use_layer_wise_distributed_optimizer": True},
     "--save-wgrads-interval": {"save_wgrads_interval": 10},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},

@@ -60,6 +60,12 @@ from edgc.presets import PRESETS
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
         ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
         ({"engine": "dense", "rest_wire": "int4"}, r"--edgc-rest-wire = int4: the engine dense sums in fp32"),
+        ({"window": "100"}, "--edgc-window = '100': must be a whole number"),
+        ({"window": 50.0}, "--edgc-window = 50.0: must be a whole number"),
+        ({"volume": "24"}, "--edgc-volume = '24': must be a number or none"),
+        ({"seed": True}, "--edgc-seed = True: must be a whole number"),
+        ({"equalise": 1}, "--edgc-equalise = 1: must be on or off"),
+        ({"pp": None}, "--edgc-pp = None: must be text"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
         ({"error_decay": 1.5}, r"--edgc-study error_decay = 1.5: must lie in \[0, 1\]"),
         ({"error_average": 1.0}, r"--edgc-study error_average = 1.0: must lie in \[0, 1\)"),
@@ -90,6 +96,21 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
         EDGCConfig.of(window=9).check_run(500)
     EDGCConfig().check_run(1000)
     EDGCConfig.of(static_rank=8).check_run(500)  # no window is needed where nothing is decided
+    EDGCConfig.of(window=49, iteration_sampling_rate=1 / 49).check_run(
+        500
+    )  # one measurement, whatever 1/49 is in binary
+
+
+def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
+    assert EDGCConfig.of(warmup_fraction=0.07).ranks.warmup(100) == 7
+    assert EDGCConfig.of(warmup_fraction=0.025).ranks.warmup(500) == 13
+
+
+def test_what_is_refused_beside_a_volume_says_what_to_give() -> None:
+    with pytest.raises(ConfigError, match="give --edgc-static-rank as well"):
+        EDGCConfig.from_preset({"allocation": "uniform"})
+    with pytest.raises(ConfigError, match="give --edgc-static-rank in its place"):
+        EDGCConfig.from_preset({"volume": 24, "allocation": "uniform"})
 
 
 def test_defaults_are_the_papers() -> None:

@@ -210,6 +210,12 @@ def test_a_tilted_rank_moves_on_a_straight_line_around_its_mean(tilt: float, ran
     assert static_ranks(c.config) == (16, 48) and smallest_rank(c.config) == 16
 
 
+def test_a_tilted_rank_stays_within_its_range_in_a_window_that_is_cut_short() -> None:
+    tilted = {"static_rank": 64, "rmin": None, "rmax": None, "align": True, "rank_tilt": -0.5}
+    c = controller(**tilted, iterations=110, warmup_fraction=0.0)
+    assert first_stage(play(c, [math.nan])) == [92]  # in the middle of the last ten iterations
+
+
 def test_dense_engine_stays_dense() -> None:
     assert first_stage(play(controller(engine="dense"), [*WARM, -5.2])) == [None] * 11
 

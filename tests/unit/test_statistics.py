@@ -34,6 +34,13 @@ def test_known_distributions(kind: str, deviation: float, skewness: float, kurto
     assert found.gaussian_entropy == pytest.approx(NORMAL_ENTROPY + math.log(deviation), abs=0.01)
 
 
+def test_a_gradient_of_zeros_does_not_hide_the_others() -> None:
+    usual, none = GradientStatistics.of(draw("normal")), GradientStatistics.of(torch.zeros(100))
+    mean = GradientStatistics.mean([usual, none])
+    assert mean.skewness == usual.skewness and mean.gaussian_entropy == usual.gaussian_entropy
+    assert mean.standard_deviation == usual.standard_deviation / 2, "that is known of both"
+
+
 def test_shape_does_not_depend_on_scale() -> None:
     small, large = GradientStatistics.of(1e-12 * draw("exponential")), GradientStatistics.of(draw("exponential"))
     assert small.skewness == pytest.approx(large.skewness) and small.excess_kurtosis == pytest.approx(

@@ -15,8 +15,11 @@ def trials(iterations: int = ITERATIONS, overlapped: bool = False) -> Trials:
 
 
 def seconds(compressed: float | None = None, host: float | None = None) -> dict[bool, list[float]]:
-    """Those of enough steps of each kind; None: there were none of it."""
-    return {False: [] if compressed is None else [compressed] * 20, True: [] if host is None else [host] * 20}
+    """Those of enough steps of each kind, of which one is very short and one very long; None: there were none of it."""
+    return {
+        by_host: [] if step is None else [step / 20, *[step] * 18, step * 20]
+        for by_host, step in ((False, compressed), (True, host))
+    }
 
 
 def window(
@@ -126,14 +129,13 @@ def test_where_the_host_sums_trials_cost_time_alone() -> None:
     under_test = trials(iterations=2000)
     for iteration in (100, 200):
         window(under_test, iteration, 0.8, 1.1, 1.0)
-    reduction, made = 1.0, 0
+    reduction, tried = 1.0, 0
     for iteration in range(300, 1900, 20):
         reduction *= 1.3
-        before = under_test.spent
         window(under_test, iteration, reduction, 3.0, 1.0)
-        made += under_test.spent > before
-    assert made > 1
-    assert under_test.spent <= 0.005 * 2000 * 1.0 + STEPS * 2.0, "at most one trial beyond the bound"
+        tried += STEPS * (under_test.trial is not None)
+    assert tried > STEPS
+    assert tried * (3.0 - 1.0) <= 0.005 * 2000 * 1.0 + STEPS * 2.0, "at most one trial beyond the bound"
 
 
 def test_where_the_host_sums_in_next_to_no_time_there_is_no_trial() -> None:
@@ -141,6 +143,13 @@ def test_where_the_host_sums_in_next_to_no_time_there_is_no_trial() -> None:
     for reduction in (0.001, 0.002, 0.04, 0.06):  # of steps of one second
         window(under_test, 100, reduction, 1.1, 1.0)
         assert (under_test.trial is None) == (reduction < 0.05)
+
+
+def test_a_run_that_begins_with_the_hosts_sums_tries_compression_only_on_a_slower_link() -> None:
+    under_test = Trials(ITERATIONS, HOST, overlapped=False, by_host=True)
+    for reduction in (3.0, 3.6, 3.8):  # the first is long enough to ask whether compression pays
+        window(under_test, 100, reduction, 1.1, 1.0)
+        assert (under_test.trial is None) == (reduction < 1.25 * 3.0)
 
 
 def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
@@ -180,3 +189,13 @@ def test_a_resumed_run_goes_on_with_what_was_decided() -> None:
     state: dict[str, Any] = before.state_dict()
     assert before.trial is not None
     assert state["due"], "a trial under way is due again"
+
+
+def test_a_resumed_run_counts_the_bytes_of_its_first_window_alone() -> None:
+    before, again = trials(), trials()
+    for iteration in (100, 200):
+        window(before, iteration, 0.2, 0.8, 1.0, (0.02 * iteration, iteration))
+    again.load_state_dict(before.state_dict())
+    # a plan that sends twice as much, and takes twice as long
+    window(again, 300, 0.4, 0.8, 1.0, (0.02 * 200 + 0.04 * 100, 300))
+    assert again.trial is None

@@ -17,7 +17,12 @@ def check_datasets(args: Namespace) -> None:
     """Raise ``ConfigError`` if a dataset is missing, cut short, or encoded by another tokenizer than the run's."""
     if args.mock_data:
         return
-    blend, per_split = get_blend_and_blend_per_split(args)
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:  # a list of data in a file
+        raise ConfigError(f"the data that the flags name cannot be listed: {type(error).__name__}: {error}") from error
+    if blend is None and per_split is None:
+        raise ConfigError("there is no data: give --data-path, --train-data-path and --valid-data-path, or --mock-data")
     blends = [blend, *(per_split or [])]
     prefixes = {prefix for part in blends if part for prefix in part[0]}
     local = sorted(prefix for prefix in prefixes if "://" not in prefix)  # object storage is Megatron's to read

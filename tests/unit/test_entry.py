@@ -1,0 +1,37 @@
+"""EDGC in a training script: what is noticed where the script gives it too little."""
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.training import training as megatron_training
+
+from edgc.config import ConfigError
+from edgc.hosts.steps import StepDriver
+from edgc.plan.rank_plan import RankPlan
+from megatron.edgc import entry
+from megatron.edgc.seam import Seam
+
+
+def test_a_model_that_edgc_never_sees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_training, "setup_model_and_optimizer", lambda: "the model")
+    session = SimpleNamespace(installed=False, seam=Seam())
+    with session.seam:
+        entry._check_installed(session)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="EDGC was given no model: call compressing"):
+            megatron_training.setup_model_and_optimizer()
+        session.installed = True
+        assert megatron_training.setup_model_and_optimizer() == "the model"
+
+
+def test_a_step_that_was_never_ended_is_noticed_when_the_next_one_begins() -> None:
+    now = [0]
+    driver = StepDriver([], [], 10, lambda: now[0], lambda: None)
+    driver.adopt(RankPlan(0, 0, ()), None)
+    assert driver.step().iteration == driver.step().iteration == 0
+    driver.end(0)
+    driver.step()  # the host runs the step again
+    now[0] = 1
+    assert driver.step().iteration == 1
+    now[0] = 3  # another one was skipped
+    with pytest.raises(RuntimeError, match="step 4 began, but EDGC was not told that step 2 had ended"):
+        driver.step()

@@ -1,0 +1,81 @@
+"""What a window makes of all processes: one record of each stage and boundary, and what the controller is told."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgc.hosts.exchange import WindowExchange
+from edgc.observe.fidelity import Agreement, Fidelity
+from edgc.observe.moments import GradientStatistics
+from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
+from edgc.plan.run import Part, StageKey
+
+STAGE = StageWindow(StageKey(Part.LAYERS, 0), *[0.0] * 7)
+MESSAGE = MessageWindow(Boundary("backward", 1, 0), *[0.0] * 4)
+NAN, INF = math.nan, math.inf
+NOT_MEASURED = pytest.approx(NAN, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("window", "field", "seen", "merged"),
+    [
+        # the mean of what was measured
+        (STAGE, "entropy", [-5.0, NAN, -4.0, -INF], -4.5),
+        (STAGE, "entropy", [NAN, NAN], NOT_MEASURED),
+        (STAGE, "residual", [0.25, 0.75, NAN], 0.5),
+        (STAGE, "micro_backward_seconds", [NAN, 1.0, 4.0], 2.5),
+        (MESSAGE, "entropy", [-5.0, NAN, -4.0, -INF], -4.5),
+        (MESSAGE, "entropy", [NAN, NAN], NOT_MEASURED),
+        # the shortest: the others also waited
+        (STAGE, "reduce_seconds", [NAN, 3.0, 2.0, 7.0], 2.0),
+        (STAGE, "reduce_seconds", [NAN, NAN], NOT_MEASURED),
+        # the mean over all
+        (STAGE, "dp_bytes", [1.0, 3.0, 8.0], 4.0),
+        (STAGE, "dp_bytes_dense", [1.0, 3.0, 8.0], 4.0),
+        (MESSAGE, "bytes", [1.0, 3.0, 8.0], 4.0),
+        (MESSAGE, "bytes_dense", [1.0, 3.0, 8.0], 4.0),
+        # the largest
+        (STAGE, "state_bytes", [1.0, 8.0, 3.0], 8.0),
+        (STAGE, "largest_spike", [6.0, 9.0, 0.0], 9.0),
+        (MESSAGE, "state_bytes", [1.0, 8.0, 3.0], 8.0),
+        # the sum
+        (STAGE, "spikes", [1.0, 2.0, 0.0], 3.0),
+        (MESSAGE, "spikes", [1.0, 2.0, 0.0], 3.0),
+        # by name: over the processes that have measured the same
+        (STAGE, "energies", [{"w": [4.0, 2.0]}, {"w": [2.0, 0.0]}, {"w": [9.0]}, {}], {"w": [3.0, 1.0]}),
+        (STAGE, "row_shares", [{"w": [0.5, 1.0]}, {"w": [0.25, 0.5]}], {"w": [0.375, 0.75]}),
+        (
+            STAGE,
+            "statistics",
+            [{"a": GradientStatistics(1, 2, 3, 4, 5)}, {"a": GradientStatistics(3, 4, 5, 6, 7)}, {}],
+            {"a": GradientStatistics(2, 3, 4, 5, 6)},
+        ),
+        (
+            STAGE,
+            "fidelity",
+            [{"a": Fidelity(adam=Agreement(1, 2, 3))}, {"b": Fidelity()}, {"a": Fidelity(adam=Agreement(4, 4, 4))}],
+            {"a": Fidelity(adam=Agreement(5, 6, 7)), "b": Fidelity()},
+        ),
+    ],
+)
+def test_the_windows_of_several_processes_become_one(
+    window: StageWindow | MessageWindow, field: str, seen: list[Any], merged: Any
+) -> None:
+    merging: Any = merge if window is STAGE else merge_messages
+    assert getattr(merging([replace(window, **{field: value}) for value in seen]), field) == merged
+
+
+def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_activations() -> None:
+    boundaries = [
+        Boundary("backward", 1, 0),
+        Boundary("backward", 2, 1),
+        Boundary("forward", 0, 1),
+        Boundary("forward", 1, 2),
+    ]
+    driver: Any = SimpleNamespace(message_ranks=(16, None, 4, 8))
+    messages: Any = SimpleNamespace(boundaries=boundaries)
+    exchange = WindowExchange(driver, [], backward=SimpleNamespace(), controller=None, messages=messages)  # type: ignore[arg-type]
+    assert exchange._gradient_message_ranks() == {StageKey(Part.LAYERS, 1): 16, StageKey(Part.LAYERS, 2): None}
