@@ -18,22 +18,28 @@ def shard_bounds(start: int, end: int, shard: int, processes: int) -> ShardBound
 class MatrixSpec:
     """A gradient seen as a matrix: the parameter's name and rows x cols (1 x elements for a vector).
 
-    ``embedding``: as of ``Parameter``.
+    ``embedding`` and ``sparse_rows``: as of ``Parameter``.
     """
 
     name: str
     rows: int
     cols: int
     embedding: bool = False
+    sparse_rows: bool = False
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the allocation sees it. ``embedding``: a word or position embedding or the output layer."""
+    """A parameter as the allocation sees it.
+
+    ``embedding``: a word or position embedding or the output layer. ``sparse_rows``: a word embedding that is not an
+    output layer as well, so that a row has a gradient only in steps in which its token occurs.
+    """
 
     name: str
     shape: tuple[int, ...]
     embedding: bool = False
+    sparse_rows: bool = False
 
     @property
     def elements(self) -> int:
@@ -43,4 +49,4 @@ class Parameter:
     def spec(self) -> MatrixSpec:
         """As a matrix: the first dimension by all others; a vector is one row."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
-        return MatrixSpec(self.name, rows, self.elements // rows if rows else 0, self.embedding)
+        return MatrixSpec(self.name, rows, self.elements // rows if rows else 0, self.embedding, self.sparse_rows)

@@ -20,25 +20,28 @@ from edgc.stacking import by_shape, map_stacked, stacked
 DECAY = 0.95  # of the moving averages, per step
 LARGEST = 10.0  # times the average is the most that the squared norm of one sum counts as: else a spike sets the scales
 SIDES = "rows", "columns"
-# Smallest row or column scale, relative to the root mean square over all. Of an embedding the row of a rare token has a
-# small scale until the token occurs: divided by it, the row would outweigh all others, and what compression leaves out
-# of it would fall upon them.
-FLOOR, FLOOR_OF_EMBEDDINGS = 1e-3, 0.3
+# Smallest row or column scale, relative to the root mean square over all. Where rows have a gradient only when their
+# tokens occur, the row of a rare token has a small scale until then: divided by it, the row would outweigh all others,
+# and what compression leaves out of it would fall upon them.
+FLOOR, FLOOR_OF_SPARSE_ROWS = 1e-3, 0.3
 
 
 class Equaliser:
-    """Moving averages of the squared norm of each row and column, by parameter name. ``embeddings``: names of those."""
+    """Moving averages of the squared norm of each row and column, by parameter name.
 
-    def __init__(self, embeddings: Collection[str] = ()) -> None:
-        self.embeddings = frozenset(embeddings)
+    ``sparse_rows``: names of parameters whose rows have a gradient in some steps alone.
+    """
+
+    def __init__(self, sparse_rows: Collection[str] = ()) -> None:
+        self.sparse_rows = frozenset(sparse_rows)
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
 
     def scales(self, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none."""
         known = [name for name in names if name in self._moments]
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for floor, embeddings in ((FLOOR, False), (FLOOR_OF_EMBEDDINGS, True)):
-            own = [name for name in known if (name in self.embeddings) == embeddings]
+        for floor, sparse in ((FLOOR, False), (FLOOR_OF_SPARSE_ROWS, True)):
+            own = [name for name in known if (name in self.sparse_rows) == sparse]
             relative = partial(_relative, floor=floor)
             rows, cols = (map_stacked(relative, [self._moments[name][side] for name in own]) for side in (0, 1))
             found |= {name: (r.unsqueeze(1), c.unsqueeze(0)) for name, r, c in zip(own, rows, cols, strict=True)}

@@ -39,8 +39,8 @@ class GradientReducer(Assignment):
     ):
         super().__init__(allocation, config, device)
         self.communicator = communicator
-        embeddings = [name for name, spec in self.specs.items() if spec.embedding]
-        self.state = CompressionState(config, self.engine, device, communicator.process, embeddings)
+        sparse = [name for name, spec in self.specs.items() if spec.sparse_rows]
+        self.state = CompressionState(config, self.engine, device, communicator.process, sparse)
         self.observer = GradientObserver(allocation.matrices, config, repeatable)
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one

@@ -24,7 +24,7 @@ class CompressionState:
         engine: whose state is a part of it; None without one.
         device: where the tensors are.
         process: the number of this process in its data-parallel group.
-        embeddings: names of parameters.
+        sparse_rows: names of parameters (``edgc.specs.Parameter``).
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class CompressionState:
         engine: Engine | None,
         device: torch.device,
         process: int,
-        embeddings: Collection[str] = (),
+        sparse_rows: Collection[str] = (),
     ):
         kept_in = wire(config.formats.error_dtype, stochastic=config.formats.error_dtype != "fp32")
         rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
         self.feedback = ErrorFeedback(rule, device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
-        self.equaliser = Equaliser(embeddings)
+        self.equaliser = Equaliser(sparse_rows)
         share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
         self.fidelity = FidelitySampler(share, config.seed) if share else None
         self.engine = engine

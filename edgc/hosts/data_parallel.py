@@ -87,7 +87,12 @@ class EDGCState:
         tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
         self._check_gradients({one.weight for one in tables if one.sparse})
         embeddings = {one.weight for one in tables}
-        self.described = {name: describe(name, p, p in embeddings) for p, name in self.parameters.items()}
+        tied = {
+            weight for m in module.modules() if m not in tables and (weight := getattr(m, "weight", None)) in embeddings
+        }
+        self.described = {
+            name: describe(name, p, p in embeddings, p in embeddings - tied) for p, name in self.parameters.items()
+        }
         self.steps = 0  # averaged so far
         self.report: WindowReport | None = None  # of the last window
         self.reporter: Reporter | None = None  # from the first step on
@@ -410,7 +415,7 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     return config.but(pp="off", fuse_embedding_sync=False)
 
 
-def describe(name: str, parameter: nn.Parameter, embedding: bool) -> Parameter:
+def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:
     """What the allocation needs to know of a parameter."""
     marked = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return Parameter(name, tuple(parameter.shape), bool(embedding or marked))
+    return Parameter(name, tuple(parameter.shape), bool(embedding or marked), sparse_rows)

@@ -29,6 +29,7 @@ from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
+WORDS = "embedding.word_embeddings.weight"
 
 
 def gradient_bytes(args: Namespace) -> int:
@@ -180,7 +181,8 @@ def _named(
 ) -> list[Named]:
     # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
     prefix = f"chunk{place}." if chunks > 1 else ""
-    of_model = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
+    model = unwrap_model(chunk)
+    of_model = {parameter: name for name, parameter in model.named_parameters()}
     groups = chunk.expert_parallel_bucket_groups if part is Part.EXPERTS else chunk.bucket_groups
     named = []
     for group in groups:
@@ -190,14 +192,23 @@ def _named(
             for parameter in bucket.params_list
             if parameter is not apart
         }
-        described = tuple(describe(prefix, name, parameter) for parameter, name in names.items())
+        described = tuple(describe(prefix, name, parameter, is_tied(model)) for parameter, name in names.items())
         prefixed = {parameter: prefix + name for parameter, name in names.items()}
         named.append(Named(group, place, prefixed, described))
     return named
 
 
-def describe(prefix: str, name: str, parameter: torch.nn.Parameter) -> Parameter:
-    """What the allocation needs to know of a Megatron parameter."""
+def is_tied(model: torch.nn.Module) -> bool:
+    """Whether the word embedding of a bare model is its output layer, too. Of a model that does not say, it may be.
+
+    On a pipeline stage without output layer it is not: its gradient there is that of its tokens alone.
+    """
+    shared = getattr(model, "share_embeddings_and_output_weights", True)
+    return bool(shared and getattr(model, "post_process", True))
+
+
+def describe(prefix: str, name: str, parameter: torch.nn.Parameter, tied: bool) -> Parameter:
+    """What the allocation needs to know of a Megatron parameter. ``tied``: see ``is_tied``."""
     # Megatron marks word embeddings and output layers, but not position embeddings
     embedding = name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False)
-    return Parameter(prefix + name, tuple(parameter.shape), embedding)
+    return Parameter(prefix + name, tuple(parameter.shape), embedding, not tied and name == WORDS)

@@ -66,7 +66,7 @@ def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
     for name, flags in {"plain": [], "dense": ["--edgc", "--edgc-engine", "dense"], "low rank": low_rank}.items():
         # the checks are a part of Megatron's own loop
         unchecked = ["--train-iters", "24", "--no-check-for-nan-in-loss-and-grad"]
-        unchecked += ["--save", str(tmp_path / name), "--ckpt-format", "torch"]
+        unchecked += ["--save", str(tmp_path / name), "--save-interval", "24", "--ckpt-format", "torch"]
         finished = launch(loop, [*BERT, *unchecked, *flags], 2)
         assert finished.returncode == 0, failure(finished.stdout)
         (line,) = (line for line in finished.stdout.splitlines() if line.startswith("RESULT"))

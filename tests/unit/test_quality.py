@@ -125,7 +125,7 @@ def test_equalising_saves_the_small_rows_of_a_badly_scaled_matrix() -> None:
 
 def test_equalising_does_not_blow_up_the_rows_of_rare_tokens() -> None:
     """An embedding that is not tied to the output layer: most rows have no gradient in a step."""
-    words = MatrixSpec("words", 2000, 64, embedding=True)
+    words = MatrixSpec("words", 2000, 64, embedding=True, sparse_rows=True)
     steps = Steps(matrix=words, equalise=True, wire="int5", basis_wire="int5")
     generator = torch.Generator().manual_seed(0)
     often, meanings = 1 / torch.arange(1, words.rows + 1.0), torch.randn(16, words.cols, generator=generator)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from edgc.config import EDGCConfig
+from edgc.hosts.data_parallel import EDGCState
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
 from edgc.plan.allocation import allocate
@@ -17,7 +19,7 @@ from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
-from megatron.edgc.stages import EmbeddingStage, MegatronStage
+from megatron.edgc.stages import EmbeddingStage, MegatronStage, describe, is_tied
 
 CPU = torch.device("cpu")
 
@@ -101,3 +103,34 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
     controller.observe([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)])
     assert controller.times.costs[0] == cost
+
+
+def test_a_word_embedding_has_sparse_rows_unless_it_is_the_output_layer_as_well() -> None:
+    def sparse(shared: bool, post_process: bool) -> list[str]:
+        model = nn.Module()
+        model.embedding = nn.Module()
+        model.embedding.word_embeddings, model.embedding.position_embeddings = nn.Embedding(8, 4), nn.Embedding(8, 4)
+        model.output_layer = nn.Linear(4, 8, bias=False)
+        model.share_embeddings_and_output_weights, model.post_process = shared, post_process
+        found = [describe("", name, parameter, is_tied(model)) for name, parameter in model.named_parameters()]
+        return [one.name for one in found if one.sparse_rows]
+
+    words = ["embedding.word_embeddings.weight"]
+    assert sparse(shared=False, post_process=True) == words
+    assert sparse(shared=True, post_process=False) == words, "on another stage than the output layer"
+    assert sparse(shared=True, post_process=True) == [], "every row has a gradient from the output layer"
+    assert is_tied(nn.Linear(4, 8)), "a model that does not say"
+
+
+def test_torchs_embedding_has_sparse_rows_unless_another_module_has_its_weight() -> None:
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            if tied:
+                self.head.weight = self.words.weight
+
+    for tied in (False, True):
+        described = EDGCState(Tied(tied), EDGCConfig(), iterations=2000).described
+        assert described["words.weight"].sparse_rows is not tied and described["words.weight"].embedding
+    assert not EDGCState(Tied(False), EDGCConfig(), iterations=2000).described["head.weight"].sparse_rows

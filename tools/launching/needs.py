@@ -194,10 +194,12 @@ def _stage_needs(
     from edgc.compress.probe import cost_in_bytes
     from edgc.plan.allocation import allocate
     from megatron.edgc.embedding import COPIES
-    from megatron.edgc.stages import describe, gradient_bytes
+    from megatron.edgc.stages import describe, gradient_bytes, is_tied
     from megatron.edgc.training import repeatable
 
-    parameters = {parameter: describe("", name, parameter) for name, parameter in part.named_parameters()}
+    parameters = {
+        parameter: describe("", name, parameter, is_tied(part)) for name, parameter in part.named_parameters()
+    }
     elements = sum(parameter.elements for parameter in parameters.values())
     half = args.params_dtype != torch.float32
     copies = args.data_parallel_size * args.context_parallel_size

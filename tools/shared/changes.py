@@ -27,7 +27,14 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("last steps within the budget", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) >= 48),
     ("rows of embeddings alone", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
     ("bytes kept for later", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
-    ("scales of rare rows bounded", lambda engine, _, arguments: engine != "dense" and _equalises(arguments)),
+    (
+        "scales of rare rows bounded",
+        lambda engine, stages, arguments: (
+            engine != "dense"
+            and _equalises(arguments)
+            and (stages > 1 or "--untie-embeddings-and-output-weights" in arguments)
+        ),
+    ),
 )
 
 OF_VALUES = {"scales of rare rows bounded"}  # changes of neither time nor bytes
