@@ -15,15 +15,16 @@ fetch() { # package, and a folder that shows that it has been unpacked
         return
     fi
     if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
-        echo "prepare_corpora.sh: error: $1 needs apt-get and dpkg-deb, of Debian or Ubuntu" >&2
+        echo "prepare_corpora.sh: error: the corpus $2 needs apt-get and dpkg-deb, of Debian or Ubuntu" >&2
         exit 2
     fi
     [[ -n $1 ]] || {
         echo "prepare_corpora.sh: error: this system's package lists have no source of the corpus $2; apt-get update?" >&2
         exit 2
     }
-    local folder
-    folder=$(mktemp -d)
+    local folder # on the file system of the corpora, so that mv moves all or nothing
+    mkdir -p "$texts"
+    folder=$(mktemp -d -p "$texts")
     echo "fetching $1 from the archive of this system"
     (cd "$folder" && apt-get download --quiet --quiet "$1")
     dpkg-deb --extract "$folder"/*.deb "$folder/unpacked"

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from edgc.plan.alignment import aligned_rank
-from edgc.plan.comm_cost import CommCost, break_even_rank
+from edgc.plan.alignment import StageTimes, aligned_rank
+from edgc.plan.comm_cost import CommCost, StageCost, break_even_rank
+from edgc.plan.observation import StageObservation
 
 
 def test_fit_is_exact_on_a_line() -> None:
@@ -154,3 +155,13 @@ def test_break_even_is_the_largest_rank_not_slower_than_dense() -> None:
     for dense in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"dense_seconds = {dense}"):
             break_even_rank(cost, dense)
+
+
+@pytest.mark.parametrize(("by_host", "rank", "predicted"), [(False, 5, 5.0), (False, None, 10.0), (True, 5, 20.0)])
+def test_costs_are_scaled_by_what_the_reductions_of_that_kind_took(
+    by_host: bool, rank: int | None, predicted: float
+) -> None:
+    cost = StageCost(CommCost(0.0, 1.0), dense_seconds=10.0, host_seconds=20.0)
+    times = StageTimes([cost])
+    times.correct([StageObservation(reduce_seconds=3 * predicted)], [rank], by_host)
+    assert times.costs == [cost.scaled(3.0)]

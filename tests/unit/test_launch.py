@@ -73,6 +73,7 @@ def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "says"),
     [
         (["--model", "tiny", "--nodes", "1", "--processes-per-node", "3"], "3 processes do not divide by 2"),
+        (["--model", "tiny", "--processes-per-node", "-4"], "1 x -4 processes: there must be at least one of each"),
         (["--model", "gpt2_2.5b", "--nodes", "3"], "--global-batch-size 512 does not divide by 6"),
         (["--model", "gpt2_2.5b", "--bf16"], "--bf16 on NVIDIA V100: needs compute capability 8.0, not 7.0"),
         (["--model", "gpt2_12.1b", "--cluster", "v100_32", "--fp8-format", "hybrid"], "--fp8-format hybrid on NVIDIA"),
@@ -101,6 +102,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
         ({"nodes": "two"}, "nodes = 'two': must be a positive whole number"),
         ({"link_gbps": -1}, "link_gbps = -1: must be a positive number"),
         ({"flags": ["--bf16"]}, "flags = ['--bf16']: must be text"),
+        ({"flags": "--bf16 'and"}, "own: flags: No closing quotation"),
         ({"gpu": None}, "gpu = None: must be text"),
     ],
 )

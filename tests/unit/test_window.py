@@ -75,7 +75,7 @@ def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_acti
         Boundary("forward", 0, 1),
         Boundary("forward", 1, 2),
     ]
-    driver: Any = SimpleNamespace(message_ranks=(16, None, 4, 8))
-    messages: Any = SimpleNamespace(boundaries=boundaries)
-    exchange = WindowExchange(driver, [], backward=SimpleNamespace(), controller=None, messages=messages)  # type: ignore[arg-type]
-    assert exchange._gradient_message_ranks() == {StageKey(Part.LAYERS, 1): 16, StageKey(Part.LAYERS, 2): None}
+    driver = SimpleNamespace(message_ranks=(16, None, 4, 8))
+    under_test: Any = SimpleNamespace(driver=driver, messages=SimpleNamespace(boundaries=boundaries))
+    ranks = WindowExchange._gradient_message_ranks(under_test)
+    assert ranks == {StageKey(Part.LAYERS, 1): 16, StageKey(Part.LAYERS, 2): None}

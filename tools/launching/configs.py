@@ -122,9 +122,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def split_flags(text: str, where: object) -> list[str]:
+    """The flags in a text. Raises ``LaunchError`` for an open quote."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{where}: flags: {error}") from None
+
+
 def method_flags(name: str, model: Model) -> list[str]:
     """The flags of a method, with what this model changes."""
     methods = read_yaml(METHODS)
     if name not in methods:
         raise LaunchError(f"{METHODS}: there is no method {name}; methods are {', '.join(methods)}")
-    return shlex.split(f"{methods[name]} {model.methods.get(name, '')}")
+    return split_flags(f"{methods[name]} {model.methods.get(name, '')}", METHODS)

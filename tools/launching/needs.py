@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shlex
 import sys
 import traceback
 from argparse import Namespace
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tools.launching.checks import check
-from tools.launching.configs import Cluster, LaunchError, Model, method_flags
+from tools.launching.configs import Cluster, LaunchError, Model, method_flags, split_flags
 
 if TYPE_CHECKING:
     from edgc.config import EDGCConfig
@@ -71,7 +70,8 @@ class Needs:
 
 def needs(model: Model, cluster: Cluster, method: str, ranks: Sequence[int], extra: Sequence[str]) -> Needs:
     """Build a model's stages. Megatron keeps its arguments for the whole process: call this once in each."""
-    flags = [*shlex.split(cluster.flags), *shlex.split(model.flags), *method_flags(method, model), *extra]
+    given = [*split_flags(cluster.flags, cluster.name), *split_flags(model.flags, model.name)]
+    flags = [*given, *method_flags(method, model), *extra]
     processes = cluster.nodes * cluster.gpus_per_node
     check(model, cluster, processes, flags)
     output = io.StringIO()

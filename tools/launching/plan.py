@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launching.checks import check
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, method_flags, read
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, method_flags, read, split_flags
 from tools.launching.data_flags import DataError, data_flags, placeholder_flags
 from tools.shared.megatron import data_path
 
@@ -36,6 +35,8 @@ def plan(options: Namespace, extra: Sequence[str]) -> Launch:
     cluster = read(Cluster, CLUSTERS, options.cluster or model.cluster)
     nodes = options.nodes or cluster.nodes
     processes = options.processes_per_node or cluster.gpus_per_node
+    if nodes < 1 or processes < 1:
+        raise LaunchError(f"{nodes} x {processes} processes: there must be at least one of each")
     folder = options.run / options.method
     seed = str(options.seed)
     extra = [part for flag in extra for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
@@ -51,8 +52,8 @@ def plan(options: Namespace, extra: Sequence[str]) -> Launch:
         data = placeholder_flags(prefix, extra)
         notes.append(f"{error}; {data_path(prefix, 'all')} and GPT-2's tokenizer stand in its place")
     arguments = [
-        *shlex.split(cluster.flags),
-        *shlex.split(model.flags),
+        *split_flags(cluster.flags, cluster.name),
+        *split_flags(model.flags, model.name),
         *method_flags(options.method, model),
         *data,
         *("--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")),
