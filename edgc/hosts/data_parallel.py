@@ -18,7 +18,7 @@ from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels, warn_of_new_plans
 from edgc.hosts.stage import Stage
-from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
+from edgc.hosts.state import load_stage, measurements_of, misfit, plain, stage_state
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.events import EventLog
@@ -389,13 +389,8 @@ class EDGCState:
         engine = state["requested"]["engine"]
         if engine != self.requested.engine:
             raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}")
-        for contents in (one for key, one in state["layout"].items() if key.startswith(ERROR)):
-            for name, (shape, _, _) in contents.items():
-                if name not in self.described:
-                    raise ConfigError(f"the EDGC state has an error of {name}, which this module lacks")
-                found, own = math.prod(shape), self.described[name].elements
-                if found != own:
-                    raise ConfigError(f"the EDGC state's error of {name} has {found} values, the parameter {own}")
+        if why := misfit(state["layout"], {name: one.elements for name, one in self.described.items()}):
+            raise ConfigError(f"the EDGC state has {why}")
 
 
 def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:

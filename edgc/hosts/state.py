@@ -1,5 +1,6 @@
 """What a stage keeps over a checkpoint, as plain values and tensors, and how it is taken up again."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,17 @@ def stage_state(stage: Stage, iteration: int) -> Iterator[tuple[str, dict[str, A
         if kept:
             described = {name: _described(packed) for name, packed in kept.items()}
             yield part, described, torch.cat([packed.message.flatten() for packed in kept.values()])
+
+
+def misfit(layout: Layout, elements: Mapping[str, int]) -> str:
+    """What of a saved stage does not fit parameters of so many elements, by name; empty: its errors do."""
+    for contents in (one for key, one in layout.items() if key.startswith(ERROR)):
+        for name, (shape, _, _) in contents.items():
+            if name not in elements:
+                return f"an error of {name}, which this model lacks"
+            if (found := math.prod(shape)) != elements[name]:
+                return f"an error of {name} with {found} values, where this model's has {elements[name]}"
+    return ""
 
 
 def load_stage(

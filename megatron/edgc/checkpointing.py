@@ -9,7 +9,6 @@ other parts of the reducers' state, and what each process has measured since the
 stages are compressed, what each process has left unsent.
 """
 
-import math
 import os
 import signal
 from argparse import Namespace
@@ -31,7 +30,7 @@ from megatron.training.checkpointing import CheckpointType
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.hosts.reporting import Reporter, warn_of_new_plans
-from edgc.hosts.state import ERROR, load_stage, measurements_of, plain, stage_state
+from edgc.hosts.state import ERROR, load_stage, measurements_of, misfit, plain, stage_state
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
 from megatron.edgc.pipeline_messages import PipelineMessages
@@ -275,18 +274,9 @@ class Checkpoints:
                 f"{name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding starts anew"
             )
         for stage in self.stages:
-            specs = {name: spec for reducer in stage.reducers for name, spec in reducer.specs.items()}
-            errors = (one for key, one in self._layout(stage, index).items() if key.startswith(ERROR))
-            for parameter, (shape, _, _) in (item for one in errors for item in one.items()):
-                if parameter not in specs:
-                    raise ConfigError(
-                        f"{folder}: {stage.key} has an error of {parameter}, which this model lacks; {GO_ON}"
-                    )
-                found, own = math.prod(shape), specs[parameter].rows * specs[parameter].cols
-                if found != own:
-                    raise ConfigError(
-                        f"{folder}: the error of {parameter} has {found} values, this model's {own}; {GO_ON}"
-                    )
+            sizes = {name: spec.rows * spec.cols for one in stage.reducers for name, spec in one.specs.items()}
+            if why := misfit(self._layout(stage, index), sizes):
+                raise ConfigError(f"{folder}: {stage.key} has {why}; {GO_ON}")
         return index
 
     def _same_engine(self, index: Mapping[str, Any]) -> bool:
