@@ -266,10 +266,13 @@ class Communicator:
         return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
-        """As ``sum``, where nobody wants the shares. ``tensors`` may be overwritten."""
+        """As ``sum``, where nobody wants the shares. ``tensors`` may be overwritten, and one may be its own sum."""
         if wire.exact:
-            joined = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors])
+            alone = len(tensors) == 1 and tensors[0].is_contiguous()
+            joined = tensors[0].view(-1) if alone else torch.cat([one.reshape(-1) for one in tensors])
             total = yield from self.all_reduce(joined)
+            if alone and total is joined:  # and was not joined with other messages
+                return list(tensors)
             return cut_joined(total, [tensor.shape for tensor in tensors])
         message = self._rounded(tensors, wire)
         shapes = [tensor.shape for tensor in tensors]

@@ -222,7 +222,7 @@ class ElementwiseRoute(Route):
                 places = [piece for part in portion for piece in part]
                 errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in places]
                 _subtract([one for part in values for one in part], result.shares, errors)
-            if own and not (engine.exact and len(own) == 1):  # that one was summed in place
+            if own and own[0] is not result.sums[0]:  # else it was summed in place
                 torch._foreach_copy_(own, list(result.sums))
             finite.append(result.finite)
         self.finite = torch.stack(finite).all()

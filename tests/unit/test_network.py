@@ -233,7 +233,18 @@ def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatc
 
 def test_whole_runs_are_compared_with_the_dense_one() -> None:
     losses = tuple(6.0 - place / 10 for place in range(40))
-    dense = Curve(135.0, "plain", "dense", tuple(14.0 * (1 + place) for place in range(40)), losses, 2.0, 4e9, "abc", 1)
+    dense = Curve(
+        135.0,
+        "plain",
+        "dense",
+        tuple(14.0 * (1 + place) for place in range(40)),
+        losses,
+        2.0,
+        4e9,
+        "abc",
+        1,
+        by_clock=True,
+    )
     other = replace(dense, contender="balanced", seconds=tuple(7.0 * (1 + p) for p in range(40)), val_loss=2.01)
     older = replace(dense, commit="old", seconds=tuple(99.0 * (1 + place) for place in range(40)), started=0)
     rows = cells(curve_table([older, other, dense]))[1:]

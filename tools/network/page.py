@@ -174,7 +174,7 @@ def curve_table(curves: Sequence[Curve]) -> list[str]:
             rate_name(curve.mbit),
             curve.contender,
             _dated(curve),
-            f"{curve.seconds[-1]:.0f}",
+            f"{curve.seconds[-1]:.0f}{'' if curve.by_clock else '*'}",
             f"{curve.seconds[-1] / dense.seconds[-1] - 1:+.0%}" if dense and compared else "",
             f"{curve.val_loss:.4f}",
             f"{curve.val_loss / dense.val_loss - 1:+.2%}" if dense and compared else "",
@@ -233,7 +233,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             "",
             "These are whole runs of 280 iterations with seed 1, one of each contender. The learning rate falls to 0.",
             "Seconds are those from the first step on, without evaluation. A point of a line is the mean training loss",
-            f"of {SMOOTH} windows.",
+            f"of {SMOOTH} windows. A star marks older runs, whose seconds are the median step of each window times its",
+            "steps: what happens once in a window, such as EDGC's exchange, is not in them.",
             *("", *curve_table(curves), "", "![Training loss over time](loss.png)", ""),
         ]
     for kind in LINKS:

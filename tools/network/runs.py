@@ -131,7 +131,8 @@ class Point:
 class Curve:
     """The loss of one run to its end.
 
-    ``seconds``: from the first step to the end of each window, without start-up and evaluation. ``losses``: the mean
+    ``seconds``: from the first step to the end of each window, without start-up and evaluation; without ``by_clock``
+    the median step of each window times its steps, as older runs kept it. ``losses``: the mean
     training loss of that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run.
     ``changes`` and ``machine``: as of a ``Point``.
     """
@@ -147,6 +148,7 @@ class Curve:
     started: int
     changes: int = 0
     machine: str = ""
+    by_clock: bool = False
 
     @property
     def old(self) -> bool:
@@ -238,6 +240,7 @@ def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]
     ends = [0, *(int(window["iteration"]) for window in run.windows)]
     return {
         "seconds": seconds_of_training(run.windows),
+        "by_clock": True,
         "losses": tuple(
             fmean(loss for iteration, loss in run.loss if begin < iteration <= end) for begin, end in pairwise(ends)
         ),

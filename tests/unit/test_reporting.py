@@ -1,0 +1,170 @@
+"""The lines, warnings and scalars that a run's windows leave where something happened."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgc.config import EDGCConfig
+from edgc.hosts import reporting
+from edgc.hosts.reporting import Reporter, warn_of_budget
+from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
+from edgc.plan.rank_plan import RankPlan
+from edgc.plan.run import Part, Run, StageKey
+
+ITERATIONS, VOLUME = 1000, 24
+PLAN = RankPlan(1, 100, ranks=(56,), reasons=("entropy",))
+STAGE = StageWindow(
+    StageKey(Part.LAYERS, 0),
+    entropy=-5.25,
+    residual=math.nan,
+    reduce_seconds=0.125,
+    micro_backward_seconds=0.01,
+    dp_bytes=1e6,
+    dp_bytes_dense=2e6,
+    state_bytes=3000.0,
+)
+MESSAGE = MessageWindow(Boundary("backward", 1, 0), entropy=-3.5, bytes=1e3, bytes_dense=2e3, state_bytes=700.0)
+REPORT = WindowReport(
+    iteration=200,
+    ranks=(64,),
+    plan=PLAN,
+    stages=(STAGE,),
+    step_seconds=0.5,
+    dp_bytes=1e6,
+    dp_bytes_dense=2e6,
+    param_bytes=0.0,
+    param_bytes_dense=0.0,
+    pp_bytes=0.0,
+    pp_bytes_dense=0.0,
+    dp_bytes_fp32=VOLUME * 1e6,
+)
+WITH_MESSAGES = replace(
+    REPORT, messages=(MESSAGE,), message_ranks=(16,), message_plan=RankPlan(1, 100, (12,), reasons=("entropy",))
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of no processes."""
+    monkeypatch.setattr(reporting, "process", lambda group: 0)
+
+
+def reporter(**settings: Any) -> Reporter:
+    under_test = Reporter(
+        EDGCConfig.from_preset({"volume": VOLUME}), Run(iterations=ITERATIONS, replicas=2), **settings
+    )
+    under_test.parameters = [1500]
+    return under_test
+
+
+@pytest.mark.parametrize(("reached", "warned"), [(23.5, False), (23.0, True), (13.0, True)])
+def test_a_volume_may_be_missed_by_three_percent_without_a_word(
+    reached: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter().window(replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=reached * 1e6), last=True)
+    assert ("--edgc-volume 24 was asked for, and the run sent" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "by_host", [(False, False, False), (False, False, True), (False, True, False), (True, False, False)]
+)
+def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
+    by_host: Sequence[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_test = reporter()
+    under_test.resume(replace(PLAN, by_host=by_host[0]))
+    for iteration, summed in zip((900, ITERATIONS), by_host[1:], strict=True):
+        plan = replace(PLAN, by_host=summed)
+        report = replace(REPORT, iteration=iteration, plan=plan, dp_bytes_fp32=2e6)
+        under_test.window(report, last=iteration == ITERATIONS)
+    assert ("was asked for" in capsys.readouterr().err) == (not any(by_host))
+
+
+@pytest.mark.parametrize(("reachable", "warned"), [(20.0, True), (24.0, False), (30.0, False)])
+def test_a_volume_that_cannot_be_reached_is_named_before_training(
+    reachable: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controller: Any = SimpleNamespace(budget=SimpleNamespace(volume=VOLUME, reachable=reachable))
+    warn_of_budget(controller)
+    line = "edgc: warning: --edgc-volume 24: this run can send about 20x fewer bytes at most"
+    assert capsys.readouterr().err.startswith(line) == warned
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "decided"),
+    [
+        (False, False, "EDGC compresses as before"),
+        (False, True, "the host sums from now on"),
+        (True, False, "EDGC compresses from now on"),
+        (True, True, "the host sums as before"),
+    ],
+)
+def test_a_trial_leaves_one_line_that_tells_what_is_new(
+    before: bool, after: bool, decided: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_test = reporter()
+    under_test.resume(replace(PLAN, by_host=before))
+    report = replace(REPORT, plan=replace(PLAN, by_host=after, tried=(0.75, 0.5)))
+    under_test.window(report, last=False)
+    under_test.window(report, last=False)  # nothing was tried in this one
+    steps = "a step takes 0.750 s compressed, 0.500 s with the host's own sum"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "a step takes" in line] == [f"edgc | 200/1000 | {steps}: {decided}"]
+
+
+@pytest.mark.parametrize(
+    ("spikes", "line"),
+    [
+        (
+            replace(REPORT, stages=(replace(STAGE, spikes=3.0, largest_spike=12.34),)),
+            "stage 1 | 3 gradients above 5 times their running norm (the largest 12.3 times)",
+        ),
+        (
+            replace(WITH_MESSAGES, messages=(replace(MESSAGE, spikes=2.0),)),
+            "gradients from stage 2 to 1 | 2 messages above 5 times their running norm",
+        ),
+    ],
+)
+def test_spikes_are_told_where_there_were_some(
+    spikes: WindowReport, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_test = reporter()
+    under_test.window(WITH_MESSAGES, last=False)
+    assert "running norm" not in capsys.readouterr().out
+    under_test.window(spikes, last=False)
+    assert f"edgc | 200/1000 | {line}: their errors were scaled down" in capsys.readouterr().out.splitlines()
+
+
+def test_at_the_end_stands_what_memory_a_process_has_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    under_test = reporter()
+    lines = [
+        "edgc | stage 1 kept 3 kB of state a process: 2.00 bytes a parameter",
+        "edgc | gradients from stage 2 to 1: 700 B of state a process",
+    ]
+    for last in (False, True):
+        under_test.window(WITH_MESSAGES, last=last)
+        shown = capsys.readouterr().out.splitlines()
+        assert [line for line in shown if "of state" in line] == (lines if last else [])
+
+
+def test_tensorboard_gets_what_was_measured_of_stages_and_messages() -> None:
+    scalars: dict[str, float] = {}
+
+    def add_scalar(name: str, value: float, iteration: int) -> None:
+        assert iteration == 200
+        scalars[name] = value
+
+    under_test = reporter(scalars=lambda: SimpleNamespace(add_scalar=add_scalar))
+    under_test.window(WITH_MESSAGES, last=False)
+    stage = {"entropy": -5.25, "rank": 64.0, "dp-bytes": 1e6, "reduce-seconds": 0.125}
+    messages = {"pp-bytes": 1e3, "pp-rank": 16.0, "pp-entropy": -3.5}
+    expected = {f"edgc/{name}/stage-1": value for name, value in stage.items()}
+    expected |= {f"edgc/{name}/gradients-from-stage-2-to-1": value for name, value in messages.items()}
+    assert scalars == expected, "and no residual: it is NaN"
+    scalars.clear()
+    under_test.window(replace(WITH_MESSAGES, messages=(replace(MESSAGE, entropy=math.nan),)), last=False)
+    assert expected.keys() - scalars.keys() == {"edgc/pp-entropy/gradients-from-stage-2-to-1"}
