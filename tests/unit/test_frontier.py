@@ -507,7 +507,7 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert "warmup_fraction 0.025" in outdated["other"] and "volume 8.0" in outdated["other"]
     changes_since = "embedding sum counted, spikes scaled down, spike limit 10, errors of spikes limited"
     of_volumes = "rank by descent, rows measured first, last steps within the budget"
-    of_volumes += ", rows of embeddings alone, bytes kept for later, scales of rare rows bounded"
+    of_volumes += ", rows of embeddings alone, bytes kept for later"
     assert outdated["before"] == f"only factors scaled, {changes_since}, {of_volumes}"
     uniform = kept(third, flags="--edgc-allocation uniform", engine="powersgd", changes=len(changes.CHANGES) - 1)
     assert page_lines([third], [uniform])[0]["before"] == "", "its ranks are not shared out"

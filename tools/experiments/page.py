@@ -51,7 +51,8 @@ def markdown(
                 for (where, is_old), (gain, size) in difference(lines, first, second).items()
             ]
         page.append("")
-    flags = {(line["name"], respelled(line["flags"])) for line in lines}  # as today's code takes them
+    # as today's code takes them; those of an old row may mean something else today
+    flags = {(line["name"] + ", old" * bool(old(line)), respelled(line["flags"])) for line in lines}
     page += ["## Flags", "", *header(["entry", "flags"])]
     page += [row((entry, f"`{text}`")) for entry, text in sorted(flags)]
     page.append("")

@@ -222,9 +222,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         lines += [
             "## Which link keeps the speed",
             "",
-            "The speed is that of the same run without its reductions, which hold what compressing computes. The table",
-            "shows the rate from which a contender keeps a share of it. All runs are plain ones of one sweep. Between",
-            "two rates that were timed, the share is taken to be linear in 1/rate.",
+            "The reference is a step of the same run without its reductions. Reductions include the time to compress.",
+            "The table shows the rate from which a contender keeps a share of that speed. All runs are plain ones of",
+            "one sweep. Between two rates that were timed, the share is taken to be linear in 1/rate.",
             *("", *speeds, ""),
         ]
     if curves:

@@ -29,10 +29,10 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("bytes kept for later", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
     (
         "scales of rare rows bounded",
-        lambda engine, stages, arguments: (
+        lambda engine, _, arguments: (
             engine != "dense"
             and _equalises(arguments)
-            and (stages > 1 or "--untie-embeddings-and-output-weights" in arguments)
+            and bool({"--untie-embeddings-and-output-weights", "--edgc-no-fuse-embedding-sync"} & set(arguments))
         ),
     ),
 )
