@@ -90,7 +90,7 @@ def test_a_volume_that_cannot_be_reached_is_named_before_training(
 ) -> None:
     controller: Any = SimpleNamespace(budget=SimpleNamespace(volume=VOLUME, reachable=reachable))
     warn_of_budget(controller)
-    line = "edgc: warning: --edgc-volume 24: this run can send about 20x fewer bytes at most"
+    line = f"edgc: warning: --edgc-volume 24: this run can send about {reachable:g}x fewer bytes at most"
     assert capsys.readouterr().err.startswith(line) == warned
 
 
