@@ -181,7 +181,7 @@ class EDGCState:
         self.reporter = Reporter(self.config, self.run, group=self.group)
         self.reporter.start(self.plan)
         if self.steps:
-            self.reporter.resume(self.driver.plan)
+            self.reporter.resume(self.driver.plan, self.windows.controller)
         elif self.windows.controller is not None:  # the run before has said it
             warn_of_budget(self.windows.controller, self.group)
 

@@ -153,9 +153,11 @@ class Reporter:
             },
         )
 
-    def resume(self, plan: RankPlan) -> None:
-        """A run goes on with this plan, whose trial was reported before."""
+    def resume(self, plan: RankPlan, controller: Controller | None) -> None:
+        """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._by_host, self._tried = plan.by_host, plan.tried
+        budget = None if controller is None else controller.budget
+        self._host_summed = budget is not None and budget.idle > 0
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""

@@ -234,7 +234,7 @@ class Session:
     def _resume(self) -> None:
         """A checkpoint has been loaded, on rank 0 the controllers' state with it."""
         self.windows.adopt_plans()
-        self.reporter.resume(self.driver.plan)
+        self.reporter.resume(self.driver.plan, self.windows.controller)
         for stage in self.stages:
             for group in stage.groups:
                 group.edgc_weights.before = None

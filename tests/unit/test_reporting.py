@@ -76,12 +76,22 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
     by_host: Sequence[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     under_test = reporter()
-    under_test.resume(replace(PLAN, by_host=by_host[0]))
+    under_test.resume(replace(PLAN, by_host=by_host[0]), None)
     for iteration, summed in zip((900, ITERATIONS), by_host[1:], strict=True):
         plan = replace(PLAN, by_host=summed)
         report = replace(REPORT, iteration=iteration, plan=plan, dp_bytes_fp32=2e6)
         under_test.window(report, last=iteration == ITERATIONS)
     assert ("was asked for" in capsys.readouterr().err) == (not any(by_host))
+
+
+@pytest.mark.parametrize(("idle", "warned"), [(0.0, True), (1e6, False)])
+def test_a_resumed_run_knows_whether_the_host_has_summed_before(
+    idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(idle=idle))
+    under_test.resume(PLAN, controller)  # type: ignore[arg-type]
+    under_test.window(replace(REPORT, iteration=ITERATIONS, plan=PLAN, dp_bytes_fp32=2e6), last=True)
+    assert ("was asked for" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize(("reachable", "warned"), [(20.0, True), (24.0, False), (30.0, False)])
@@ -107,7 +117,7 @@ def test_a_trial_leaves_one_line_that_tells_what_is_new(
     before: bool, after: bool, decided: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     under_test = reporter()
-    under_test.resume(replace(PLAN, by_host=before))
+    under_test.resume(replace(PLAN, by_host=before), None)
     report = replace(REPORT, plan=replace(PLAN, by_host=after, tried=(0.75, 0.5)))
     under_test.window(report, last=False)
     under_test.window(report, last=False)  # nothing was tried in this one
