@@ -250,7 +250,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
 
 
 def over_time(points: Sequence[Point]) -> bytes:
-    """Step time in each measured window, a line for each run."""
+    """Step time in each measured window, a line for each run of the newest code."""
+    newest = max(points, key=lambda point: point.started).commit
+    points = [point for point in points if point.commit == newest]
     figure, (axes,) = panels(1, 1, width=4.8, height=3.2)
     for contender in CONTENDERS:
         for point in _of(points, contender):
@@ -353,7 +355,7 @@ def _change(point: Point, dense: Sequence[Point], field: str) -> str:
 
 
 def rate_name(rate: float | None) -> str:
-    return "no limit" if rate in (None, math.inf) else f"{rate:g} Mbit/s"
+    return "no limit" if rate in (None, math.inf) else f"{rate:.4g} Mbit/s"
 
 
 def _order(rate: float | None) -> float:
