@@ -87,9 +87,8 @@ class EDGCState:
         tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
         self._check_gradients({one.weight for one in tables if one.sparse})
         embeddings = {one.weight for one in tables}
-        tied = {
-            weight for m in module.modules() if m not in tables and (weight := getattr(m, "weight", None)) in embeddings
-        }
+        others = [getattr(one, "weight", None) for one in module.modules() if one not in tables]
+        tied = {weight for weight in others if isinstance(weight, nn.Parameter)}
         self.described = {
             name: describe(name, p, p in embeddings, p in embeddings - tied) for p, name in self.parameters.items()
         }

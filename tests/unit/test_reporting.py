@@ -1,4 +1,4 @@
-"""The lines, warnings and scalars that a run's windows leave where something happened."""
+"""What a window leaves on the screen and in TensorBoard, and what is said once."""
 
 import math
 from collections.abc import Sequence
@@ -67,6 +67,11 @@ def test_a_volume_may_be_missed_by_three_percent_without_a_word(
 ) -> None:
     reporter().window(replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=reached * 1e6), last=True)
     assert ("--edgc-volume 24 was asked for, and the run sent" in capsys.readouterr().err) == warned
+
+
+def test_a_run_that_ends_early_has_missed_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter().window(replace(REPORT, dp_bytes_fp32=2e6), last=True)
+    assert "was asked for" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,3 +183,36 @@ def test_tensorboard_gets_what_was_measured_of_stages_and_messages() -> None:
     scalars.clear()
     under_test.window(replace(WITH_MESSAGES, messages=(replace(MESSAGE, entropy=math.nan),)), last=False)
     assert expected.keys() - scalars.keys() == {"edgc/pp-entropy/gradients-from-stage-2-to-1"}
+
+
+def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    scalars: dict[str, float] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
+    plan = RankPlan(
+        version=2,
+        first_iteration=200,
+        ranks=(56, 60, None),
+        entropy=(-5.2, -5.2, math.nan),
+        proposed=(0.0, 0.0, None),
+        targets=(16, 60, None),
+        reasons=("entropy", "alignment", "warm-up"),
+    )
+    report = replace(
+        WITH_MESSAGES,
+        ranks=(64, 64, None),
+        plan=plan,
+        stages=tuple(replace(STAGE, stage=StageKey(Part.LAYERS, place)) for place in range(3)),
+        message_plan=RankPlan(1, 200, (12,), proposed=(3.25,), targets=(4,), reasons=("entropy",)),
+    )
+    reporter(scalars=lambda: writer).window(report, last=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| rank 64 -> rank 56 (entropy; proposed 0.0; target rank 16) |" in lines[0]
+    assert "| rank 64 -> rank 60 (alignment; proposed 0.0) |" in lines[1]
+    assert "| int4 -> int4 (warm-up) |" in lines[2], "in the format of the warm-up"
+    assert "| rank 16 -> rank 12 (entropy; proposed 3.2; target rank 4) |" in lines[3]
+    ranks = {name: value for name, value in scalars.items() if name.startswith("edgc/rank")}
+    assert ranks == {
+        **{"edgc/rank/stage-1": 64, "edgc/rank-proposed/stage-1": 0, "edgc/rank-target/stage-1": 16},
+        **{"edgc/rank/stage-2": 64, "edgc/rank-proposed/stage-2": 0, "edgc/rank-target/stage-2": 60},
+        **{"edgc/rank/stage-3": 0, "edgc/rank-target/stage-3": 0},
+    }

@@ -127,6 +127,7 @@ def test_torchs_embedding_has_sparse_rows_unless_another_module_has_its_weight()
         def __init__(self, tied: bool) -> None:
             super().__init__()
             self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.weight = [1.0]  # what a module calls so need not be a parameter
             if tied:
                 self.head.weight = self.words.weight
 

@@ -123,8 +123,7 @@ class Point:
     @property
     def old(self) -> bool:
         """Whether today's code compresses otherwise, or times it with other flags."""
-        flags_then = self.flags != flags(self.mode, self.contender)
-        return flags_then or _old(self.mode, self.contender, self.changes, timed=True)
+        return self.flags != flags(self.mode, self.contender) or _old(self.mode, self.contender, self.changes)
 
 
 @dataclass(frozen=True)
@@ -156,10 +155,10 @@ class Curve:
         return _old(self.mode, self.contender, self.changes)
 
 
-def _old(mode: str, contender: str, changes: int, timed: bool = False) -> bool:
+def _old(mode: str, contender: str, changes: int) -> bool:
     given = shlex.split(CONTENDERS[contender])
     engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
-    return bool(changed(engine, MODES[mode].pipeline, given, changes, timed))
+    return bool(changed(engine, MODES[mode].pipeline, given, changes))
 
 
 def flags(mode: str, contender: str) -> str:

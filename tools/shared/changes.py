@@ -37,8 +37,6 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ),
 )
 
-OF_VALUES = {"scales of rare rows bounded"}  # changes of neither time nor bytes
-
 
 # Flags of older lines, and how today's say the same.
 RESPELLED = (
@@ -84,13 +82,9 @@ def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return now
 
 
-def changed(engine: str, stages: int, arguments: Sequence[str], known: int, timed: bool = False) -> str:
-    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing.
-
-    ``timed``: only its time and bytes matter.
-    """
-    found = [text for text, applies in CHANGES[known:] if applies(engine, stages, arguments)]
-    return ", ".join(text for text in found if not (timed and text in OF_VALUES))
+def changed(engine: str, stages: int, arguments: Sequence[str], known: int) -> str:
+    """What has changed for such a run since code that had the first ``known`` of the ``CHANGES``; empty: nothing."""
+    return ", ".join(text for text, applies in CHANGES[known:] if applies(engine, stages, arguments))
 
 
 def _fills(arguments: Sequence[str]) -> bool:
