@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 REPOSITORY = Path(__file__).parents[2]
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
@@ -33,15 +35,31 @@ def launch(
     if processes > 1 and not torchrun:
         return _forked(script, arguments, processes, timeout)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if torchrun else []
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
+    command = [sys.executable, *launcher, str(script), *arguments]
+    # not a pipe: a process left behind by a failed run would hold it open
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            env=_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(command, timeout, _text(output)) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+            process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, _text(output))
+
+
+def _text(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()
 
 
 def launch_each(script: Path, several: list[list[str]]) -> list[tuple[int, str]]:

@@ -5,6 +5,7 @@ python -m tests.distributed.modes        runs them all and writes docs/compatibi
 
 import json
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -280,16 +281,19 @@ def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dic
     """Run them one after another on the same ranks; by name, what each rank has left."""
     listed = folder / "runs.json"
     listed.write_text(json.dumps(runs))
-    finished = launch(
-        REPOSITORY / "tests" / "distributed" / "mode_runs.py",
-        [str(listed), str(folder)],
-        ranks,
-        timeout=3000,
-        torchrun=True,  # the many trainings of one start take more time than it
-    )
+    try:
+        text = launch(
+            REPOSITORY / "tests" / "distributed" / "mode_runs.py",
+            [str(listed), str(folder)],
+            ranks,
+            timeout=3000,
+            torchrun=True,  # the many trainings of one start take more time than it
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        text = f"{late.output}\n{late}"
     with (folder / f"output-{ranks}.txt").open("a") as output:
-        output.write(finished.stdout)
-    missing = {"failed": f"left nothing; the output ends with {finished.stdout[-3000:]}"}
+        output.write(text)
+    missing = {"failed": f"left nothing; the output ends with {text[-3000:]}"}
     left = {}
     for run in runs:
         files = [folder / f"{run['name']}-{rank}.pt" for rank in range(ranks)]
