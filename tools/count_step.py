@@ -9,55 +9,19 @@ names.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
 
-from edgc.comm.collectives import all_reduce_bytes
-from edgc.compress.engines.powersgd import PowerSGD
-from edgc.config import EDGCConfig
-from edgc.presets import PRESETS
 from tools.benchmarks import gpu_model
 from tools.benchmarks.common import BALANCED, versions
-from tools.benchmarks.gpu_model import step_time
-from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.benchmarks.step_costs import Count, all_ways
 from tools.shared.command import command_parser
 from tools.shared.files import write, write_json
-from tools.shared.gpus import GPU_OF, GPUS
 from tools.shared.markdown import header, row
-
-RANK = 64
-MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
-
-
-@dataclass(frozen=True)
-class Count:
-    """One way to reduce, and what a step of it takes; seconds by the model."""
-
-    model: str
-    gpu: str
-    link_gbps: float
-    method: str
-    ranks: tuple[int, ...]
-    units: bool
-    launches: int
-    collectives: int
-    gradient_bytes: int  # of the stage, in fp32
-    moved_bytes: int
-    flops: int
-    sent_bytes: float
-    transient_bytes: int | None  # the most beside gradients and state; of units
-    host_seconds: float
-    device_seconds: float
-    latency_seconds: float
-    wire_seconds: float
-    dense_seconds: float  # of an all-reduce in fp32
-    warm_up_transient_bytes: int
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,79 +29,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["gpt2_12.1b", "gpt2_2.5b"], help="names in configs/models/")
     parser.add_argument("--output", type=Path, default=Path("docs/bench/steps"), help="of both files, without ending")
     options = parser.parse_args(argv)
-    counts = [one for name in options.models for one in counted(name)]
+    counts = [one for name in options.models for one in all_ways(name)]
     write_json(
         options.output.with_suffix(".json"), {"versions": versions(), "rows": [asdict(one) for one in counts]}, indent=1
     )
     write(options.output.with_suffix(".md"), page(counts, options.output.name).encode())
     print(f"written: {options.output}.json, {options.output}.md")
-
-
-def counted(name: str) -> list[Count]:
-    """The rows of one model."""
-    model = read(Model, MODELS, name)
-    cluster = read(Cluster, CLUSTERS, model.cluster)
-    stage = Stage.of(name, None)
-    paper = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
-    balanced = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
-    found = []
-    warm_up = transient_bytes(stage, balanced, None)
-    for method, config, ranks in (
-        ("paper", paper, (RANK,)),
-        ("balanced", balanced, (RANK,)),
-        ("balanced", balanced, MIXED),
-        ("balanced", balanced, (max(MIXED),)),
-        ("balanced", balanced, (rank_of_volume(stage, balanced, PRESETS["balanced"]["volume"]),)),
-    ):
-        for units in (False, True):
-            if not units and ranks != (RANK,):
-                continue
-            found.append(_count(model.title, stage, cluster, method, config, ranks, units, warm_up))
-    return found
-
-
-def rank_of_volume(stage: Stage, config: EDGCConfig, volume: float) -> int:
-    """The rank that, given to every matrix, sends so many times fewer bytes than an all-reduce in fp32."""
-    return int(4 * stage.elements / volume / sum(PowerSGD.bytes_per_rank(one, config) for one in stage.matrices))
-
-
-def _count(
-    title: str,
-    stage: Stage,
-    cluster: Cluster,
-    method: str,
-    config: EDGCConfig,
-    ranks: Sequence[int],
-    units: bool,
-    warm_up: int,
-) -> Count:
-    gpu = GPUS[GPU_OF[str(cluster.compute_capability)]]
-    assert cluster.link_gbps is not None
-    counts = count_step(stage, config, ranks, by_matrix=not units)
-    time = step_time(counts, gpu, cluster.link_gbps)
-    gradient_bytes = 4 * sum(parameter.elements for parameter in parameters(stage))
-    dense = all_reduce_bytes(gradient_bytes, stage.data_parallel)
-    return Count(
-        model=title,
-        gpu=gpu.name,
-        link_gbps=cluster.link_gbps,
-        method=method,
-        ranks=tuple(ranks),
-        units=units,
-        launches=counts.launches,
-        collectives=counts.collectives,
-        gradient_bytes=gradient_bytes,
-        moved_bytes=counts.nbytes,
-        flops=counts.flops,
-        sent_bytes=counts.sent,
-        transient_bytes=transient_bytes(stage, config, ranks) if units else None,
-        host_seconds=time.host,
-        device_seconds=time.device,
-        latency_seconds=time.latency,
-        wire_seconds=time.wire,
-        dense_seconds=dense * 8 / (cluster.link_gbps * 1e9),
-        warm_up_transient_bytes=warm_up,
-    )
 
 
 def page(counts: Sequence[Count], raw: str) -> str:
@@ -169,6 +66,7 @@ def page(counts: Sequence[Count], raw: str) -> str:
     for title in dict.fromkeys(one.model for one in counts):
         own = [one for one in counts if one.model == title]
         first = own[0]
+        assert first.warm_up_transient_bytes is not None
         lines += [
             f"## {title}",
             "",

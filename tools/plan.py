@@ -7,8 +7,9 @@
 Prints a table of step times, exposed communication and bytes for links of each speed, and what to train with. With
 --output it writes OUTPUT.md, OUTPUT.json, OUTPUT.png, and OUTPUT_step.png, the timeline of a step of the first model
 with what is recommended on its own cluster's link. --write-flags writes the recommended flags as a line, for
-``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. Options that it cannot compute are refused, such as
---context-parallel-size, --swiglu and --group-query-attention. --validate compares the model with measured steps.
+``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. MODEL and --cluster may be files of your own: copy those in
+configs/. Of a model other than the paper's a step of one stage is counted first. Options that it cannot compute are
+refused, such as --context-parallel-size. --validate compares the planner with measured steps.
 """
 
 import argparse
@@ -24,12 +25,16 @@ if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
+from tools.benchmarks.stage import Stage
+from tools.benchmarks.step_costs import gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
+from tools.shared.gpus import GPU_OF, GPUS
 
+METHODS = ("paper", "balanced")
 COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
 GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 
@@ -45,6 +50,23 @@ def predict_all(
     return [predict(training, one, compressing.get(one.method), links) for one in CONTENDERS]
 
 
+def costs_of(name: str, cluster: str | None, training: Training, costs: Path | None) -> dict[str, Compressing]:
+    """What each method takes to compress; counted now where neither ``costs`` nor, without it, COSTS has it.
+
+    Raises ``LaunchError`` where ``costs`` lacks it.
+    """
+    size = gradient_bytes(Stage.of(name, None))
+    kept = {method: Compressing.read(costs or COSTS, training.title, size, method, training.gpu) for method in METHODS}
+    if None in kept.values():
+        gpu = GPUS[GPU_OF[str(training.gpu)]].name
+        if costs is not None:
+            raise LaunchError(f"{costs}: lacks a step of {training.title} on {gpu}; tools/count_step.py makes it")
+        print(f"plan: counting a step of {training.title} on {gpu}, about a minute", file=sys.stderr, flush=True)
+        rows = [asdict(one) for one in ways_in_units(name, cluster)]
+        kept = {method: Compressing.of(rows, method) for method in METHODS}
+    return {method: one for method, one in kept.items() if one is not None}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print, and write what is asked for; returns the exit status."""
     parser = command_parser(__doc__, passes_on=True)
@@ -52,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
     parser.add_argument("--gbps", type=_rate, nargs="+", help="Gbit/s of a GPU's link (default: 10 to 400)")
     parser.add_argument(
-        "--costs", type=Path, default=COSTS, help="what compressing takes (default: docs/bench/steps.json)"
+        "--costs",
+        type=Path,
+        help="what compressing takes, of tools/count_step.py (default: docs/bench/steps.json, "
+        "and what that lacks is counted)",
     )
     parser.add_argument("--output", type=Path, help="of the page and its pictures, without ending")
     parser.add_argument("--write-flags", type=Path, metavar="FILE", help="of the first model, on its cluster's link")
@@ -67,10 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
-            compressing = {
-                method: Compressing.read(options.costs, training.title, method, training.gpu)
-                for method in ("paper", "balanced")
-            }
+            compressing = costs_of(name, options.cluster, training, options.costs)
             speeds = sorted({*(options.gbps or GBPS), training.gbps})
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
             places = [

@@ -10,8 +10,8 @@ from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import device_seconds
 from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_counts import META, StepCounts, count_step, parameters, transient_bytes
-from tools.count_step import rank_of_volume
+from tools.benchmarks.step_costs import gradient_bytes, rank_of_volume
+from tools.benchmarks.step_counts import META, StepCounts, count_step, transient_bytes
 from tools.shared.gpus import GPU
 
 PAPER = EDGCConfig.of(**PRESETS["paper"], static_rank=64, min_saving=1.0)
@@ -58,9 +58,8 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_of_a_papers_stage_takes_at_most_half_of_the_gradients_in_memory(model: str) -> None:
     stage = Stage.of(model, None)
-    gradient_bytes = 4 * sum(parameter.elements for parameter in parameters(stage))
     for ranks in (None, [64], [rank_of_volume(stage, BALANCED_RANKS, 24.0)]):
-        assert 0 < transient_bytes(stage, BALANCED_RANKS, ranks) <= gradient_bytes / 2, ranks
+        assert 0 < transient_bytes(stage, BALANCED_RANKS, ranks) <= gradient_bytes(stage) / 2, ranks
 
 
 def test_matrices_of_one_shape_and_rank_cost_few_launches_more_each() -> None:

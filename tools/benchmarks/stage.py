@@ -9,15 +9,20 @@ from torch import Tensor
 
 from edgc.specs import MatrixSpec
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.shared.layer import Layer, add_arguments
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The matrices of one pipeline stage without embeddings, of one tensor-parallel process."""
+    """The matrices of one pipeline stage without embeddings, of one tensor-parallel process. ``linear_bias``,
+    ``norm_bias``: whether its linear layers and its norms have biases.
+    """
 
     title: str
     matrices: tuple[MatrixSpec, ...]
     data_parallel: int
+    linear_bias: bool = True
+    norm_bias: bool = True
 
     @property
     def elements(self) -> int:
@@ -28,24 +33,25 @@ class Stage:
         """From a file in configs/models/; ``layers``: at most so many."""
         model = read(Model, MODELS, name)
         cluster = read(Cluster, CLUSTERS, model.cluster)
-        parser = argparse.ArgumentParser()
-        for flag in ("--num-layers", "--hidden-size"):
-            parser.add_argument(flag, type=int, required=True)
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_arguments(parser)
+        parser.add_argument("--num-layers", type=int, required=True)
         for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
             parser.add_argument(flag, type=int, default=1)
         flags, _ = parser.parse_known_args(shlex.split(model.flags))
-        width, across = flags.hidden_size, flags.tensor_model_parallel_size
-        stages = flags.pipeline_model_parallel_size
-        shapes = {
-            "qkv": (3 * width // across, width),
-            "proj": (width, width // across),
-            "fc1": (4 * width // across, width),
-            "fc2": (width, 4 * width // across),
-        }
+        across, stages = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+        layer = Layer.of(flags)
+        shapes = layer.matrices(across)
         count = min(flags.num_layers // stages, layers or flags.num_layers)
-        matrices = [MatrixSpec(f"{layer}.{name}", *shape) for layer in range(count) for name, shape in shapes.items()]
+        matrices = [MatrixSpec(f"{place}.{name}", *shape) for place in range(count) for name, shape in shapes.items()]
         processes = cluster.nodes * cluster.gpus_per_node
-        return cls(f"{model.title}, {count} layers of a stage", tuple(matrices), processes // (across * stages))
+        return cls(
+            f"{model.title}, {count} layers of a stage",
+            tuple(matrices),
+            processes // (across * stages),
+            layer.linear_bias,
+            layer.norm_bias,
+        )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [matrix.rows * matrix.cols for matrix in self.matrices]

@@ -6,6 +6,7 @@ No GPU is needed.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -107,10 +108,12 @@ def parameters(stage: Stage) -> list[Parameter]:
     found: list[Parameter] = []
     for matrix in reversed(stage.matrices):
         layer, _, kind = matrix.name.partition(".")
-        found += [Parameter(matrix.name, (matrix.rows, matrix.cols)), Parameter(f"{matrix.name}.bias", (matrix.rows,))]
+        found.append(Parameter(matrix.name, (matrix.rows, matrix.cols)))
+        if stage.linear_bias:
+            found.append(Parameter(f"{matrix.name}.bias", (matrix.rows,)))
         if kind in ("qkv", "fc1"):  # a norm comes before both
-            width = (matrix.cols,)
-            found += [Parameter(f"{layer}.{kind}.norm.{part}", width) for part in ("weight", "bias")]
+            parts = ("weight", "bias") if stage.norm_bias else ("weight",)
+            found += [Parameter(f"{layer}.{kind}.norm.{part}", (matrix.cols,)) for part in parts]
     return found
 
 
@@ -122,10 +125,10 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
     ``ranks``: of the matrices, in turn over the layers. ``by_matrix``: a reduction for each matrix and what follows it,
     as Megatron's buckets of a wide model are, in the place of units.
     """
+    config = replace(config, basis_cycle=1)  # a step of a longer cycle asks for the same
     with _reducers(stage, config, ranks, by_matrix) as (traffic, reducers):
         counted = StepCounts()
-        # until there are errors, scales, and the bases of a whole cycle
-        for iteration in range(config.basis_cycle + 2):
+        for iteration in range(config.basis_cycle + 2):  # until there are errors, scales and bases
             counted = StepCounts()
             before = traffic.bytes
             with torch.no_grad(), counted:

@@ -17,6 +17,7 @@ from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Mode
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.shared.gpus import GPU_OF, GPUS
+from tools.shared.layer import Layer, add_arguments
 
 # Assumptions, none of them measured here. Dense tflop/s of a data sheet, fp16 or bf16 with fp32 sums, and the share of
 # them that a training step reaches. A GPU's optimizer reads and writes 24 bytes of a parameter at most of its memory's
@@ -29,8 +30,7 @@ INSIDE = {7.0: 1200.0, 8.0: 2400.0, 9.0: 3600.0}  # Gbit/s of a GPU's NVLink in 
 LATENCY = 40e-6
 
 NOT_PLANNED = (
-    *("--context-parallel-size", "--swiglu", "--group-query-attention", "--multi-latent-attention"),
-    *("--grad-reduce-in-bf16", "--recompute-granularity"),
+    *("--context-parallel-size", "--multi-latent-attention", "--grad-reduce-in-bf16", "--recompute-granularity"),
 )
 
 StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
@@ -54,7 +54,7 @@ class Training:
 
     title: str
     layers: int
-    width: int
+    layer: Layer
     sequence: int
     tensor: int
     pipeline: int
@@ -112,7 +112,7 @@ class Training:
         return cls(
             title=model.title,
             layers=flags.num_layers,
-            width=flags.hidden_size,
+            layer=Layer.of(flags),
             sequence=flags.seq_length,
             tensor=flags.tensor_model_parallel_size,
             pipeline=flags.pipeline_model_parallel_size,
@@ -152,14 +152,18 @@ class Training:
     @property
     def shared_elements(self) -> int:
         """Parameters of a stage's layers on one GPU that all replicas hold; no embeddings."""
-        return int((12 if self.experts is None else 4) * self.width**2 * self.layers_here)
+        elements = self.layer.attention_elements
+        if self.experts is None:
+            elements += self.layer.mlp_elements()
+        return int(elements * self.layers_here)
 
     @property
     def expert_elements(self) -> int:
         """Parameters of a stage's experts on one GPU."""
         if self.experts is None:
             return 0
-        return int(2 * self.width * self.experts.width * self.experts.count / self.experts.parallel * self.layers_here)
+        here = self.experts.count / self.experts.parallel * self.layers_here
+        return int(self.layer.mlp_elements(self.experts.width) * here)
 
     @property
     def expert_replicas(self) -> int:
@@ -192,10 +196,12 @@ class Training:
     def forward_seconds(self) -> float:
         """Of a micro-batch through a chunk of layers: products of matrices and of the attention."""
         tokens = self.micro_batch * self.sequence
-        elements = 12 * self.width**2
-        if self.experts is not None:
-            elements = 4 * self.width**2 + self.experts.per_token * 2 * self.width * self.experts.width
-        per_layer = 2 * elements * tokens + 4 * self.sequence * self.width * tokens
+        elements = self.layer.attention_elements
+        if self.experts is None:
+            elements += self.layer.mlp_elements()
+        else:
+            elements += self.experts.per_token * self.layer.mlp_elements(self.experts.width)
+        per_layer = 2 * elements * tokens + 4 * self.sequence * self.layer.heads * tokens
         flops = per_layer * self.layers_here / self.chunks
         return flops / (REACHED * PEAK_TFLOPS[self.gpu] * 1e12)
 
@@ -215,7 +221,7 @@ class Training:
     @property
     def message_bytes(self) -> float:
         """Of activations, or their gradients, in 16 bits. With sequence parallelism a GPU sends its part, else all."""
-        whole = 2.0 * self.micro_batch * self.sequence * self.width
+        whole = 2.0 * self.micro_batch * self.sequence * self.layer.width
         return whole / self.tensor if self.sequence_parallel else whole
 
 
@@ -250,19 +256,20 @@ def _experts(flags: argparse.Namespace) -> Experts | None:
     parallel = flags.expert_model_parallel_size
     if flags.num_experts % parallel:
         raise LaunchError(f"--num-experts {flags.num_experts} does not divide by EP = {parallel}")
-    width = flags.moe_ffn_hidden_size or flags.ffn_hidden_size or 4 * flags.hidden_size
-    return Experts(flags.num_experts, parallel, flags.moe_router_topk, width)
+    return Experts(
+        flags.num_experts, parallel, flags.moe_router_topk, flags.moe_ffn_hidden_size or Layer.of(flags).inside
+    )
 
 
 def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--global-batch-size"):
+    add_arguments(parser)
+    for flag in ("--num-layers", "--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=int, required=True)
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
-    for flag in ("--num-layers-per-virtual-pipeline-stage", "--ffn-hidden-size", "--num-experts"):
+    for flag in ("--num-layers-per-virtual-pipeline-stage", "--num-experts", "--moe-ffn-hidden-size"):
         parser.add_argument(flag, type=int)
-    parser.add_argument("--moe-ffn-hidden-size", type=int)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--moe-router-topk", type=int, default=2)
     for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
@@ -272,8 +279,6 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     named = {flag.partition("=")[0] for flag in others}
     if unknown := [flag for flag in NOT_PLANNED if flag in named]:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
-    if flags.ffn_hidden_size not in (None, 4 * flags.hidden_size) and flags.num_experts is None:
-        raise LaunchError("--ffn-hidden-size: the planner knows layers of four times the width alone")
     return flags
 
 
@@ -329,20 +334,23 @@ class Compressing:
     messages: int
 
     @classmethod
-    def read(cls, path: Path, title: str, method: str, gpu: float) -> "Compressing":
-        """Those of a GPU of this compute capability. Raises ``LaunchError`` where the file has no such lines."""
+    def read(cls, path: Path, title: str, gradient_bytes: int, method: str, gpu: float) -> "Compressing | None":
+        """Those of a stage with so many bytes of gradients, on a GPU of this compute capability; None: the file has
+        none. Raises ``LaunchError`` for a file that holds no counted steps.
+        """
         try:
             rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+            wanted = (title, gradient_bytes, GPUS[GPU_OF[str(gpu)]].name)
+            return cls.of([row for row in rows if (row["model"], row["gradient_bytes"], row["gpu"]) == wanted], method)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{path}: has no counted steps: {error}") from error
-        name = GPUS[GPU_OF[str(gpu)]].name
-        wanted = (title, method, True, name)
-        own = [row for row in rows if (row["model"], row["method"], row["units"], row["gpu"]) == wanted]
-        own = [row for row in own if len(row["ranks"]) == 1]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], method: str) -> "Compressing | None":
+        """From the lines of one stage; None: none has this method, in units and with one rank for all matrices."""
+        own = [row for row in rows if row["method"] == method and row["units"] and len(row["ranks"]) == 1]
         if not own:
-            raise LaunchError(
-                f"{path}: no line of {title} on {name} with {method} in units; tools/count_step.py makes them"
-            )
+            return None
         own.sort(key=lambda row: float(row["ranks"][0]))
         return cls(
             own[0]["gradient_bytes"] / 4,

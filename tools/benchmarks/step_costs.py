@@ -1,0 +1,130 @@
+"""A counted step of a model's stage, and what it would take on a GPU by the model of ``gpu_model``."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from edgc.comm.collectives import all_reduce_bytes
+from edgc.compress.engines.powersgd import PowerSGD
+from edgc.config import EDGCConfig
+from edgc.presets import PRESETS
+from tools.benchmarks.common import BALANCED
+from tools.benchmarks.gpu_model import step_time
+from tools.benchmarks.stage import Stage
+from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.shared.gpus import GPU_OF, GPUS
+
+RANK = 64
+MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
+PAPER_AT_RANK = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
+BALANCED_AT_RANK = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
+
+
+@dataclass(frozen=True)
+class Count:
+    """One way to reduce, and what a step of it takes; seconds by the model."""
+
+    model: str
+    gpu: str
+    link_gbps: float
+    method: str
+    ranks: tuple[int, ...]
+    units: bool
+    launches: int
+    collectives: int
+    gradient_bytes: int  # of the stage, in fp32
+    moved_bytes: int
+    flops: int
+    sent_bytes: float
+    transient_bytes: int | None  # the most beside gradients and state; of units, where it was counted
+    host_seconds: float
+    device_seconds: float
+    latency_seconds: float
+    wire_seconds: float
+    dense_seconds: float  # of an all-reduce in fp32
+    warm_up_transient_bytes: int | None
+
+
+def gradient_bytes(stage: Stage) -> int:
+    """Of a stage's parameters, in fp32."""
+    return 4 * sum(parameter.elements for parameter in parameters(stage))
+
+
+def all_ways(name: str) -> Iterator[Count]:
+    """The page's rows of a model on its cluster: by matrix and in units, with their memory."""
+    title, stage, cluster = _of(name, None)
+    warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
+    for method, config, ranks in (
+        ("paper", PAPER_AT_RANK, (RANK,)),
+        ("balanced", BALANCED_AT_RANK, (RANK,)),
+        ("balanced", BALANCED_AT_RANK, MIXED),
+        ("balanced", BALANCED_AT_RANK, (max(MIXED),)),
+        ("balanced", BALANCED_AT_RANK, (balanced_rank(stage),)),
+    ):
+        for units in (False, True):
+            if not units and ranks != (RANK,):
+                continue
+            memory = transient_bytes(stage, config, ranks) if units else None
+            yield _count(title, stage, cluster, method, config, ranks, units, memory, warm_up)
+
+
+def ways_in_units(name: str, cluster_name: str | None) -> Iterator[Count]:
+    """What a planner needs of a model: one rank for all matrices, in units, without their memory."""
+    title, stage, cluster = _of(name, cluster_name)
+    yield _count(title, stage, cluster, "paper", PAPER_AT_RANK, (RANK,))
+    for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
+        yield _count(title, stage, cluster, "balanced", BALANCED_AT_RANK, (rank,))
+
+
+def balanced_rank(stage: Stage) -> int:
+    """The rank that the volume of `balanced` pays for, as ``rank_of_volume``."""
+    return rank_of_volume(stage, BALANCED_AT_RANK, PRESETS["balanced"]["volume"])
+
+
+def rank_of_volume(stage: Stage, config: EDGCConfig, volume: float) -> int:
+    """The rank that, given to every matrix, sends so many times fewer bytes than an all-reduce in fp32."""
+    return int(4 * stage.elements / volume / sum(PowerSGD.bytes_per_rank(one, config) for one in stage.matrices))
+
+
+def _of(name: str, cluster_name: str | None) -> tuple[str, Stage, Cluster]:
+    model = read(Model, MODELS, name)
+    return model.title, Stage.of(name, None), read(Cluster, CLUSTERS, cluster_name or model.cluster)
+
+
+def _count(
+    title: str,
+    stage: Stage,
+    cluster: Cluster,
+    method: str,
+    config: EDGCConfig,
+    ranks: Sequence[int],
+    units: bool = True,
+    memory: int | None = None,
+    warm_up: int | None = None,
+) -> Count:
+    gpu = GPUS[GPU_OF[str(cluster.compute_capability)]]
+    assert cluster.link_gbps is not None
+    counts = count_step(stage, config, ranks, by_matrix=not units)
+    time = step_time(counts, gpu, cluster.link_gbps)
+    gradients = gradient_bytes(stage)
+    return Count(
+        model=title,
+        gpu=gpu.name,
+        link_gbps=cluster.link_gbps,
+        method=method,
+        ranks=tuple(ranks),
+        units=units,
+        launches=counts.launches,
+        collectives=counts.collectives,
+        gradient_bytes=gradients,
+        moved_bytes=counts.nbytes,
+        flops=counts.flops,
+        sent_bytes=counts.sent,
+        transient_bytes=memory,
+        host_seconds=time.host,
+        device_seconds=time.device,
+        latency_seconds=time.latency,
+        wire_seconds=time.wire,
+        dense_seconds=all_reduce_bytes(gradients, stage.data_parallel) * 8 / (cluster.link_gbps * 1e9),
+        warm_up_transient_bytes=warm_up,
+    )
