@@ -262,14 +262,15 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for name in ("rmin", "static_rank", "rmax"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float):
-                continue
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, Real):
+                continue  # of a kind that is refused below
+            value = float(given)
             if name == "rmin":
-                _require(value >= 1, name, value, "a rank must be at least 1")
-            _require(0 < value < math.inf, name, value, "must be a rank, or a share of the width below 1")
+                _require(value >= 1, name, given, "a rank must be at least 1")
+            _require(0 < value < math.inf, name, given, "must be a rank, or a share of the width below 1")
             if value >= 1:
-                _require(value == int(value), name, value, "a rank must be a whole number")
+                _require(value == int(value), name, given, "a rank must be a whole number")
                 object.__setattr__(self, name, int(value))  # flags are floats
         _require_kinds(self)
         if self.rmin is not None and self.rmax is not None and self.rmax >= 1:
@@ -573,7 +574,8 @@ class EDGCConfig:
         if (volume := given.get("volume", preset.get("volume"))) is not None:
             for one in sorted(UNUSED_BY_VOLUME & given.keys()):
                 instead = "in its place" if "volume" in given else "as well"
-                rule = f"does nothing beside {flag('volume')} {volume:g}; give {flag('static_rank')} {instead}"
+                shown = f"{volume:g}" if isinstance(volume, Real) else volume
+                rule = f"does nothing beside {flag('volume')} {shown}; give {flag('static_rank')} {instead}"
                 _require(False, one, given[one], rule)
         else:
             for one in sorted(OF_A_VOLUME & given.keys()):

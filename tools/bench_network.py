@@ -144,7 +144,7 @@ def sweep(
     check()
     now = commit(REPOSITORY, *CODE)
     known = read() if not now.endswith("+") else []  # local changes may be others by now
-    kept = {(p.mbit, p.mode, p.contender, p.links, p.repetition, p.commit, len(p.window_seconds)) for p in known}
+    kept = set(map(_identity, known))
     for repetition in range(repetitions):
         for mode in modes:
             for rate in rates:
@@ -255,11 +255,17 @@ def _point(fields: dict[str, Any]) -> Point:
     return Point(**{**fields, **{name: tuple(fields.get(name, ())) for name in lists}})
 
 
+def _identity(point: Point) -> tuple[Any, ...]:
+    """What runs of the same code have in common if one of them is enough."""
+    windows = len(point.window_seconds)
+    return point.mbit, point.mode, point.contender, point.links, point.repetition, point.commit, windows
+
+
 def report(output: Path) -> None:
     """The page of all points and curves, those that it had before among them; of runs with the same code the newest."""
     known = [_point(one) for one in _before(output, "points")]
     by_time = sorted([*read(), *known], key=lambda point: point.started)
-    points = list({(p.mode, p.mbit, p.contender, p.links, p.repetition, p.commit): p for p in by_time}.values())
+    points = list({_identity(p): p for p in by_time}.values())
     drawn = sorted([*read_curves(), *map(_curve, _before(output, "curves"))], key=lambda curve: curve.started)
     curves = list({(curve.mode, curve.mbit, curve.contender, curve.commit): curve for curve in drawn}.values())
     output.mkdir(parents=True, exist_ok=True)

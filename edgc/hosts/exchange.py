@@ -119,14 +119,11 @@ class WindowExchange:
         sent: tuple[float, float, float],
     ) -> None:
         ranks = self._gradient_message_ranks()
-        # of a window in which compression has begun, times of reductions are of two kinds
-        begins = controller.plan.first_iteration
-        mixed = completed - self.driver.steps < begins < completed
         controller.observe(
             [
                 StageObservation(
                     s.entropy,
-                    math.nan if mixed else s.reduce_seconds,
+                    s.reduce_seconds,
                     s.micro_backward_seconds,
                     ranks.get(s.stage),
                     s.energies,

@@ -99,6 +99,7 @@ class Checkpoints:
             if self._entry is not None:
                 state_dict[ENTRY] = self._entry
             elif kwargs.get("iteration") is not None:  # a load asks for none
+                # With the format torch only some ranks come here. The others wait until the launcher ends them.
                 raise ConfigError(
                     "this checkpoint would be without EDGC's state: save_checkpoint was imported before EDGC was "
                     "attached. Call megatron.training.checkpointing.save_checkpoint by this name"

@@ -42,7 +42,7 @@ class TiedEmbedding:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self.weight: torch.nn.Parameter | None = None
-        self.summed: int | None = None  # the newest iteration whose gradient was
+        self.asked = False  # whether the sum was asked for in this step, on ranks without a copy as well
         copy = tied_copy(chunks)
         if copy is not None:
             chunk, self.weight = copy
@@ -90,6 +90,7 @@ class TiedEmbedding:
         """Take the place of Megatron's sum over the two copies."""
 
         def synchronise(*args: Any, **kwargs: Any) -> None:
+            self.asked = True
             if self.weight is not None:
                 self.synchronise()
 
@@ -98,7 +99,6 @@ class TiedEmbedding:
     def synchronise(self) -> None:
         """Sum the gradient, which its bucket has scaled but not summed."""
         step, gradient = self._step(), {TIED: self.gradient()}
-        self.summed = step.iteration
         self.reducer.begin(step.iteration)
         # as of all gradients, the entropy is that of what the bucket has not scaled yet
         factor = torch.tensor(self._bucket.gradient_scaling_factor, device=self.gradient().device)

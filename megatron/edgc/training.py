@@ -279,8 +279,14 @@ class Session:
             self.reporter.window(self.windows.exchange(self.completed), last=True)
 
     def _check_tied(self, iteration: int) -> None:
-        """Raises ``StepError`` where nothing has asked for the sum of a tied embedding that EDGC has taken over."""
-        if self.tied is not None and self.tied.weight is not None and self.tied.summed != iteration:
+        """Raises ``StepError`` where nothing has asked for the sum of a tied embedding that EDGC has taken over.
+
+        On every rank: one that went on would wait for the others.
+        """
+        if self.tied is None:
+            return
+        asked, self.tied.asked = self.tied.asked, False
+        if not asked:
             raise StepError(
                 f"iteration {iteration + 1}: the gradient of the tied embedding was not summed: this run's "
                 "finalize_model_grads_func does not call Megatron's finalize_model_grads. Give "

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).parents[2]
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
@@ -51,10 +51,19 @@ def launch(
         except subprocess.TimeoutExpired:
             raise subprocess.TimeoutExpired(command, timeout, _text(output)) from None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
-            process.wait()
+            _end(process)
         return subprocess.CompletedProcess(command, process.returncode, _text(output))
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """Also of what it has started: torchrun gives each worker a session of its own, and ends them when asked to."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _text(output: IO[str]) -> str:
@@ -103,6 +112,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash of native code says where
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONWARNINGS": "ignore",
         "TRITON_INTERPRET": "1",  # for the modes that ask for its kernels

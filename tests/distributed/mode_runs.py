@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -337,24 +338,36 @@ def functions() -> dict[str, Any]:
     }
 
 
+def alike(case: int, failed: bool) -> bool:
+    """Whether all ranks have failed in this case, or none. A rank that waits in a collective answers when that ends."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(f"mode_runs {case} {os.environ['RANK']}", str(failed))
+    answers = {store.get(f"mode_runs {case} {rank}") for rank in range(int(os.environ["WORLD_SIZE"]))}
+    return len(answers) == 1
+
+
 def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     # Each case would spend a fifth of its time on these: Megatron reads its own sources twice for the help of its
     # arguments, and the garbage collector looks at every object of the imports.
     inspect.getsource = cache(inspect.getsource)
     gc.freeze()
+    # A process that Megatron's first checkpoint spawns would import all of this again.
+    del vars(sys.modules["__main__"])["__file__"]
     before = functions()
-    for case in cases:
+    for place, case in enumerate(cases):
         try:
             result = run(case)
         except BaseException:  # also SystemExit of the argument parser
             result = {"failed": traceback.format_exc()}
+            print(f"{case['name']}: {result['failed']}", file=sys.stderr, flush=True)
         # Megatron replaces one itself
         changed = {name: value for name, value in functions().items() if before.get(name, value) is not value}
         result["replaced"] = [name for name, value in changed.items() if "edgc" in value.__module__]
         torch.save(result, folder / f"{case['name']}-{dist.get_rank() if dist.is_initialized() else 0}.pt")
         megatron_training.destroy_global_state()
-        dist.barrier()
+        if not alike(place, "failed" in result):
+            os._exit(1)  # the others wait for this rank, or this one for them, in collectives of the training
         # Megatron forgets its groups without closing them; the threads of hundreds would fill the machine.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -278,26 +279,38 @@ def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
 
 
 def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dict[str, list[dict[str, Any]]]:
-    """Run them one after another on the same ranks; by name, what each rank has left."""
-    listed = folder / "runs.json"
-    listed.write_text(json.dumps(runs))
-    try:
-        text = launch(
-            REPOSITORY / "tests" / "distributed" / "mode_runs.py",
-            [str(listed), str(folder)],
-            ranks,
-            timeout=3000,
-            torchrun=True,  # the many trainings of one start take more time than it
-        ).stdout
-    except subprocess.TimeoutExpired as late:
-        text = f"{late.output}\n{late}"
-    with (folder / f"output-{ranks}.txt").open("a") as output:
-        output.write(text)
+    """Run them one after another on the same ranks; by name, what each rank has left.
+
+    Where the processes end before the last run, those without a result are started once more, with a warning.
+    """
+
+    def files(run: dict[str, Any]) -> list[Path]:
+        return [folder / f"{run['name']}-{rank}.pt" for rank in range(ranks)]
+
+    listed, text = folder / "runs.json", ""
+    for _ in range(2):
+        waiting = [run for run in runs if not all(file.exists() for file in files(run))]
+        if not waiting:
+            break
+        if text:
+            warnings.warn(f"started again from {waiting[0]['name']} on, after {text[-5000:]}", stacklevel=1)
+        listed.write_text(json.dumps(waiting))
+        try:
+            text = launch(
+                REPOSITORY / "tests" / "distributed" / "mode_runs.py",
+                [str(listed), str(folder)],
+                ranks,
+                timeout=3000,
+                torchrun=True,  # the many trainings of one start take more time than it
+            ).stdout
+        except subprocess.TimeoutExpired as late:
+            text = f"{late.output}\n{late}"
+        with (folder / f"output-{ranks}.txt").open("a") as output:
+            output.write(text)
     missing = {"failed": f"left nothing; the output ends with {text[-3000:]}"}
     left = {}
     for run in runs:
-        files = [folder / f"{run['name']}-{rank}.pt" for rank in range(ranks)]
-        left[run["name"]] = [torch.load(file, weights_only=False) if file.exists() else missing for file in files]
+        left[run["name"]] = [torch.load(one, weights_only=False) if one.exists() else missing for one in files(run)]
     return left
 
 

@@ -627,8 +627,6 @@ def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     planner = BudgetPlanner(24.0, 1000, 25, [[candidate("w")]], (), BYTES, 4.0, most=64)
     c = Controller(settings, 1000, [[MatrixSpec("w", 64, 128)]], [None], budget=planner)
     before = c.plan
-    planner.bounded = not planner.bounded  # what the link of the resumed run says
-    planner.choices, planner.short = dict(planner.choices), planner.short
     c.plan = replace(before, reasons=("of another link",))
     c.observe([StageObservation()])
     assert c.decide(10).version == 0, "so that the end of the warm-up closes a window"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgc.config import EDGCConfig
+from edgc.config import ConfigError, EDGCConfig
 
 
 def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its_own_probe(
@@ -22,3 +22,46 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
     monkeypatch.setattr(checkpointing, "mean_bytes", lambda counts: {})
     resolved = own._index(7, {})["resolved"]
     assert (resolved["rmin"], resolved["rmax"]) == (16, 64)
+
+
+def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that imported Megatron's save_checkpoint by itself, before EDGC was attached."""
+    from megatron.training import checkpointing as megatron_checkpointing
+
+    from megatron.edgc import checkpointing
+    from megatron.edgc.seam import Seam
+
+    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], None)
+    monkeypatch.setattr(megatron_checkpointing, "generate_state_dict", lambda *args, **kwargs: {"model": 1})
+    monkeypatch.setattr(own, "state_dict", lambda iteration, local: {"state": iteration})
+
+    def saved(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        return megatron_checkpointing.generate_state_dict(None, iteration=iteration)
+
+    monkeypatch.setattr(megatron_checkpointing, "save_checkpoint", saved)
+    with Seam() as seam:
+        own.install(seam, lambda: None)
+        with pytest.raises(ConfigError, match="this checkpoint would be without EDGC's state"):
+            saved(7)
+        assert megatron_checkpointing.generate_state_dict(None) == {"model": 1}, "as a load asks for it"
+    assert megatron_checkpointing.save_checkpoint is saved
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, False),
+        ({"rerun_mode": "validate_results"}, False),
+        ({"rerun_mode": "report_determinism_stats"}, True),
+        ({"fp16": True}, True),
+        ({"loss_scale": 128.0}, True),
+        ({"check_for_spiky_loss": True}, True),
+        ({"error_injection_rate": 10}, True),
+    ],
+)
+def test_state_of_before_a_step_is_kept_where_megatron_may_repeat_it(changed: dict[str, Any], expected: bool) -> None:
+    from megatron.edgc.training import repeatable
+
+    usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
+    args = {**usual, "error_injection_rate": 0, "rerun_mode": "disabled", **changed}
+    assert repeatable(Namespace(**args)) is expected

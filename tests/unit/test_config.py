@@ -2,6 +2,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgc.compress.engines import ENGINES, engine_class
@@ -63,6 +64,10 @@ from edgc.presets import PRESETS
         ({"window": "100"}, "--edgc-window = '100': must be a whole number"),
         ({"window": 50.0}, "--edgc-window = 50.0: must be a whole number"),
         ({"volume": "24"}, "--edgc-volume = '24': must be a number or none"),
+        ({"rmax": np.int64(-5)}, r"--edgc-rmax = -5: must be a rank"),
+        ({"rmin": np.int64(0)}, r"--edgc-rmin = 0: a rank must be at least 1"),
+        ({"static_rank": np.float32(2.5)}, r"--edgc-static-rank = 2.5: a rank must be a whole number"),
+        ({"static_rank": True}, r"--edgc-static-rank = True: must be a number"),
         ({"seed": True}, "--edgc-seed = True: must be a whole number"),
         ({"equalise": 1}, "--edgc-equalise = 1: must be on or off"),
         ({"pp": None}, "--edgc-pp = None: must be text"),
@@ -87,6 +92,12 @@ from edgc.presets import PRESETS
 def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EDGCConfig.of(**settings)
+
+
+def test_a_setting_that_does_nothing_beside_a_volume_is_named_whatever_the_volume_is() -> None:
+    for volume in (24, "24"):
+        with pytest.raises(ConfigError, match=r"--edgc-allocation = uniform: does nothing beside --edgc-volume 24;"):
+            EDGCConfig.from_preset({"volume": volume, "allocation": "uniform"})
 
 
 def test_a_window_longer_than_the_run_is_refused() -> None:

@@ -1,14 +1,17 @@
 """What one rank reduces by stage of the plan, without Megatron's process groups."""
 
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
 from edgc.config import EDGCConfig
+from edgc.errors import StepError
 from edgc.hosts.data_parallel import EDGCState
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
@@ -19,7 +22,10 @@ from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
+from megatron.edgc.embedding import TiedEmbedding
+from megatron.edgc.seam import Seam
 from megatron.edgc.stages import EmbeddingStage, MegatronStage, describe, is_tied
+from megatron.edgc.training import Session
 
 CPU = torch.device("cpu")
 
@@ -135,3 +141,19 @@ def test_torchs_embedding_has_sparse_rows_unless_another_module_has_its_weight()
         described = EDGCState(Tied(tied), EDGCConfig(), iterations=2000).described
         assert described["words.weight"].sparse_rows is not tied and described["words.weight"].embedding
     assert not EDGCState(Tied(False), EDGCConfig(), iterations=2000).described["head.weight"].sparse_rows
+
+
+def test_a_sum_of_a_tied_embedding_that_nobody_asked_for_is_noticed_on_every_rank() -> None:
+    """Also on one between the first and the last stage, which has no copy: it would wait for the others."""
+    tied = TiedEmbedding.__new__(TiedEmbedding)
+    tied.weight, tied.asked = None, False
+    session: Any = SimpleNamespace(tied=tied)
+    with Seam() as seam:
+        tied.install(seam)
+        finalize = sys.modules[finalize_model_grads.__module__]
+        finalize._allreduce_word_embedding_grads(None, None, None, None)  # type: ignore[attr-defined]
+    Session._check_tied(session, 3)
+    with pytest.raises(StepError, match="iteration 5: the gradient of the tied embedding was not summed"):
+        Session._check_tied(session, 4)
+    session.tied = None
+    Session._check_tied(session, 5)
