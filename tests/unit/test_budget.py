@@ -622,6 +622,18 @@ def test_a_volume_without_parameters_of_its_own_has_nothing_to_learn() -> None:
     assert planner.choices == {0: []}
 
 
+def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
+    def planner(iterations: int) -> BudgetPlanner:
+        return BudgetPlanner(24.0, iterations, 10, [[candidate("w")]], (), BYTES, 4.0)
+
+    before, longer = planner(1000), planner(2000)
+    spent, dense = before.dense * 500 / 16, before.dense * 500  # more than its share
+    before.observe([{}], sent=spent, by_host=dense, in_fp32=dense)
+    longer.load_state_dict(before.state_dict())
+    assert longer.budget(500) * 1500 + spent == pytest.approx(longer.dense * 2000 / 24)
+    assert before.budget(500) * 500 + spent == pytest.approx(before.dense * 1000 / 24)
+
+
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
     planner = BudgetPlanner(24.0, 1000, 25, [[candidate("w")]], (), BYTES, 4.0, most=64)
