@@ -54,6 +54,7 @@ MODES = {
     "plain": Mode(""),
     "overlapped": Mode("--overlap-grad-reduce"),
     "distributed optimizer": Mode("--use-distributed-optimizer"),
+    "distributed optimizer, bf16": Mode("--use-distributed-optimizer --bf16"),
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
     "four workers": Mode("", replicas=4),
