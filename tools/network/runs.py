@@ -54,7 +54,6 @@ MODES = {
     "plain": Mode(""),
     "overlapped": Mode("--overlap-grad-reduce"),
     "distributed optimizer": Mode("--use-distributed-optimizer"),
-    "distributed optimizer, bf16": Mode("--use-distributed-optimizer --bf16"),
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
     "four workers": Mode("", replicas=4),
@@ -71,7 +70,6 @@ CONTENDERS = {
     "paper": "--edgc-preset paper",
     "safe": "--edgc-preset safe",
     "balanced": "--edgc-preset balanced",
-    "balanced, weights in int8": "--edgc-preset balanced --edgc-param-wire int8",
     "fast": "--edgc-preset fast",
 }
 
