@@ -194,7 +194,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a",
         f"CPU ({machine}).",
         "",
-        f"- A run has a window of warm-up, and then three windows or more of {WINDOW} steps. A step's time is the",
+        f"- A run has a window of warm-up, and then two windows or more of {WINDOW} steps. A step's time is the",
         "  median over these windows of the median step, with the steps of trials.",
         "- *Mean* is the time of all these steps, with the exchanges at the ends of windows, over their number. Older",
         "  runs did not keep it.",
@@ -202,6 +202,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- *MB a step* are those of a process. The first column is what EDGC counts, with gathered weights. The",
         "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window.",
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
+        "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
         "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
@@ -223,8 +224,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             "## Which link keeps the speed",
             "",
             "The reference is a step of the same run without its reductions. Reductions include the time to compress.",
-            "The table shows the rate from which a contender keeps a share of that speed. All runs are plain ones of",
-            "one sweep. Between two rates that were timed, the share is taken to be linear in 1/rate.",
+            "The table shows the slowest link on which a contender still reaches a share of that speed. All runs are",
+            "plain ones of one sweep. Between two rates that were timed, the share is taken to be linear in 1/rate.",
             *("", *speeds, ""),
         ]
     if curves:
