@@ -175,10 +175,10 @@ class Reporter:
         for stage, seen in enumerate(report.stages):
             fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
-                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {seen.entropy:.4f} nats | "
+                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {_number(seen.entropy, 4)} nats | "
                 f"{self._stage_move(report.ranks, plan, stage)} | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
-                f"residual {'-' if math.isnan(seen.residual) else f'{seen.residual:.3f}'}"
+                f"residual {_number(seen.residual, 3)}"
             )
             if seen.spikes:
                 self._print(
@@ -200,7 +200,7 @@ class Reporter:
         if ahead is not None:
             for place, message in enumerate(report.messages):
                 self._print(
-                    f"{now} | {message.boundary} | entropy {message.entropy:.4f} nats | "
+                    f"{now} | {message.boundary} | entropy {_number(message.entropy, 4)} nats | "
                     f"{_move(self._message_rank(report.message_ranks[place]), ahead, place, self._message_rank)} | "
                     f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
                 )
@@ -376,6 +376,11 @@ def logged(fidelity: Fidelity) -> dict[str, float]:
     }
     numbers["cosine_of_adam"] = fidelity.adam.cosine
     return {name: float(f"{value:.4g}") for name, value in numbers.items()}
+
+
+def _number(value: float, digits: int) -> str:
+    """A dash where nothing was measured."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _bytes(count: float) -> str:

@@ -154,6 +154,14 @@ def test_spikes_are_told_where_there_were_some(
     assert f"edgc | 200/1000 | {line}: their errors were scaled down" in capsys.readouterr().out.splitlines()
 
 
+def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    message = replace(MESSAGE, entropy=math.nan)
+    unseen = replace(WITH_MESSAGES, stages=(replace(STAGE, entropy=math.nan),), messages=(message,))
+    reporter().window(unseen, last=False)
+    out = capsys.readouterr().out
+    assert out.count("entropy - nats") == 2 and "residual -" in out and "nan" not in out
+
+
 def test_at_the_end_stands_what_memory_a_process_has_kept(capsys: pytest.CaptureFixture[str]) -> None:
     under_test = reporter()
     lines = [

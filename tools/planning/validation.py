@@ -79,8 +79,8 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
     lines = [
         "# Predicted and measured steps",
         "",
-        "Made by `python tools/plan.py --validate docs/network/points.json --output docs/network/predicted`. The simulation",
-        "of a step (`tools/planning/simulation.py`) against",
+        "Made by `python tools/plan.py --validate docs/network/points.json --output docs/network/predicted`.",
+        "The simulation of a step (`tools/planning/simulation.py`) against",
         f"[measured points]({source}) on limited links of a CPU. It knows what a step computes from dense runs without",
         f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
         "All are first repetitions of the code that was timed at most rates, the newest of several. The simulation is",
