@@ -175,8 +175,8 @@ class Reporter:
         for stage, seen in enumerate(report.stages):
             fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
             self._print(
-                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | entropy {_number(seen.entropy, 4)} nats | "
-                f"{self._stage_move(report.ranks, plan, stage)} | "
+                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | "
+                f"entropy {_number(seen.entropy, 4)} nats | {self._stage_move(report.ranks, plan, stage)} | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {_number(seen.residual, 3)}"
             )
