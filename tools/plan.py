@@ -62,7 +62,7 @@ def costs_of(name: str, cluster: str | None, training: Training, costs: Path | N
         if costs is not None:
             raise LaunchError(f"{costs}: lacks a step of {training.title} on {gpu}; tools/count_step.py makes it")
         print(f"plan: counting a step of {training.title} on {gpu}, about a minute", file=sys.stderr, flush=True)
-        rows = [asdict(one) for one in ways_in_units(name, cluster)]
+        rows = [asdict(one) for one in ways_in_units(name, cluster, training.replicas)]
         kept = {method: Compressing.of(rows, method) for method in METHODS}
     return {method: one for method, one in kept.items() if one is not None}
 

@@ -288,11 +288,11 @@ def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dic
         return [folder / f"{run['name']}-{rank}.pt" for rank in range(ranks)]
 
     listed, text = folder / "runs.json", ""
-    for _ in range(2):
+    for attempt in range(2):
         waiting = [run for run in runs if not all(file.exists() for file in files(run))]
         if not waiting:
             break
-        if text:
+        if attempt:
             warnings.warn(f"started again from {waiting[0]['name']} on, after {text[-5000:]}", stacklevel=1)
         listed.write_text(json.dumps(waiting))
         try:
@@ -305,8 +305,10 @@ def results(runs: list[dict[str, Any]], folder: Path, ranks: int = RANKS) -> dic
             ).stdout
         except subprocess.TimeoutExpired as late:
             text = f"{late.output}\n{late}"
-        with (folder / f"output-{ranks}.txt").open("a") as output:
-            output.write(text)
+            break  # there is no time for another start
+        finally:
+            with (folder / f"output-{ranks}.txt").open("a") as output:
+                output.write(text)
     missing = {"failed": f"left nothing; the output ends with {text[-3000:]}"}
     left = {}
     for run in runs:

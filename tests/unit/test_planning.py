@@ -137,6 +137,8 @@ def test_a_users_own_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (64.0,)
     for one in CONTENDERS:
         assert predict(training, one, found.get(one.method), training.apart(1.0)).seconds > 0
+    own.write_text(LLAMA.replace("h100_64", "laptop"))  # meant for fewer processes than it is planned for
+    assert plan.costs_of(str(own), "h100_64", training, None)["balanced"].sent == found["balanced"].sent
 
 
 def test_a_model_on_its_cluster(training: Training) -> None:

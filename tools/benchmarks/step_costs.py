@@ -1,7 +1,7 @@
 """A counted step of a model's stage, and what it would take on a GPU by the model of ``gpu_model``."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import PowerSGD
@@ -68,9 +68,13 @@ def all_ways(name: str) -> Iterator[Count]:
             yield _count(title, stage, cluster, method, config, ranks, units, memory, warm_up)
 
 
-def ways_in_units(name: str, cluster_name: str | None) -> Iterator[Count]:
-    """What a planner needs of a model: one rank for all matrices, in units, without their memory."""
+def ways_in_units(name: str, cluster_name: str | None, replicas: int) -> Iterator[Count]:
+    """What a planner needs of a model: one rank for all matrices, in units, without their memory.
+
+    ``replicas``: of a stage on that cluster; what one alone would send says nothing of the messages.
+    """
     title, stage, cluster = _of(name, cluster_name)
+    stage = replace(stage, data_parallel=max(replicas, 2))
     yield _count(title, stage, cluster, "paper", PAPER_AT_RANK, (RANK,))
     for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
         yield _count(title, stage, cluster, "balanced", BALANCED_AT_RANK, (rank,))

@@ -11,8 +11,9 @@ from edgc.presets import PRESETS
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
-# With each of these EDGC does not see the word embedding as tied, in a pipeline or anywhere.
-UNTIED = {"--untie-embeddings-and-output-weights", "--edgc-no-fuse-embedding-sync", "--mtp-num-layers"}
+UNTIED = "--untie-embeddings-and-output-weights"
+# With these flags a pipeline does not fuse the sum of a tied embedding, and EDGC does not see it as tied.
+NOT_FUSED = {"--edgc-no-fuse-embedding-sync", "--mtp-num-layers"}
 
 # What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
 # it concerns an engine on so many pipeline stages with these arguments. docs/frontier/README.md says more of each. A
@@ -32,7 +33,13 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("bytes kept for later", lambda engine, _, arguments: has_rank(engine) and _volume(arguments) > 0),
     (
         "scales of rare rows bounded",
-        lambda engine, _, arguments: engine != "dense" and _equalises(arguments) and bool(UNTIED & set(arguments)),
+        lambda engine, stages, arguments: (
+            engine != "dense"
+            and _equalises(arguments)
+            and (
+                "--untie-embeddings-and-output-weights" in arguments or stages > 1 and bool(NOT_FUSED & set(arguments))
+            )
+        ),
     ),
 )
 
