@@ -69,16 +69,19 @@ class Trials:
             first = not self.measured and not self.by_host
             # also where neither was timed
             self.due |= first and (hidden or not reduce_seconds <= DOUBT * self.host_seconds)
-        elif self._changed(reduce_seconds / self._reduction, share / self._share) and (
-            # the most that compression could save of a step is all of the host's reduction
-            not self.by_host or reduce_seconds > (1 - RETURN) * self._step
-        ):
+            if self.measured:  # the other one sums from the last trial on: has the link changed since?
+                before = reduce_seconds - (self._step - self.measured[self.by_host])
+                self.due |= self._changed(reduce_seconds, math.inf if before <= 0 else reduce_seconds / before)
+        elif self._changed(reduce_seconds, reduce_seconds / self._reduction, share / self._share):
             self.due, self._reduction, self._share = True, reduce_seconds, share
 
-    def _changed(self, seconds: float, bytes_sent: float) -> bool:
-        """Whether reductions say that the link is another one, on which the other may be faster. Both are over those
-        after the last trial.
+    def _changed(self, reduce_seconds: float, seconds: float, bytes_sent: float = math.nan) -> bool:
+        """Whether reductions say that the link is another one, on which the other may be faster. ``seconds`` and
+        ``bytes_sent`` are over those after the last trial.
         """
+        # the most that compression could save of a step is all of the host's reduction
+        if self.by_host and reduce_seconds <= (1 - RETURN) * self._step:
+            return False
         ratios = (seconds, seconds / bytes_sent) if math.isfinite(bytes_sent) else (seconds,)
         slower, faster = min(ratios) >= CHANGED, max(ratios) <= 1 / CHANGED
         return slower or (faster and not self.by_host)

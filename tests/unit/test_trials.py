@@ -86,6 +86,18 @@ def test_a_link_that_changes_within_a_trial_is_seen_after_it() -> None:
     assert under_test.trial is not None
 
 
+@pytest.mark.parametrize(("reduction", "step", "due"), [(0.3, 1.0, False), (0.3, 1.03, False), (0.9, 1.6, True)])
+def test_a_link_that_becomes_slow_as_the_host_begins_to_sum_is_seen(reduction: float, step: float, due: bool) -> None:
+    """No window shows the host's reduction on the link before: its steps in the trial do."""
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    assert under_test.by_host and under_test.trial is None
+    under_test.observe(seconds(host=step), reduction, 0.0, 0.0)
+    under_test.decide(300)
+    assert (under_test.trial is not None) == due
+
+
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     under_test = trials()
     for iteration in (100, 200):
