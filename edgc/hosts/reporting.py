@@ -54,6 +54,7 @@ class Reporter:
         self._by_host = False  # in the plan of the window before
         self._host_summed = False  # but for trials
         self._tried: tuple[float, ...] = ()
+        self._relief = 1.0
         self.events = EventLog(config.job.log_dir if self.prints else None)
 
     @staticmethod
@@ -155,7 +156,7 @@ class Reporter:
 
     def resume(self, plan: RankPlan, controller: Controller | None) -> None:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
-        self._by_host, self._tried = plan.by_host, plan.tried
+        self._by_host, self._tried, self._relief = plan.by_host, plan.tried, plan.relief
         budget = None if controller is None else controller.budget
         self._host_summed = budget is not None and budget.idle > 0
 
@@ -179,6 +180,7 @@ class Reporter:
                 f"entropy {_number(seen.entropy, 4)} nats | {self._stage_move(report.ranks, plan, stage)} | "
                 f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
                 f"residual {_number(seen.residual, 3)}"
+                + (f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else "")
             )
             if seen.spikes:
                 self._print(
@@ -240,6 +242,22 @@ class Reporter:
             stage["fidelity"] = {name: logged(one) for name, one in seen.fidelity.items()}
         totals = {"total_bytes": report.total_bytes, "total_bytes_dense": report.total_bytes_dense}
         self.events.write("window", last=last, **event, **totals)
+        self._guard(report)
+
+    def _guard(self, report: WindowReport) -> None:
+        """Where too little of the gradient has begun to arrive, and where enough does again."""
+        before, self._relief = self._relief, report.plan.relief
+        if self._relief == before:
+            return
+        self.events.write("guard", iteration=report.iteration, relief=self._relief)
+        where = f"iteration {report.iteration}/{self.iterations}"
+        if self._relief > before:
+            least = 100 * self.config.study.least_fidelity
+            message = f"less than {least:g} % of the energy that the optimizer got lay along the true gradient"
+            self.warn(f"{where}: {message}: steps now get {self._relief:g} times their budget", self.group)
+        else:
+            message = f"enough of the gradient arrives: steps get {self._relief:g} times their budget"
+            self._print(f"edgc | {where}: {message}")
 
     def _tensorboard(self, report: WindowReport) -> None:
         writer = self.scalars()
@@ -250,6 +268,7 @@ class Reporter:
                 "entropy": seen.entropy,
                 "rank": float(report.ranks[stage] or 0),  # 0: dense
                 "residual": seen.residual,
+                "cosine": seen.cosine,
                 "dp-bytes": seen.dp_bytes,
                 "reduce-seconds": seen.reduce_seconds,
                 **_wanted(report.plan, stage),

@@ -59,6 +59,16 @@ class StageWindow:
     fidelity: Mapping[str, Fidelity] = field(default_factory=dict, repr=False)  # by parameter
     row_shares: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)  # see ``StageObservation``
 
+    @property
+    def cosine(self) -> float:
+        """Between what the optimizer got and the true gradient: the mean over sampled entries of their parameters'
+        cosines; NaN if no gradient was sampled.
+        """
+        seen = [(one.entries, one.gradient.cosine) for one in self.fidelity.values()]
+        seen = [(entries, cosine) for entries, cosine in seen if math.isfinite(cosine)]
+        entries = math.fsum(count for count, _ in seen)
+        return math.fsum(count * cosine for count, cosine in seen) / entries if entries else math.nan
+
 
 @dataclass(frozen=True)
 class WindowReport:

@@ -86,6 +86,7 @@ class Controller:
             "matrix_ranks": tuple(ranks),
             "formats": tuple(None if place is None else budget.formats(place) for place in places),
             "reasons": tuple("never compressed" if place is None else budget.reason for place in places),
+            "relief": budget.relief,
         }
 
     def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:

@@ -16,6 +16,8 @@ class RankPlan:
     parameter that is not in it: ``rest_wire``. ``proposed`` is what entropy alone asks for, ``targets`` what is left of
     it after bounds, rounding and alignment, and ``ranks`` after the step limit.
 
+    ``relief``: with a volume, times its budget that a step gets because too little of the gradient has arrived.
+
     ``by_host``: the host sums after all, because that is faster. In the iterations of ``trial`` (first, first after)
     it is the other way round. ``tried``: seconds of a compressed step and of the host's in the last trial.
     """
@@ -29,6 +31,7 @@ class RankPlan:
     proposed: tuple[float | None, ...] = ()
     targets: tuple[int | None, ...] = ()
     reasons: tuple[str, ...] = ()
+    relief: float = 1.0
     by_host: bool = False
     trial: tuple[int, int] | None = None
     tried: tuple[float, ...] = ()

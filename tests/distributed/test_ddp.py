@@ -35,6 +35,8 @@ PAPER = EDGCConfig.from_preset(
     }
 )
 BALANCED = EDGCConfig.from_preset({"static_rank": 8, "window": 10})
+# of presets, and the share of the fall of the loss that each may lose; when written: 0.1, 1.1 and 4.3 %
+VOLUMES = {"safe": (8, 0.01), "balanced": (24, 0.03), "fast": (48, 0.1)}
 BUDGET = EDGCConfig.from_preset(
     {"volume": 8.0, "window": 4, "iteration_sampling_rate": 0.5, "link_gbps": 0.01, "fidelity_share": 0.005}
 )
@@ -216,11 +218,22 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
+def as_given(preset: str) -> EDGCConfig:
+    """A preset with its own volume, in a run of few windows, with enough samples for parameters so small."""
+    given = {"window": 10, "iteration_sampling_rate": 0.5, "link_gbps": 0.01, "fidelity_share": 0.005}
+    return EDGCConfig.from_preset({"preset": preset, **given})
+
+
 def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
     bad = LOW_RANK.but(static_rank=4, error_decay=0.0)
-    paper, budget = PAPER.but(log_dir=f"{folder}/paper"), BUDGET.but(log_dir=f"{folder}/budget")
-    settings = {"dense": None, "paper": paper, "balanced": BALANCED, "budget": budget, "bad": bad}
+    settings = {
+        "dense": None,
+        "paper": PAPER.but(log_dir=f"{folder}/paper"),
+        **{name: as_given(name).but(log_dir=f"{folder}/{name}") for name in VOLUMES},
+        "rank": BALANCED,
+        "bad": bad,
+    }
     return {name: Training(rank, config, 120).train(120) for name, config in settings.items()}
 
 
@@ -448,11 +461,12 @@ def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_
     print(end)
     fall = both[0]["dense"][0] - end["dense"]
     assert end["paper"] - end["dense"] < 0.1 * fall
-    assert end["balanced"] - end["dense"] < 0.1 * fall
-    assert end["budget"] - end["dense"] < 0.1 * fall
+    assert end["rank"] - end["dense"] < 0.1 * fall
     assert end["bad"] - end["dense"] > 0.2 * fall
-    windows = read_events(tmp_path / "budget")[1:]
-    assert windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(8, rel=0.05)
+    for preset, (volume, share) in VOLUMES.items():
+        assert end[preset] - end["dense"] < share * fall, preset
+        windows = [event for event in read_events(tmp_path / preset) if event["event"] == "window"]
+        assert windows[-1]["dp_bytes_dense"] / windows[-1]["dp_bytes"] == pytest.approx(volume, rel=0.02), preset
     windows = read_events(tmp_path / "paper")[1:]
     used = [window["ranks"][0] for window in windows]
     assert used[0] is None and len(set(used)) > 2, "ranks follow entropy"

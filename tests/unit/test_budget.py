@@ -469,6 +469,16 @@ def observed(noise: float) -> list[StageObservation]:
     return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
 
 
+@pytest.mark.parametrize(("noise", "relief"), [(0.5, 1.0), (12.0, 2.0)])
+def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief: float) -> None:
+    under_test = controller()
+    assert under_test.budget is not None
+    under_test.budget.least_fidelity = 0.1
+    under_test.decide(10)
+    under_test.observe(observed(noise))
+    assert under_test.decide(20).relief == relief
+
+
 def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     sizes: dict[float, list[float]] = {}

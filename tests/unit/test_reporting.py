@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from edgc.config import EDGCConfig
 from edgc.hosts import reporting
 from edgc.hosts.reporting import Reporter, warn_of_budget
+from edgc.observe.events import read_events
+from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Part, Run, StageKey
@@ -129,6 +132,50 @@ def test_a_trial_leaves_one_line_that_tells_what_is_new(
     steps = "a step takes 0.750 s compressed, 0.500 s with the host's own sum"
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "a step takes" in line] == [f"edgc | 200/1000 | {steps}: {decided}"]
+
+
+def test_what_the_optimizer_got_stands_in_the_line_of_its_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean over entries: three at 0.9 and one at 0.5; of the last nothing was sampled."""
+    large = Fidelity(Products(true=1.0, got=1.0, both=0.9), entries=3.0)
+    small = Fidelity(Products(true=4.0, got=100.0, both=10.0), entries=1.0)
+    stage = replace(STAGE, residual=0.75, fidelity={"a": large, "b": small, "c": Fidelity()})
+    scalars: dict[str, float] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
+    reporter(scalars=lambda: writer).window(replace(REPORT, stages=(stage,)), last=False)
+    assert capsys.readouterr().out.splitlines()[0].endswith("| residual 0.750 | cosine 0.800")
+    assert scalars["edgc/cosine/stage-1"] == pytest.approx(0.8)
+    reporter().window(REPORT, last=False)
+    assert "cosine" not in capsys.readouterr().out
+
+
+def test_too_little_of_the_gradient_warns_once_for_each_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EDGCConfig.from_preset({"volume": VOLUME, "log_dir": str(tmp_path)})
+    under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
+    under_test.parameters = [1500]
+    for iteration, relief in ((100, 1.0), (200, 2.0), (300, 2.0), (400, 4.0), (500, 2.0), (600, 1.0)):
+        report = replace(REPORT, iteration=iteration, plan=replace(PLAN, relief=relief))
+        under_test.window(report, last=False)
+    seen = capsys.readouterr()
+    what = "less than 10 % of the energy that the optimizer got lay along the true gradient"
+    assert seen.err.splitlines() == [
+        f"edgc: warning: iteration 200/1000: {what}: steps now get 2 times their budget",
+        f"edgc: warning: iteration 400/1000: {what}: steps now get 4 times their budget",
+    ]
+    assert [line for line in seen.out.splitlines() if "enough" in line] == [
+        "edgc | iteration 500/1000: enough of the gradient arrives: steps get 2 times their budget",
+        "edgc | iteration 600/1000: enough of the gradient arrives: steps get 1 times their budget",
+    ]
+    guards = [event for event in read_events(tmp_path) if event["event"] == "guard"]
+    assert [(event["iteration"], event["relief"]) for event in guards] == [(200, 2), (400, 4), (500, 2), (600, 1)]
+
+
+def test_a_resumed_run_does_not_warn_again(capsys: pytest.CaptureFixture[str]) -> None:
+    under_test, plan = reporter(), replace(PLAN, relief=2.0)
+    under_test.resume(plan, None)
+    under_test.window(replace(REPORT, plan=plan), last=False)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
