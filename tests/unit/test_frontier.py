@@ -214,9 +214,13 @@ def test_a_trend_is_the_gap_by_what_settings_differ_in() -> None:
     values = {"large, DP 2, 10 iterations": 256, "m, DP 2, 10 iterations": 128}
     found = trend(lines, values)
     assert [(value, gap.mean) for value, gap in found["good"].items()] == [
-        (128, pytest.approx(0.005)),
+        (128, pytest.approx(0.01)),
         (256, pytest.approx(0.001)),
-    ]
+    ], "of the first seed, which both have"
+    alone = trend(LINES, {"m, DP 2, 10 iterations": 128})
+    assert alone["good"][128].mean == pytest.approx(0.005), "all seeds of a single point"
+    others = [{**one, "seed": one["seed"] + 7} for one in large]
+    assert trend([*LINES, *others], values)["good"][128].mean == pytest.approx(0.005), "all, without a common one"
     assert list(found["small"]) == [128], "a run of older code is no point of a trend"
     lines.append(line("small", 1, 8.0, 5, model="large", other="yet another"))
     two = trend(lines, values)
@@ -301,17 +305,22 @@ def test_every_engine_has_a_place_in_the_plot() -> None:
     assert {engine for _, _, engines in FAMILIES.values() for engine in engines} == {*ENGINES, "dense"}
 
 
+SIGNALS = (
+    "cosine_of_adam",
+    *(f"{one}{unit}" for one in ("cosine", "delay", "late") for unit in ("", "_of_update", "_of_descent")),
+)
+
+
 def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[str, Any]:
     """A run of 40 iterations whose entropy falls by 0.1 nats an iteration in stage 0 and rises in stage 1."""
     ends = range(period, 41, period)
     kinds = {"skewness": 0.1, "excess_kurtosis": 3.0, "gaussian_entropy": -4.0, "histogram_entropy": -4.5}
-    names = ("cosine", "delay", "late")
-    signals = {"elements": 8, "cosine_of_adam": 0.5}
-    signals.update({f"{one}{unit}": 0.5 for one in names for unit in ("", "_of_update", "_of_descent")})
+    loss = other.pop("val_loss", 2.0 if name == "dense" else 2.01)
+    signals = {"elements": 8, **dict.fromkeys(SIGNALS, 0.5)}
     return line(
         name,
         1,
-        2.0 if name == "dense" else 2.01,
+        loss,
         100,
         windows=[
             {
@@ -327,8 +336,7 @@ def seen(name: str, period: int, ranks: list[int | None], **other: Any) -> dict[
             for end in ends
         ],
         losses=[[10, 4.0], [20, 3.0 if name == "dense" else 3.3], [30, 2.0], [40, 2.0]],
-        fidelity={} if name == "dense" else {"fc1.weight": signals, "fc1.bias": {"elements": 0}},
-        **other,
+        **{"fidelity": {} if name == "dense" else {"fc1.weight": signals, "fc1.bias": {"elements": 0}}, **other},
     )
 
 
@@ -360,9 +368,23 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     )
     assert "it slept" in page and "Not run yet: r9." in page
     assert picture.startswith(b"\x89PNG") and page.startswith("# A title") and "configs/frontier/mine.yaml" in page
-    rows = [row for row in page.partition("## Left out")[0].splitlines() if row.startswith("|")]
-    assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
+    blocks = page.partition("## Left out")[0].split("\n\n")
+    tables = [block.splitlines() for block in blocks if block.startswith("|")]
+    assert tables and all(len(rows) > 2 and len({row.count("|") for row in rows}) == 1 for rows in tables)
     assert "nan" not in page
+
+
+def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
+    """The cosine at fc1 has the order of the gaps, that at qkv the opposite one."""
+    lines = [seen("dense", 10, [None])]
+    for place in range(3):
+        kinds_seen = {"fc1.weight": 0.9 - 0.1 * place, "qkv.weight": 0.5 + 0.1 * place}
+        signals = {kind: {"elements": 8, **dict.fromkeys(SIGNALS, value)} for kind, value in kinds_seen.items()}
+        lines.append(seen(f"r{place}", 10, [4], fidelity=signals, val_loss=2.001 + 0.001 * place))
+    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
+    assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
+    assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
 
 
 def test_the_study_of_losses_says_when_the_loss_departs() -> None:

@@ -131,16 +131,25 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
 def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[float, Interval]]:
     """Of each compressed entry its gap by the value of the setting, smallest first; of older code as an entry apart.
 
-    ``values``: by setting.
+    Only seeds that an entry has at all its values count, so that no two points differ by their seeds; all of them if
+    it has none in common. ``values``: by setting.
     """
-    found: dict[str, dict[float, Interval]] = {}
+    found: dict[str, dict[float, Entry]] = {}
     here = [entry for entry in entries(lines) if entry.setting in values]
     for entry in sorted(here, key=lambda entry: values[entry.setting]):
         if entry.engine != "dense":
             value, name = values[entry.setting], f"{entry.name}, old" if entry.old else entry.name
             older = sum(own.startswith(name) and value in gaps for own, gaps in found.items()) if entry.old else 0
-            found.setdefault(f"{name} ({1 + older})" if older else name, {})[value] = entry.gap
-    return found
+            found.setdefault(f"{name} ({1 + older})" if older else name, {})[value] = entry
+    return {name: _of_common_seeds(own) for name, own in found.items()}
+
+
+def _of_common_seeds(found: Mapping[float, Entry]) -> dict[float, Interval]:
+    common = set.intersection(*(set(dict(entry.by_seed)) for entry in found.values()))
+    return {
+        value: Interval.of([gap for seed, gap in entry.by_seed if seed in common]) if common else entry.gap
+        for value, entry in found.items()
+    }
 
 
 def _references(lines: Sequence[Line]) -> dict[tuple[str, int], Line]:

@@ -35,6 +35,8 @@ def markdown(
         f"![Loss gap against {', '.join(trends or ['volume reduction'])}]({name}.png)",
         "",
     ]
+    if trends:
+        page += ["These tables and the picture have the seeds that an entry has in all rows of a table.", ""]
     for what, values in (trends or {}).items():
         page += [*_trend_table(what, trend(lines, values)), ""]
     found = entries(lines)

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.experiments.entries import Line, entries, key, old, percent, setting
+from tools.experiments.entries import Interval, Key, Line, entries, key, old, percent, setting
 from tools.experiments.page import not_shown, provenance
 from tools.experiments.series import (
     Series,
@@ -296,8 +296,32 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "",
         "Gap: against the dense run of the same seed, mean over seeds ± half the 95 % confidence interval. The signals "
         "are means over seeds, windows and parameters, these by their elements ([what they are](../algorithm.md), 9).",
+        "",
+        "## By kind of parameter",
+        "",
+        f"The rank correlation with the gap of each signal at one kind of parameter alone, over the entries below "
+        f"{100 * SMALL_GAP:g} % that measured it.",
+        "",
     ]
-    return figure, table
+    small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
+    return figure, [*table, *_by_kind(small_ones, gaps, seen)]
+
+
+def _by_kind(ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]]) -> list[str]:
+    """The rank correlation of signals at one kind of parameter with the gap, a row for each kind."""
+    signals = [name for name in SIGNALS if name != "residual"]  # it is measured of all parameters together
+    table = header(["kind", "entries", *signals])
+    for of in sorted({of for one in ones for line in seen[one] for of in line["fidelity"]}):
+        # an engine may leave a kind as it is, and a gradient of zeros has no cosine
+        having = {
+            one: [{**line, "fidelity": {of: line["fidelity"][of]}} for line in seen[one] if of in line["fidelity"]]
+            for one in ones
+        }
+        own = [one for one in ones if having[one] and all("cosine" in x["fidelity"][of] for x in having[one])]
+        ordered = [gaps[one].mean for one in own]
+        values = [[fmean(SIGNALS[signal](line) for line in having[one]) for one in own] for signal in signals]
+        table.append(row([of, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
+    return table
 
 
 def _two_digits(value: float) -> str:
