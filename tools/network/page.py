@@ -192,7 +192,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "Made by `bash scripts/bench_network.sh`; every run is in [points.json](points.json). These are real Megatron",
         "runs over gloo. Each process has its own network namespace, and `tc tbf` limits the namespace's link in both",
         f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a",
-        f"CPU ({machine}).",
+        f"CPU ({machine}). [Targets, and what was reached](targets.md).",
         "",
         f"- A run has a window of warm-up, and then two windows or more of {WINDOW} steps. A step's time is the",
         "  median over these windows of the median step, with the steps of trials.",
