@@ -19,44 +19,6 @@ INTRODUCTION = (
     "--edgc-warmup-fraction 0.025 to such an engine."
 )
 
-# Flags of earlier versions, and what stands for them now.
-GONE: Mapping[str, str] = {
-    "--edgc-density": "--edgc-engine topk:SHARE",
-    "--edgc-stochastic": "--edgc-engine int4:stochastic",
-    "--edgc-hadamard": "--edgc-engine int4:rotated",
-    "--edgc-statistics": "--edgc-study statistics=on",
-    "--edgc-no-warm-start": "--edgc-study warm_start=off",
-    "--edgc-no-transpose": "--edgc-study transpose=off",
-    "--edgc-no-local-error": "--edgc-study local_error=off",
-    **{
-        f"--edgc-{name.replace('_', '-')}": f"--edgc-study {name}=VALUE"
-        for name in (
-            "entropy_estimator",
-            "entropy_stability",
-            "stage_share",
-            "rank_tilt",
-            "min_saving",
-            "error_decay",
-            "error_average",
-        )
-    },
-    "--edgc-power-iterations": "nothing: a second iteration cost more bytes than it saved loss",
-    "--edgc-residual-wire": "nothing: the residual stays in the error feedback",
-    **{
-        f"--edgc-{name}-dtype": f"--edgc-{name}"
-        for name in ("wire", "basis-wire", "rest-wire", "dense-wire", "param-wire")
-    },
-    "--edgc-weak-basis-wire": "--edgc-basis-wire STRONG+WEAK, as in int6+int4",
-    "--edgc-weak-basis-wire-dtype": "--edgc-basis-wire STRONG+WEAK, as in int6+int4",
-    "--edgc-rank-share": "--edgc-static-rank SHARE or --edgc-rmax SHARE, a number below 1",
-    "--edgc-kernels": "--edgc-study kernels=NAME",
-    "--edgc-pp-engine": "--edgc-pp WHICH:HOW, as in backward:int8",
-    "--edgc-pp-rank": "--edgc-pp WHICH:powersgd:RANK",
-    "--edgc-pp-wire": "--edgc-pp WHICH:powersgd:RANK:FORMAT",
-    "--edgc-pp-wire-dtype": "--edgc-pp WHICH:powersgd:RANK:FORMAT",
-    "--edgc-pp-epilogue-only": "--edgc-pp epilogue:HOW",
-}
-
 # Every setting once, by what it is about, for a command line or a document.
 HEADINGS: Mapping[str, tuple[str, ...]] = {
     "What most runs need": (

@@ -6,7 +6,7 @@ import typing
 from argparse import ArgumentParser, Namespace
 
 from edgc.config import ConfigError, EDGCConfig, flag, knobs
-from edgc.flags import GONE, description, study_from
+from edgc.flags import description, study_from
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -41,16 +41,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
                 choices=knob.metadata["choices"],
                 help=text,
             )
-    for spelling in GONE:
-        group.add_argument(spelling, nargs="?", action=_Gone, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
-
-
-class _Gone(argparse.Action):
-    """A flag of an earlier version."""
-
-    def __call__(self, parser: ArgumentParser, args: Namespace, values: object, option: str | None = None) -> None:
-        raise ConfigError(f"{option} is gone; now: {GONE[str(option)]}")
 
 
 def config_from_args(args: Namespace) -> EDGCConfig | None:

@@ -458,7 +458,6 @@ def test_hook_and_step_give_the_same_bits_and_dense_is_ddp_itself() -> None:
 def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_path: Path) -> None:
     both = run_on_ranks(trained, 2, str(tmp_path))
     end = {name: sum(sum(losses[name][-20:]) for losses in both) / 40 for name in both[0]}
-    print(end)
     fall = both[0]["dense"][0] - end["dense"]
     assert end["paper"] - end["dense"] < 0.1 * fall
     assert end["rank"] - end["dense"] < 0.1 * fall

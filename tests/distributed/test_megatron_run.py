@@ -135,28 +135,6 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
     )
 
 
-def test_without_rmax_the_link_is_probed_and_decides(tmp_path: Path) -> None:
-    settings = [
-        "--edgc",
-        "--edgc-preset",
-        "paper",
-        "--edgc-window",
-        "10",
-        "--edgc-study",
-        "entropy_estimator=spacing",
-        "--edgc-log-dir",
-        str(tmp_path),
-    ]
-    output = train(["--train-iters", "20", *settings], processes=2)
-    start, *windows = read_events(tmp_path)
-    if start["config"]["engine"] == "dense":
-        assert "on this link compression takes longer than the dense reduction at every rank" in output
-        assert all(event["ranks"] == [None] for event in windows)
-    else:
-        assert start["config"]["rmin"] <= start["config"]["rmax"]
-        assert start["stages"][0]["cost"]["dense_seconds"] > 0
-
-
 def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path: Path) -> None:
     logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "24"]
     output = train([*EDGC, *logged, "--exit-interval", "6"], processes=2)

@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,23 @@ from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import results
 
 SHAPE = 16, 3, 32  # tokens, micro-batch, width
+Both = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def both() -> Both:
+    """What the two processes of one start have seen: each imports Megatron, which takes longer than the tests."""
+    return run_on_ranks(everything, 2)
+
+
+def everything(rank: int) -> dict[str, Any]:
+    return {
+        "several": several_messages(rank),
+        "batch": both_ways_in_a_batch(rank),
+        "wrong": {pair: wrong_rank(rank, *pair) for pair in WRONG},
+        "costs": costs(rank),
+        "settings": settings(rank),
+    }
 
 
 def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace:
@@ -72,8 +90,8 @@ def several_messages(rank: int) -> dict[str, object]:
     return {"sum": torch.stack(seen).sum(dim=0).detach(), "bytes": ends.messages.byte_counts()}
 
 
-def test_what_arrives_and_what_is_left_is_what_was_sent() -> None:
-    first, second = run_on_ranks(several_messages, 2)
+def test_what_arrives_and_what_is_left_is_what_was_sent(both: Both) -> None:
+    first, second = (found["several"] for found in both)
     everything = torch.stack([gradient(step) for step in range(6)]).sum(dim=0)
     torch.testing.assert_close(first["sum"] + second["sum"], everything, atol=1e-4, rtol=0)
     tokens, width = SHAPE[0] * SHAPE[1], SHAPE[2]
@@ -97,15 +115,19 @@ def both_ways_in_a_batch(rank: int) -> torch.Tensor:
     from megatron.edgc import pipeline_parallel
 
     exchange = pipeline_parallel._batched_p2p_ops
-    pipeline_parallel._batched_p2p_ops = lambda **kwargs: [OneForAll(exchange(**kwargs))]
-    if rank:
-        return ends.link.send_backward_recv_forward(gradient(0), SHAPE, False).detach()
-    return ends.link.send_forward_recv_backward(gradient(1), SHAPE, False).detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_parallel, "_batched_p2p_ops", lambda **kwargs: [OneForAll(exchange(**kwargs))])
+        if rank:
+            return ends.link.send_backward_recv_forward(gradient(0), SHAPE, False).detach()
+        return ends.link.send_forward_recv_backward(gradient(1), SHAPE, False).detach()
 
 
-def test_one_request_for_a_whole_batch_will_do() -> None:
-    first, second = run_on_ranks(both_ways_in_a_batch, 2)
+def test_one_request_for_a_whole_batch_will_do(both: Both) -> None:
+    first, second = (found["batch"] for found in both)
     assert torch.equal(first, gradient(0)) and torch.equal(second, gradient(1))
+
+
+WRONG: list[tuple[int | None, int | None]] = [(8, 4), (4, 8), (None, 4), (4, None)]
 
 
 def wrong_rank(rank: int, receivers: int | None, senders: int | None) -> str:
@@ -120,9 +142,11 @@ def wrong_rank(rank: int, receivers: int | None, senders: int | None) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(("receivers", "senders"), [(8, 4), (4, 8), (None, 4), (4, None)])
-def test_a_message_of_another_size_is_refused_with_both_sizes(receivers: int | None, senders: int | None) -> None:
-    error, _ = run_on_ranks(wrong_rank, 2, receivers, senders)
+@pytest.mark.parametrize(("receivers", "senders"), WRONG)
+def test_a_message_of_another_size_is_refused_with_both_sizes(
+    receivers: int | None, senders: int | None, both: Both
+) -> None:
+    error = both[0]["wrong"][receivers, senders]
     expected, sent = (
         HEADER_BYTES + 4 * (SHAPE[0] * SHAPE[1] * SHAPE[2] if rank is None else (SHAPE[0] * SHAPE[1] + SHAPE[2]) * rank)
         for rank in (receivers, senders)
@@ -153,8 +177,8 @@ ARGS = SimpleNamespace(
 )
 
 
-def test_a_message_is_timed_by_its_receiver_or_follows_from_the_link() -> None:
-    (timed, given), (none, same) = run_on_ranks(costs, 2)
+def test_a_message_is_timed_by_its_receiver_or_follows_from_the_link(both: Both) -> None:
+    (timed, given), (none, same) = (found["costs"] for found in both)
     assert set(timed) == {1} and none == {} and given == same
     assert 0 < timed[1].dense_seconds < 5 and 0 < timed[1].compressed.seconds(8) < 5
     assert given[1].dense_seconds == pytest.approx((HEADER_BYTES + 4 * 128 * 64) / 1e7)
@@ -192,9 +216,9 @@ SETTLED = [
 ]
 
 
-def test_the_rank_of_messages_is_one_that_saves_and_takes_no_longer() -> None:
+def test_the_rank_of_messages_is_one_that_saves_and_takes_no_longer(both: Both) -> None:
     # 2x smaller up to rank 21; at 80 ms a rank 12 takes as long as the values; at 1 s none does, unless asked for
-    assert run_on_ranks(settings, 2) == [SETTLED] * 2
+    assert [found["settings"] for found in both] == [SETTLED] * 2
 
 
 DYNAMIC = shlex.split(

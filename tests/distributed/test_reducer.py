@@ -14,12 +14,11 @@ from edgc import stacking
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run
 from edgc.comm.overlap import Overlap
 from edgc.compress import routes
-from edgc.compress.probe import cost_in_bytes, probe
+from edgc.compress.probe import cost_in_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.units import Unit, Units, cut
 from edgc.plan.allocation import allocate
-from edgc.plan.run import break_even
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
@@ -222,22 +221,6 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
 def test_the_residual_is_that_of_what_was_to_be_sent() -> None:
     for reported, expected in run_on_ranks(residual_of_one_step, 2):
         assert abs(reported - expected) < 1e-5
-
-
-def probed(rank: int) -> tuple[float, float, int]:
-    config = EDGCConfig.of(iteration_sampling_rate=1.0)
-    parameters = [Parameter(f"m{i}", (256, 256)) for i in range(4)] + [Parameter("bias", (256,))]
-    allocations = [allocate(parameters[:3], config, 4), allocate(parameters[3:], config, 4)]
-    assert dist.group.WORLD is not None
-    communicator = Communicator(dist.group.WORLD, Traffic())
-    cost = probe(allocations, config, communicator, CPU, half=True, overlapped=True)
-    return cost.dense_seconds, cost.compressed.seconds(16), break_even(cost, allocations[0].matrices, 2.0)
-
-
-def test_a_probe_times_both_reductions() -> None:
-    for dense, compressed, rank in run_on_ranks(probed, 2):
-        assert 0 < dense < 60 and 0 < compressed < 60
-        assert 0 <= rank <= 64 and rank % 4 == 0
 
 
 def memory_of_steps(rank: int) -> dict[str, float]:

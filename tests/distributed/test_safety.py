@@ -97,9 +97,24 @@ def cosines_of(rank: int, preset: str, factor: float, limit: float = LIMIT, corn
     return found
 
 
-def test_a_spike_is_not_replayed_by_error_feedback() -> None:
+@pytest.fixture(scope="module")
+def spiked() -> dict[str, Any]:
+    """Cosines that the first of two processes has seen, by case."""
+    seen: dict[str, Any] = run_on_ranks(all_cosines, 2)[0]
+    return seen
+
+
+def all_cosines(rank: int) -> dict[str, Any]:
+    return {
+        "whole": cosines(rank),
+        "corner": cosines_after_a_spike_in_one_corner(rank),
+        "under the limit": cosines_under_the_limit(rank),
+    }
+
+
+def test_a_spike_is_not_replayed_by_error_feedback(spiked: dict[str, Any]) -> None:
     """A dense sum is back in one step."""
-    for preset, (found, without) in run_on_ranks(cosines, 2)[0].items():
+    for preset, (found, without) in spiked["whole"].items():
         usual = sum(found[20:SPIKE_AT]) / 20
         assert 0.2 < usual < 0.5  # rank 8 of 128
         after = found[SPIKE_AT + 1 :]
@@ -108,15 +123,15 @@ def test_a_spike_is_not_replayed_by_error_feedback() -> None:
         assert abs(without[SPIKE_AT + (20 if preset == "fast" else 10)]) < 0.1
 
 
-def test_a_spike_in_one_corner_does_not_set_the_scales_of_later_steps() -> None:
-    for found in run_on_ranks(cosines_after_a_spike_in_one_corner, 2)[0].values():
+def test_a_spike_in_one_corner_does_not_set_the_scales_of_later_steps(spiked: dict[str, Any]) -> None:
+    for found in spiked["corner"].values():
         usual, after = sum(found[20:SPIKE_AT]) / 20, found[SPIKE_AT + 1 :]
         assert min(sum(after[start : start + 4]) / 4 for start in range(len(after) - 3)) > 0.8 * usual
 
 
-def test_a_spike_just_under_the_limit_does_little_harm() -> None:
+def test_a_spike_just_under_the_limit_does_little_harm(spiked: dict[str, Any]) -> None:
     """So the limit is low enough."""
-    found = run_on_ranks(cosines_under_the_limit, 2)[0]
+    found = spiked["under the limit"]
     usual, after = sum(found[20:SPIKE_AT]) / 20, found[SPIKE_AT + 1 :]
     assert min(after) > 0.5 * usual
     assert sum(after[8:16]) / 8 > 0.8 * usual

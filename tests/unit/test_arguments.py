@@ -26,13 +26,6 @@ def test_flags_become_settings_of_the_right_type() -> None:
     assert config == EDGCConfig.of(**paper, rmax=64, warmup_fraction=0.2, align=False, log_dir="x")
 
 
-@pytest.mark.parametrize("given", ["--edgc-wire-dtype int8", "--edgc-density 0.05", "--edgc-stochastic"])
-def test_a_flag_of_an_earlier_version_says_what_stands_for_it(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--edgc-\S+ is gone; now: --edgc-\S+") as caught:
-        parse("--edgc", *given.split())
-    assert "\n" not in str(caught.value)
-
-
 def test_without_flags_the_default_preset_holds() -> None:
     assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
     assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig.from_preset({"preset": "paper"})

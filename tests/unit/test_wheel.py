@@ -13,29 +13,6 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("ddp*.py"))
-# Where there is no example yet: a matrix of rank 1 goes through low rank unchanged.
-REDUCTION = """
-import torch
-import torch.distributed as dist
-from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.compress.reducer import GradientReducer
-from edgc.config import EDGCConfig
-from edgc.plan.allocation import allocate
-from edgc.specs import Parameter
-
-dist.init_process_group("gloo")
-config, traffic = EDGCConfig.of(static_rank=2), Traffic()
-allocation = allocate([Parameter("w", (64, 32))], config, 4)
-reducer = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), torch.device("cpu"))
-reducer.set_rank(2)
-whole = torch.outer(torch.arange(64.0), torch.arange(32.0))
-gradient = whole * (1 + dist.get_rank())
-run(reducer.reduce({"w": gradient}, 0))
-assert reducer.ranks == {"w": 2}
-torch.testing.assert_close(gradient, 3 * whole, rtol=1e-5, atol=1e-2)
-assert 0 < sum(traffic.by_collective.values()) < whole.numel() * 4
-dist.destroy_process_group()
-"""
 
 
 def outside(*command: str | Path, cwd: Path) -> str:
@@ -106,9 +83,9 @@ except ConfigError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES or [None], ids=lambda path: path.name if path else "reduction")
-def test_the_examples_run(python: Path, tmp_path: Path, example: Path | None) -> None:
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_run(python: Path, tmp_path: Path, example: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(example.read_text() if example else REDUCTION)
+    script.write_text(example.read_text())
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     outside(python, *launch, script, cwd=tmp_path)

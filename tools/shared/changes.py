@@ -11,7 +11,6 @@ from edgc.presets import PRESETS
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 
-UNTIED = "--untie-embeddings-and-output-weights"
 # With these flags a pipeline does not fuse the sum of a tied embedding, and EDGC does not see it as tied.
 NOT_FUSED = {"--edgc-no-fuse-embedding-sync", "--mtp-num-layers"}
 
