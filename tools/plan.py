@@ -32,7 +32,6 @@ from tools.planning import page, validation
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
-from tools.shared.gpus import GPU_OF, GPUS
 
 METHODS = ("paper", "balanced")
 COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
@@ -58,10 +57,10 @@ def costs_of(name: str, cluster: str | None, training: Training, costs: Path | N
     size = gradient_bytes(Stage.of(name, None))
     kept = {method: Compressing.read(costs or COSTS, training.title, size, method, training.gpu) for method in METHODS}
     if None in kept.values():
-        gpu = GPUS[GPU_OF[str(training.gpu)]].name
+        what = f"a step of {training.title} on {training.gpu.name}"
         if costs is not None:
-            raise LaunchError(f"{costs}: lacks a step of {training.title} on {gpu}; tools/count_step.py makes it")
-        print(f"plan: counting a step of {training.title} on {gpu}, about a minute", file=sys.stderr, flush=True)
+            raise LaunchError(f"{costs}: lacks {what}; tools/count_step.py makes it")
+        print(f"plan: counting {what}, about a minute", file=sys.stderr, flush=True)
         rows = [asdict(one) for one in ways_in_units(name, cluster, training.replicas)]
         kept = {method: Compressing.of(rows, method) for method in METHODS}
     return {method: one for method, one in kept.items() if one is not None}

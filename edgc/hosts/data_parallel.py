@@ -14,11 +14,11 @@ from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
+from edgc.hosts.checkpoint import load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels, warn_of_new_plans
+from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
 from edgc.hosts.stage import Stage
-from edgc.hosts.state import load_stage, measurements_of, misfit, plain, stage_state
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.events import EventLog
@@ -32,16 +32,6 @@ from edgc.specs import Parameter
 VERSION = 7
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
-
-
-class Layers(Stage):
-    """All parameters of the module."""
-
-    units = Units([])
-
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        return [unit.reducer for unit in self.units]
 
 
 class EDGCState:
@@ -158,7 +148,7 @@ class EDGCState:
         for parameter in parameters:
             dense.count_all_reduce(parameter, self.processes)
         in_fp32 = sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters)
-        self.stage = Layers(KEY, self.device, dense.bytes, in_fp32)
+        self.stage = Stage(KEY, self.device, dense.bytes, in_fp32)
         communicator = Communicator(group, self.stage.traffic)
         self.stage.units = Units([self._unit(*unit, communicator) for unit in zip(names, described, strict=True)])
         self.overlap = Overlap(self.device)
@@ -176,7 +166,7 @@ class EDGCState:
             return
         warn_of_kernels(self.config, self.device, self.group)
         for warning in self.plan.warnings:
-            Reporter.warn(warning, self.group)
+            warn(warning, self.group)
         self.reporter = Reporter(self.config, self.run, group=self.group)
         self.reporter.start(self.plan)
         if self.steps:
@@ -332,7 +322,7 @@ class EDGCState:
         engine and for parameters of other sizes.
         """
         if self.requested.job.reset_state:
-            Reporter.warn("starting without the EDGC state, as asked for", self.group)
+            warn("starting without the EDGC state, as asked for", self.group)
             return
         self._check(state)
         requested = self.requested.flat()
@@ -355,27 +345,18 @@ class EDGCState:
             parts=state["config"]["engine"] == self.config.engine,
             norms=before == now,
         )
-        reducers = self.stage.reducers
         own = state["measurements"][self._process] if before == now else []
-        if len(own) == len(reducers):  # other processes and other units have measured other things
-            for reducer, measurements in zip(reducers, own, strict=True):
-                reducer.observer.measurements = measurements_of(measurements)
+        restore_measurements(self.stage.reducers, own)
         self.stage.restore_bytes(*state["bytes"])
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self.iterations, self._sizes)
-            try:
-                goes_on = controller.load_state_dict(state["controller"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"the controller's state does not fit ({error}); set reset_state to go on without it"
-                ) from error
-            if not goes_on:
-                warn_of_new_plans("the state", self.config, self.group)
+            remedy = "set reset_state to go on without it"
+            resume_controller(controller, state["controller"], "the state", remedy, self.group)
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:
-            Reporter.warn(
+            warn(
                 f"the EDGC state is of a run with the engine {state['config']['engine']}, and this link asks for "
                 f"{self.config.engine}: the controller starts anew",
                 self.group,

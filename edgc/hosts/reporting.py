@@ -57,12 +57,6 @@ class Reporter:
         self._relief = 1.0
         self.events = EventLog(config.job.log_dir if self.prints else None)
 
-    @staticmethod
-    def warn(message: str, group: ProcessGroup | None = None) -> None:
-        """One warning line, once for all processes of the group."""
-        if process(group) == 0:
-            print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
-
     def start(
         self,
         plan: RunPlan,
@@ -254,7 +248,7 @@ class Reporter:
         if self._relief > before:
             least = 100 * self.config.study.least_fidelity
             message = f"less than {least:g} % of the energy that the optimizer got lay along the true gradient"
-            self.warn(f"{where}: {message}: steps now get {self._relief:g} times their budget", self.group)
+            warn(f"{where}: {message}: steps now get {self._relief:g} times their budget", self.group)
         else:
             message = f"enough of the gradient arrives: steps get {self._relief:g} times their budget"
             self._print(f"edgc | {where}: {message}")
@@ -294,7 +288,7 @@ class Reporter:
                 f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
                 "windows, few iterations were measured, or too little of the gradient arrived for a while"
             )
-            self.warn(message, self.group)
+            warn(message, self.group)
 
     def _stage_move(self, used: Sequence[int | None], plan: RankPlan, place: int) -> str:
         was = "the host's sum" if self._by_host else self._rank(used[place])
@@ -317,10 +311,16 @@ class Reporter:
             print(text, flush=True)
 
 
+def warn(message: str, group: ProcessGroup | None = None) -> None:
+    """One warning line, once for all processes of the group."""
+    if process(group) == 0:
+        print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
+
+
 def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
     """``what`` has saved a controller that cannot go on, because only one of both runs has a volume."""
     written = "without" if config.ranks.volume is not None else "with"
-    Reporter.warn(f"{what} was written {written} {flag('volume')}: error feedback goes on, plans start anew", group)
+    warn(f"{what} was written {written} {flag('volume')}: error feedback goes on, plans start anew", group)
 
 
 def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
@@ -331,14 +331,14 @@ def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) ->
             f"{flag('volume')} {budget.volume:g}: this run can send about {budget.reachable:.3g}x fewer bytes at most, "
             "with its warm-up and the smallest rank or format of each parameter"
         )
-        Reporter.warn(message, group)
+        warn(message, group)
 
 
 def warn_of_kernels(config: EDGCConfig, device: torch.device, group: ProcessGroup | None = None) -> None:
     """Where fused kernels are asked for that do not run on this device."""
     if config.study.kernels == "fused" and triton_kernels(device) is None:
         message = "Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
-        Reporter.warn(f"{flag('kernels')} = fused: {message}", group)
+        warn(f"{flag('kernels')} = fused: {message}", group)
 
 
 def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:

@@ -1,12 +1,12 @@
 """What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
+from edgc.hosts.units import Units
 from edgc.observe.moments import mean_of_finite
 from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_kind, median_or_nan, merge_statistics
@@ -14,7 +14,7 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
 
 
-class Stage(ABC):
+class Stage:
     """The reducers of one process that share a rank plan.
 
     Args:
@@ -33,11 +33,12 @@ class Stage(ABC):
         self.dense_bytes_per_step, self.fp32_bytes_per_step = dense_bytes_per_step, fp32_bytes_per_step
         self.dense_bytes = 0.0
         self._window_start = (0.0, 0.0)
+        self.units = Units([])  # those of its parameters, once they are known
 
     @property
-    @abstractmethod
-    def reducers(self) -> Sequence[GradientReducer]:
-        """In the same order on every process of the group."""
+    def reducers(self) -> list[GradientReducer]:
+        """In the order in which gradients come, the same on every process of the group."""
+        return [unit.reducer for unit in self.units]
 
     def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
         """Take the rank at this place among those that are in use, and what the plan says there of parameters.

@@ -205,10 +205,10 @@ class RunPlan:
 
 def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
     """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
-    return min(_link_rank(cost), largest_rank(matrices, min_saving))
+    return min(link_rank(cost), largest_rank(matrices, min_saving))
 
 
-def _link_rank(cost: StageCost, share: float = 1.0) -> int:
+def link_rank(cost: StageCost, share: float = 1.0) -> int:
     """The largest rank, whatever it saves, at which a stage takes no longer than this share of the time of the host's
     sum; 0 if none does.
     """
@@ -329,7 +329,7 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
         if stage.cost is None or dense_because(stage.key, config, run):
             continue
         if config.ranks.volume is not None:  # which itself says how much must be saved
-            lowest.append(_link_rank(stage.cost, WORTH_IT))
+            lowest.append(link_rank(stage.cost, WORTH_IT))
         else:
             matrices = _allocated(stage, config, smallest_rank(config))
             lowest.append(break_even(stage.cost, matrices, config.study.min_saving))

@@ -29,14 +29,14 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.hosts.reporting import Reporter, warn_of_new_plans
-from edgc.hosts.state import ERROR, load_stage, measurements_of, misfit, plain, stage_state
+from edgc.hosts.checkpoint import ERROR, load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
+from edgc.hosts.reporting import warn
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
 from megatron.edgc.pipeline_messages import PipelineMessages
+from megatron.edgc.places import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
-from megatron.edgc.state import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 
 ENTRY = "edgc"
 VERSION = 9
@@ -128,7 +128,7 @@ class Checkpoints:
                 self.messages_dropped = False
                 _on_all_ranks(lambda: self.load_state_dict(index, entry["state"], folder))
                 if any(all_gather_objects(self.messages_dropped)):
-                    Reporter.warn(
+                    warn(
                         f"{os.path.basename(folder)} has other messages between stages, or of other replicas: what was "
                         "left unsent of them starts anew"
                     )
@@ -145,7 +145,7 @@ class Checkpoints:
         """Experts of which no copies are left are not summed, so that nothing can send what is owed to them."""
         stages = {str(key) for key in self.keys}
         if dropped := [name for name in index["stages"] if name not in stages and name != str(TIED_STAGE)]:
-            Reporter.warn(
+            warn(
                 f"{os.path.basename(folder)} has errors of {', '.join(dropped)}, which this run does not sum: what was "
                 "left unsent of them is lost"
             )
@@ -174,7 +174,7 @@ class Checkpoints:
             self.messages.roll_back(iteration)
         under_way = getattr(self.args, "curr_iteration", None)  # Megatron may save before the first step
         if iteration == under_way and not self.stages[0].reducers[0].repeatable:
-            Reporter.warn(
+            warn(
                 f"this checkpoint is without step {iteration + 1}, but EDGC's state in it is that of after its "
                 "reduction: the state before a step is kept only with a loss scale or where Megatron checks for spikes"
             )
@@ -242,12 +242,12 @@ class Checkpoints:
         """The index, if this run can go on with the entry. Raises ``ConfigError`` if it should, but cannot."""
         name = os.path.basename(folder)
         if self.config.job.reset_state:
-            Reporter.warn(f"starting without the EDGC state of {name}, as asked for")
+            warn(f"starting without the EDGC state of {name}, as asked for")
             return None
         if entry is None:
             if maybe_msc.os.path.exists(os.path.join(folder, ENTRY, "index.json")):
                 raise ConfigError(f"{folder}: the EDGC state is that of an earlier release; {GO_ON}")
-            Reporter.warn(f"{name} was written without EDGC: its state starts anew")
+            warn(f"{name} was written without EDGC: its state starts anew")
             return None
         index: dict[str, Any] = entry["index"]
         if index["version"] != VERSION:
@@ -259,19 +259,19 @@ class Checkpoints:
                 f"{folder} is of the engine {index['engine']}, this run has {self.requested.engine}; {GO_ON}"
             )
         if index["parallel"] != parallel_sizes(self.args):
-            Reporter.warn(
+            warn(
                 f"the EDGC state of {name} is for {in_words(index['parallel'])}, this run has "
                 f"{in_words(parallel_sizes(self.args))}: its state starts anew"
             )
             return None
         # What a probe of the link decided then and now may differ; errors are good for any engine.
         if not self._same_engine(index):
-            Reporter.warn(
+            warn(
                 f"{name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of its EDGC "
                 "state only the error feedback is used"
             )
         if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
-            Reporter.warn(
+            warn(
                 f"{name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding starts anew"
             )
         for stage in self.stages:
@@ -326,7 +326,7 @@ class Checkpoints:
         layers = self.stages[0]
         before = index["places"].get(place_of(layers))
         if before is not None and before[0] != dist.get_world_size(layers.process_group):
-            Reporter.warn(
+            warn(
                 f"{os.path.basename(folder)} was written by {before[0]} data-parallel processes: the sums of their "
                 "errors go on, what its last window had measured does not"
             )
@@ -334,7 +334,7 @@ class Checkpoints:
         if self.controller is None or not self._same_engine(index):
             return
         if index["stages"] != [str(key) for key in self.keys]:
-            Reporter.warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
+            warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
         resolved = {name: index["resolved"][name] for name in RANKS}
         others = index["requested"] != self.requested.only(RANKS)
@@ -342,7 +342,7 @@ class Checkpoints:
         alike = before is not None and (before[0] == 1) == (dist.get_world_size(layers.process_group) == 1)
         settings = resolved if alike and not others else {}
         if self._load_controller(self.controller, index["controller"], settings, folder) and others:
-            Reporter.warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
+            warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
 
     def _load_controller(
         self,
@@ -353,13 +353,7 @@ class Checkpoints:
     ) -> bool:
         """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
         controller.settle(**settings)
-        try:
-            goes_on = controller.load_state_dict(state)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder}: the controller's state does not fit ({error}); {GO_ON}") from error
-        if not goes_on:
-            warn_of_new_plans(os.path.basename(folder), controller.config)
-        return goes_on
+        return resume_controller(controller, state, os.path.basename(folder), GO_ON)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
@@ -377,11 +371,11 @@ class Checkpoints:
         if controller is None or kept is None:
             return
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
-            Reporter.warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
+            warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
         then, now = kept["requested"], self.requested.only(("pp", *RANKS))
         if then["pp"] != now["pp"]:
-            Reporter.warn(f"{folder} was written with another {flag('pp')}: the controller of messages starts anew")
+            warn(f"{folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return
         # also of a rank that was given: how much of it messages get has been timed
         resolved = kept["resolved"] if self.requested.pipeline.messages.follows and then == now else {}
@@ -392,7 +386,7 @@ class Checkpoints:
     ) -> None:
         place = place_of(stage)
         if place not in index["places"]:  # experts that had no copies to reduce over
-            Reporter.warn(f"{folder} has nothing of {stage.key}: its state starts anew")
+            warn(f"{folder} has nothing of {stage.key}: its state starts anew")
             return
         load_stage(
             stage,
@@ -405,9 +399,7 @@ class Checkpoints:
         )
         if self._same_processes(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
-            if len(measured) == len(stage.reducers):  # other buckets have measured other things, too
-                for reducer, measurements in zip(stage.reducers, measured, strict=True):
-                    reducer.observer.measurements = measurements_of(measurements)
+            restore_measurements(stage.reducers, measured)
         stage.restore_bytes(*index["bytes"][str(stage.key)])
 
 

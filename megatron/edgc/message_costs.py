@@ -11,9 +11,8 @@ from edgc.comm.wire import Wire, wire
 from edgc.compress.message_sender import MessageFormat, MessageSender
 from edgc.compress.probe import REPETITIONS
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost, break_even_rank
+from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.ranks import RANK_MULTIPLE
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:
@@ -61,11 +60,6 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
             cost = CommCost.fit(ranks, compressed) if ranks else CommCost(compressed[0], 0.0)
             costs[sender] = StageCost(cost, dense, dense)
     return costs
-
-
-def message_break_even(cost: StageCost) -> int:
-    """The largest rank, a multiple of 4, at which a message takes no longer than uncompressed; 0 if there is none."""
-    return RANK_MULTIPLE * (break_even_rank(cost.compressed, cost.dense_seconds) // RANK_MULTIPLE)
 
 
 def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch.device) -> float | None:

@@ -8,7 +8,8 @@ from typing import Any
 from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Ranks
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.ranks import RANK_MULTIPLE
-from megatron.edgc.message_costs import largest_message_rank, message_break_even, message_shape
+from edgc.plan.run import link_rank
+from megatron.edgc.message_costs import largest_message_rank, message_shape
 
 
 def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> tuple[EDGCConfig | None, str]:
@@ -31,7 +32,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
         return message_config(config), ""
     usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
-        usable = min([usable, *map(message_break_even, costs.values())])
+        usable = min([usable, *map(link_rank, costs.values())])
     if not usable:
         return uncompressed(config), (
             f"messages between stages stay uncompressed: no rank makes them {config.study.min_saving:g}x smaller and "

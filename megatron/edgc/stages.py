@@ -74,7 +74,6 @@ class MegatronStage(Stage):
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []
-        self.units = Units([])
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -87,11 +86,6 @@ class MegatronStage(Stage):
         least = max(LEAST_BYTES, -(-sum(nbytes for _, own in sizes for _, nbytes in own) // MOST))
         alike = groupby(sizes, key=lambda pair: (pair[0].chunk, pair[0].dtype))
         return [unit for _, run in alike for unit in cut((one for _, own in run for one in own), least)]
-
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        """In the order in which gradients come."""
-        return [unit.reducer for unit in self.units]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

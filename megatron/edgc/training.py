@@ -1,6 +1,5 @@
 """EDGC in Megatron's training loop: one explicit ``install``, one ``step`` a step, one exchange a window."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from copy import copy
@@ -27,7 +26,7 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.costs import message_sizes, reduction_cost
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn_of_budget, warn_of_kernels
+from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
 from edgc.hosts.steps import StepDriver
 from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
@@ -108,7 +107,7 @@ class Session:
         sent_back = self._message_costs(device)
         message_settings, warning = plan_messages(self.config, self.args, sent_back)
         for line in (*plan.warnings, *filter(None, [warning])):
-            Reporter.warn(line)
+            warn(line)
 
         self.driver = StepDriver(
             plan.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
@@ -307,12 +306,8 @@ class Session:
                 f"{what}. The step is not applied, and EDGC's state is that of before it: resume from the last "
                 "checkpoint. With Megatron's --no-check-for-nan-in-loss-and-grad the optimizer would apply them"
             )
-        if dist.get_rank(self.stages[0].process_group) == 0:
-            print(
-                f"edgc: warning: {what}; the optimizer applies them, as --no-check-for-nan-in-loss-and-grad asks",
-                file=sys.stderr,
-                flush=True,
-            )
+        message = f"{what}; the optimizer applies them, as --no-check-for-nan-in-loss-and-grad asks"
+        warn(message, self.stages[0].process_group)
 
     def _all_finite(self) -> bool:
         """Whether all gradients are finite on every rank, reduced by whom ever: else the optimizer skips the step."""

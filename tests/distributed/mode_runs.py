@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -221,33 +222,30 @@ def _summed(
     return total
 
 
+def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPatch) -> None:
+    """For one training: note what EDGC and Megatron do, and set what the case asks for."""
+    training, message_plan = megatron.edgc.training, megatron.edgc.message_plan
+    for collective in COLLECTIVES:
+        patch.setattr(*collective, watch.around_collective(getattr(*collective)))
+    patch.setattr(training, "finalize_model_grads", watch.around_finalize(training.finalize_model_grads))
+    patch.setattr(PipelineMessages, "_chunk", watch.around_chunk(PipelineMessages._chunk))
+    patch.setattr(MessageSender, "encode", watch.around_messages(MessageSender.encode, case.get("slow_stage")))
+    patch.setattr(GradientReducer, "reduce", watch.around(GradientReducer.reduce))
+    if "message_seconds" in case:
+        cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
+        patch.setattr(training, "message_costs", lambda *args: {1: cost})
+    if "break_even" in case:
+        patch.setattr(message_plan, "link_rank", lambda cost: case["break_even"])
+    if case.get("full_rank"):
+        patch.setattr(edgc.plan.allocation, "pays", lambda *args: True)
+        patch.setattr(message_plan, "largest_message_rank", lambda config, args, saving: min(message_shape(args)))
+        used_rank = property(lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols))
+        patch.setattr(MessageFormat, "used_rank", used_rank)
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One training; what it leaves on this rank."""
     watch, chunks, initial = Watch(), [], {}
-    reduce, pays = GradientReducer.reduce, edgc.plan.allocation.pays
-    encode, used_rank = MessageSender.encode, MessageFormat.used_rank
-    message_plan = megatron.edgc.message_plan
-    largest_rank, break_even = message_plan.largest_message_rank, message_plan.message_break_even
-    message_costs = megatron.edgc.training.message_costs
-    if "message_seconds" in case:
-        cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
-        megatron.edgc.training.message_costs = lambda *args: {1: cost}
-    if "break_even" in case:
-        message_plan.message_break_even = lambda cost: case["break_even"]
-    finalize, collectives = megatron.edgc.training.finalize_model_grads, [getattr(*place) for place in COLLECTIVES]
-    megatron.edgc.training.finalize_model_grads = watch.around_finalize(finalize)
-    for place, collective in zip(COLLECTIVES, collectives, strict=True):
-        setattr(*place, watch.around_collective(collective))
-    chunk_of = PipelineMessages._chunk
-    PipelineMessages._chunk = watch.around_chunk(chunk_of)  # type: ignore[method-assign]
-    MessageSender.encode = watch.around_messages(encode, case.get("slow_stage"))  # type: ignore[method-assign]
-    GradientReducer.reduce = watch.around(reduce)  # type: ignore[method-assign]
-    if case.get("full_rank"):
-        edgc.plan.allocation.pays = lambda *args: True
-        message_plan.largest_message_rank = lambda config, args, saving: min(message_shape(args))
-        MessageFormat.used_rank = property(  # type: ignore[assignment,method-assign]
-            lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols)
-        )
 
     def capture(built: list[torch.nn.Module]) -> list[torch.nn.Module]:
         chunks.extend(built)
@@ -268,19 +266,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         tracker = Path(folder, "latest_checkpointed_iteration.txt")
         if tracker.exists():  # else every rank will fail alike
             tracker.write_text(str(iteration))
-    try:
-        sys.argv = ["pretrain_gpt.py", *case["arguments"]]
+    with pytest.MonkeyPatch.context() as patch:
+        watch_and_change(case, watch, patch)
+        patch.setattr(sys, "argv", ["pretrain_gpt.py", *case["arguments"]])
         session = train(True, [capture])
-    finally:
-        GradientReducer.reduce = reduce  # type: ignore[method-assign]
-        edgc.plan.allocation.pays = pays
-        message_plan.largest_message_rank, message_plan.message_break_even = largest_rank, break_even
-        megatron.edgc.training.message_costs = message_costs
-        megatron.edgc.training.finalize_model_grads = finalize
-        for place, collective in zip(COLLECTIVES, collectives, strict=True):
-            setattr(*place, collective)
-        MessageSender.encode, MessageFormat.used_rank = encode, used_rank  # type: ignore[method-assign]
-        PipelineMessages._chunk = chunk_of  # type: ignore[method-assign]
     stages = [] if session is None else session.stages
     messages = None if session is None else session.messages
     result = {

@@ -16,6 +16,7 @@ from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Unit, simulate
 from tools.planning.validation import check
+from tools.shared.gpus import GPUS
 
 FAST = Link(1e9)
 
@@ -181,7 +182,7 @@ def test_what_the_planner_does_not_know_is_refused(flags: list[str], message: st
 
 def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Training) -> None:
     size = gradient_bytes(Stage.of("gpt2_12.1b", None))
-    assert Compressing.read(plan.COSTS, training.title, size, "paper", 7.0) is None, "no V100"
+    assert Compressing.read(plan.COSTS, training.title, size, "paper", GPUS["v100"]) is None, "no V100"
     assert Compressing.read(plan.COSTS, training.title, 2 * size, "paper", training.gpu) is None, "another shape"
     paper = costs("gpt2_12.1b", training)["paper"]
     (rank_64,) = (one for one in CONTENDERS if one.rank == 64)

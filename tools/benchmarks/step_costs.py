@@ -12,7 +12,7 @@ from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
-from tools.shared.gpus import GPU_OF, GPUS
+from tools.shared.gpus import GPU_OF
 
 RANK = 64
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
@@ -106,8 +106,8 @@ def _count(
     memory: int | None = None,
     warm_up: int | None = None,
 ) -> Count:
-    gpu = GPUS[GPU_OF[str(cluster.compute_capability)]]
-    assert cluster.link_gbps is not None
+    assert cluster.link_gbps is not None and cluster.compute_capability is not None
+    gpu = GPU_OF[cluster.compute_capability]
     counts = count_step(stage, config, ranks, by_matrix=not units)
     time = step_time(counts, gpu, cluster.link_gbps)
     gradients = gradient_bytes(stage)

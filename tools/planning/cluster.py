@@ -16,17 +16,13 @@ from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
-from tools.shared.gpus import GPU_OF, GPUS
+from tools.shared.gpus import GPU, GPU_OF
 from tools.shared.layer import Layer, add_arguments
 
-# Assumptions, none of them measured here. Dense tflop/s of a data sheet, fp16 or bf16 with fp32 sums, and the share of
-# them that a training step reaches. A GPU's optimizer reads and writes 24 bytes of a parameter at most of its memory's
-# speed; a collective among nodes has this latency.
-PEAK_TFLOPS = {7.0: 125.0, 8.0: 312.0, 9.0: 989.0}
-MEMORY = {7.0: 0.9e12, 8.0: 2.0e12, 9.0: 3.35e12}  # bytes/s
+# Assumptions, none of them measured here: the share of a GPU's peak in 16 bits that a training step reaches; bytes of a
+# parameter that its optimizer reads and writes at its memory's speed; seconds of latency of a collective among nodes.
 REACHED = 0.4
 OPTIMIZER_BYTES = 24.0
-INSIDE = {7.0: 1200.0, 8.0: 2400.0, 9.0: 3600.0}  # Gbit/s of a GPU's NVLink in one direction, of its data sheet
 LATENCY = 40e-6
 
 NOT_PLANNED = (
@@ -64,7 +60,7 @@ class Training:
     micro_batches: int
     scatters: bool
     overlapped: bool
-    gpu: float  # compute capability
+    gpu: GPU
     network: Network
     loss_scale: bool  # with one EDGC also keeps its state of before a step
     experts: Experts | None = None
@@ -75,8 +71,8 @@ class Training:
         """Raises ``LaunchError`` for a cluster of CPUs, one whose link is not known, and sizes that do not divide."""
         model = read(Model, MODELS, model_name)
         cluster = read(Cluster, CLUSTERS, cluster_name or model.cluster)
-        if cluster.compute_capability not in PEAK_TFLOPS:
-            known = ", ".join(map(str, PEAK_TFLOPS))
+        if cluster.compute_capability not in GPU_OF:
+            known = ", ".join(map(str, GPU_OF))
             raise LaunchError(f"{cluster.name}: compute_capability must be one of {known}: others have no constants")
         if cluster.link_gbps is None:
             raise LaunchError(f"{cluster.name}: link_gbps is missing")
@@ -122,7 +118,7 @@ class Training:
             micro_batches=micro_batches,
             scatters=flags.use_distributed_optimizer,
             overlapped=flags.overlap_grad_reduce,
-            gpu=cluster.compute_capability,
+            gpu=GPU_OF[cluster.compute_capability],
             network=network,
             loss_scale=flags.fp16,
             experts=experts,
@@ -203,7 +199,7 @@ class Training:
             elements += self.experts.per_token * self.layer.mlp_elements(self.experts.width)
         per_layer = 2 * elements * tokens + 4 * self.sequence * self.layer.heads * tokens
         flops = per_layer * self.layers_here / self.chunks
-        return flops / (REACHED * PEAK_TFLOPS[self.gpu] * 1e12)
+        return flops / (REACHED * self.gpu.flops16)
 
     def expert_seconds(self, link: Link) -> float:
         """Of a micro-batch through a chunk: its tokens go to their experts and come back, in each layer."""
@@ -239,7 +235,7 @@ def _network(cluster: Cluster) -> Network:
         cluster.nodes,
         cluster.gpus_per_node,
         cluster.link_gbps,
-        INSIDE[cluster.compute_capability],
+        GPU_OF[cluster.compute_capability].nvlink_gbps,
         LATENCY,
         racks,
         cluster.uplink_gbps,
@@ -334,13 +330,14 @@ class Compressing:
     messages: int
 
     @classmethod
-    def read(cls, path: Path, title: str, gradient_bytes: int, method: str, gpu: float) -> "Compressing | None":
-        """Those of a stage with so many bytes of gradients, on a GPU of this compute capability; None: the file has
-        none. Raises ``LaunchError`` for a file that holds no counted steps.
+    def read(cls, path: Path, title: str, gradient_bytes: int, method: str, gpu: GPU) -> "Compressing | None":
+        """Those of a stage with so many bytes of gradients, on such a GPU; None: the file has none.
+
+        Raises ``LaunchError`` for a file that holds no counted steps.
         """
         try:
             rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-            wanted = (title, gradient_bytes, GPUS[GPU_OF[str(gpu)]].name)
+            wanted = (title, gradient_bytes, gpu.name)
             return cls.of([row for row in rows if (row["model"], row["gradient_bytes"], row["gpu"]) == wanted], method)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{path}: has no counted steps: {error}") from error
@@ -441,7 +438,7 @@ def predict(
             gradients=training.message_bytes,
             units=units,
             gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
-            optimizer=OPTIMIZER_BYTES * training.updated_elements / MEMORY[training.gpu],
+            optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
         for messages, ring in links
     ]

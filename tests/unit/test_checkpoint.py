@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
-from edgc.hosts.state import measurements_of, plain, stage_state, unpacked
+from edgc.hosts.checkpoint import measurements_of, plain, stage_state, unpacked
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from megatron.edgc.pipeline_messages import PipelineMessages

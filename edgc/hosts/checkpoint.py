@@ -1,16 +1,21 @@
 """What a stage keeps over a checkpoint, as plain values and tensors, and how it is taken up again."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from edgc.comm.objects import ProcessGroup
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, Wire
+from edgc.compress.reducer import GradientReducer
+from edgc.config import ConfigError
+from edgc.hosts.reporting import warn_of_new_plans
 from edgc.hosts.stage import Stage
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
+from edgc.plan.controller import Controller
 
 ERROR = "error."  # a parameter's name follows
 Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
@@ -106,6 +111,28 @@ def plain(measurements: Measurements) -> dict[str, Any]:
         "spikes": float(measurements.spikes),
         "largest_spike": float(measurements.largest_spike),
     }
+
+
+def restore_measurements(reducers: Sequence[GradientReducer], kept: Sequence[dict[str, Any]]) -> None:
+    """Go on with what so many reducers had measured in the window; other units have measured other things."""
+    if len(kept) == len(reducers):
+        for reducer, measurements in zip(reducers, kept, strict=True):
+            reducer.observer.measurements = measurements_of(measurements)
+
+
+def resume_controller(
+    controller: Controller, state: dict[str, Any], place: str, remedy: str, group: ProcessGroup | None = None
+) -> bool:
+    """Whether it goes on where ``state`` was taken; if only one of both runs has a volume, a warning says that it does
+    not. ``place``: of the state. Raises ``ConfigError`` with the ``remedy`` for a state that does not fit.
+    """
+    try:
+        goes_on = controller.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{place}: the controller's state does not fit ({error}); {remedy}") from error
+    if not goes_on:
+        warn_of_new_plans(place, controller.config, group)
+    return goes_on
 
 
 def measurements_of(state: dict[str, Any]) -> Measurements:
