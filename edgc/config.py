@@ -19,7 +19,7 @@ MESSAGES = ("off", "auto", "auto-epilogue", "backward", "both", "epilogue")
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
 POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
-OF_A_VOLUME = {"learning_rate_power"}  # settings that do nothing without one
+OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 
@@ -166,7 +166,8 @@ class Study:
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
-        _require(0 <= self.least_fidelity < 1, "least_fidelity", self.least_fidelity, "must lie in [0, 1)")
+        # there is relief until it is three times as much
+        _require(0 <= self.least_fidelity < 1 / 3, "least_fidelity", self.least_fidelity, "must lie in [0, 1/3)")
         _require(
             0 <= self.learning_rate_power < math.inf,
             "learning_rate_power",

@@ -29,9 +29,11 @@ from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-VERSION = 7
+VERSION = 8
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
+# Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
+ASKED = (*OF_THE_JOB, "window")
 
 
 class EDGCState:
@@ -332,7 +334,7 @@ class EDGCState:
         same &= (before == 1) == (now == 1)
         config = self.requested
         if same:
-            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in OF_THE_JOB}})
+            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in ASKED}})
         self._build(config, timed=not same)
         if same:  # the settled ranks look as if they had been asked for
             self.plan = replace(self.plan, tries=state["controller"]["trials"] is not None)

@@ -144,6 +144,9 @@ class BudgetPlanner:
         self.sent = self.by_host = self.in_fp32 = 0.0
         # of steps in which nothing was to be compressed: bytes of an all-reduce in fp32, and those that were sent
         self.idle = self.sent_idle = 0.0
+        # bytes that relief has taken beyond the budget, and the share of this window's steps that it takes
+        self.sent_beyond = self.beyond = 0.0
+        self.mixed = False  # whether a resume has hidden which steps of this window the host has summed
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
@@ -169,13 +172,17 @@ class BudgetPlanner:
 
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
+        return min(sum(self._each(iteration)) / (self.overhead or 1.0) - self.never, self.most)
+
+    def _each(self, iteration: int) -> tuple[float, float]:
+        """Bytes of each step from ``iteration`` on, of all kinds: by the budget, and what relief adds to them."""
         sent, dense = self.sent, self.in_fp32
         if not dense:  # nothing is counted yet: what the warm-up takes
             sent, dense = iteration * self.uncompressed, iteration * self.dense
         done = iteration * self.dense
         # the host's own steps are no part of the budget, nor of the steps that it is for
         idle = self.idle / dense * done if dense else 0.0
-        spent = (sent - self.sent_idle) / dense * done if dense else 0.0
+        spent = (sent - self.sent_idle - self.sent_beyond) / dense * done if dense else 0.0
         unspent = (self.dense * self.iterations - idle) / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
         overhead, remaining = self.overhead or 1.0, max(self.iterations - iteration, 1)
@@ -183,10 +190,10 @@ class BudgetPlanner:
         least = overhead * (self.least + self.never)
         beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
         each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
-        if self.relief > 1:  # beyond the budget, whatever earlier relief has taken
-            plain = self.dense / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
-            each = max(each, plain) + (self.relief - 1) * plain
-        return min(each / overhead - self.never, self.most)
+        if self.relief == 1:
+            return each, 0.0
+        plain = self.dense / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+        return each, max(plain - each, 0.0) + (self.relief - 1) * plain
 
     def observe(
         self,
@@ -215,8 +222,10 @@ class BudgetPlanner:
         if idle:
             self.idle += host_share * fp32
             self.sent_idle += taken_by_host
+        self.sent_beyond += self.beyond * (taken - taken_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or not fp32 > 0 or not self.dense  # without own messages there is nothing to learn
+        unknown = host_share or self.mixed or not fp32 > 0 or not self.dense  # without messages nothing is learnt
+        self.mixed = False
         self.per_step = None if unknown else taken / fp32 * self.dense
         nothing = (math.nan, math.nan)
         seen = {
@@ -275,6 +284,8 @@ class BudgetPlanner:
             ]
             for place in self.places
         }
+        by_budget, relief = self._each(iteration)
+        self.beyond = relief / (max(by_budget, 0.0) + relief) if relief else 0.0
 
     def little(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
@@ -346,9 +357,16 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        sent = [self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle]
+        sent = [self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond]
         changed = {str(place): names for place, names in self.changed.items()}
-        return {"sent": sent, "overhead": self.overhead, "relief": self.relief, "changed": changed, "stages": stages}
+        return {
+            "sent": sent,
+            "overhead": self.overhead,
+            "relief": self.relief,
+            "beyond": self.beyond,
+            "changed": changed,
+            "stages": stages,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
@@ -361,8 +379,8 @@ class BudgetPlanner:
             own = {one.matrix.name: one.shape for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
-        self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle = state["sent"]
-        self.overhead, self.relief = state["overhead"], state["relief"]
+        self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond = state["sent"]
+        self.overhead, self.relief, self.beyond = state["overhead"], state["relief"], state["beyond"]
         for place in known:
             self.changed[place] = list(state["changed"][str(place)])
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]

@@ -228,6 +228,7 @@ class Controller:
             return False
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
+            self.budget.mixed = state["plan"]["trial"] is not None
         if self.trials is not None and state["trials"] is not None:
             self.trials.load_state_dict(state["trials"])
         by_entropy = self.entropy.load_state_dict(state)
@@ -242,6 +243,10 @@ class Controller:
         ``by_entropy``: entropy has set its ranks, and still does.
         """
         ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
+        if by_entropy:
+            least, most = self.config.ranks.rmin, self.config.ranks.largest
+            assert least is not None and most is not None
+            ranks = tuple(rank and min(max(rank, least), most) for rank in ranks)
         changed: dict[str, Any] = {"ranks": ranks}
         if self.budget is not None:
             self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now

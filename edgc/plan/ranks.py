@@ -13,13 +13,14 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
     r_max/4 to r_max/6. Raises ``ConfigError`` for an rmin above that rmax.
     """
 
-    def known(rank: float | None) -> int:
+    def known(rank: float | None, most: float = break_even) -> int:
         if rank is None:
-            return rank_below(break_even)
-        return int(rank) if rank >= 1 else rank_below(min(break_even, rank * width))
+            return rank_below(most)
+        return int(rank) if rank >= 1 else rank_below(min(most, rank * width))
 
     if config.ranks.static_rank is not None:
-        return config.but(static_rank=known(config.ranks.static_rank))
+        tilted = 1 + abs(config.study.rank_tilt)  # times this rank is the largest of the run
+        return config.but(static_rank=known(config.ranks.static_rank, break_even / tilted))
     rmax = known(config.ranks.rmax)
     if config.ranks.volume is not None:
         return config.but(rmax=rmax)

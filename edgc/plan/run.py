@@ -270,7 +270,10 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             if usable < RANK_MULTIPLE and volume is None:
                 why = f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
             else:
-                why = "on this link compression takes longer than the dense reduction at every rank: reducing dense"
+                rmin, where = config.ranks.rmin, "at every rank"
+                if rmin is not None and lowest >= RANK_MULTIPLE:
+                    where = f"above rank {lowest}, and {flag('rmin')} is {rmin}"
+                why = f"on this link compression takes longer than the dense reduction {where}: reducing dense"
                 why += f"{until}. Give {needed} a rank to compress all the same"
             warnings.append(why)
             pp = config.pipeline.pp
@@ -291,6 +294,17 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
                 rank_tilt=0.0,
                 kernels="plain",
             )
+    window = config.ranks.window
+    if config.dynamic and compresses and max(2 * window, config.ranks.warmup(run.iterations)) >= run.iterations:
+        warnings.append(
+            f"the run of {run.iterations} iterations ends before compression can begin: whether entropy is stable is "
+            f"known after two windows of {window}; give a smaller {flag('window')}"
+        )
+    if volume is not None and window > run.iterations - config.ranks.warmup(run.iterations):
+        warnings.append(
+            f"the run of {run.iterations} iterations has no window of {window} after its warm-up, so its plan never "
+            f"changes; give more to {flag('iteration_sampling_rate')}"
+        )
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.but(dense_wire="fp32", param_wire=None)

@@ -43,6 +43,7 @@ class Trials:
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
         self._counted = (0.0, 0.0)  # bytes of the run so far, and of the host's own way
         self._step = math.nan  # seconds of a step
+        self._settled = False  # whether enough steps have been timed since a trial was last begun or ended
 
     def observe(
         self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, by_host: float
@@ -57,7 +58,8 @@ class Trials:
         self._counted = sent, by_host
         share = taken / of_host if taken > 0 and of_host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
-        if len(usual) < LEAST:
+        self._settled = len(usual) >= LEAST
+        if not self._settled:
             return
         self._step = median(usual)
         if self.trial is not None:
@@ -98,6 +100,8 @@ class Trials:
     def decide(self, iteration: int) -> None:
         """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time."""
         first, last = iteration + 1, iteration + 1 + STEPS
+        if self.trial is not None and self.trial[1] <= iteration and self._settled:
+            self.trial, self.due = None, True  # the host has skipped steps of it
         if not self.due or self.trial is not None or last + LEAST > self.iterations:
             return
         affordable = self.spent < SHARE * self.iterations * self._step

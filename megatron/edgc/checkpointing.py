@@ -39,7 +39,7 @@ from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-VERSION = 9
+VERSION = 10
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)

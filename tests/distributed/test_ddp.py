@@ -500,6 +500,21 @@ def test_a_run_of_one_process_goes_on_at_more_of_them_with_their_own_budget(tmp_
         assert engine == "powersgd" and resumed_ratio > 4 and fresh_ratio > 4
 
 
+def lengthened(rank: int) -> tuple[int, int, bool]:
+    """The windows of a short run and of one ten times as long that goes on from it, and whether both have one plan."""
+    config = BUDGET.but(window=1000)
+    before, after = Training(rank, config, 40), Training(rank, config, 400)
+    assert before.state is not None and after.state is not None
+    before.train(8)
+    after.state.load_state_dict(before.state.state_dict())
+    drivers = before.state.driver, after.state.driver
+    return drivers[0].window, drivers[1].window, drivers[0].plan.formats == drivers[1].plan.formats
+
+
+def test_a_longer_run_has_the_windows_of_its_own_length() -> None:
+    assert run_on_ranks(lengthened, 2) == [(2, 20, True)] * 2
+
+
 def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
     """The engine and the ranks of a run that goes on where compressing takes longer than the sum itself."""
     before = Training(rank, PAPER, 20)

@@ -280,6 +280,27 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
     assert 1.5 * usual < less < 2.2 * usual and after <= usual and planner.reason == "budget"
 
 
+def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> None:
+    """The windows between iterations 100 and 250 bring noise; relief ends after them, and the run goes on at rank."""
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    budgets: dict[bool, list[float]] = {}
+    for troubled in (False, True):
+        planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+        sent, reliefs = 0.0, []
+        for window in range(20):
+            noise = 50.0 if troubled and 2 <= window < 5 else 0.5
+            sent += 50 * planner._size(planner.choices)
+            dense = 50 * (window + 1) * planner.dense
+            planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
+            planner.decide(50 * (window + 1))
+            reliefs.append(planner.relief)
+            budgets.setdefault(troubled, []).append(planner.budget(50 * (window + 1)))
+            if window == 5:
+                planner.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+        assert max(reliefs) == (8 if troubled else 1) and reliefs[9:] == [1] * 11
+    assert budgets[True][9:-1] == pytest.approx(budgets[False][9:-1], rel=0.05)
+
+
 def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     planner = BudgetPlanner(24.0, 400, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
@@ -477,6 +498,23 @@ def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief:
     under_test.decide(10)
     under_test.observe(observed(noise))
     assert under_test.decide(20).relief == relief
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bool) -> None:
+    """Steps of the host's own sum would look as if compressed ones took more than predicted."""
+    before = controller()
+    before.decide(10)
+    before.observe(observed(0.5), sent=(1e5, 1e6, 1e6))
+    before.decide(20)
+    state = json.loads(json.dumps(before.state_dict()))
+    state["plan"]["trial"] = [21, 24] if mixed else None
+    after = controller()
+    after.load_state_dict(state)
+    assert after.budget is not None
+    for sent, known in ((3e5, not mixed), (4e5, True)):
+        after.observe(observed(0.5), sent=(sent, 10 * sent, 10 * sent))
+        assert (after.budget.per_step is not None) == known
 
 
 def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from edgc.presets import PRESETS
         ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside static_rank"),
         ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside volume"),
         ({"volume": 8, "align": False}, r"--edgc-no-align: does nothing beside volume"),
+        ({"volume": 8, "least_fidelity": 0.34}, r"least_fidelity = 0.34: must lie in \[0, 1/3\)"),
         ({"volume": math.inf}, r"--edgc-volume = inf: must be a number above 1"),
         ({"engine": "topk:"}, r"--edgc-engine = topk:: nothing follows the colon"),
         ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
@@ -213,8 +214,9 @@ def test_a_volume_that_is_given_is_spent_as_the_preset_spends_its_own() -> None:
 
 @pytest.mark.parametrize("given", [{"static_rank": 16}, {"engine": "int4"}, {"preset": "paper"}, {"rmin": 8}])
 def test_what_only_a_volume_spends_is_refused_without_one(given: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="learning_rate_power = 0.5: does nothing without --edgc-volume"):
-        EDGCConfig.from_preset({**given, "learning_rate_power": 0.5})
+    for name in ("learning_rate_power", "least_fidelity"):
+        with pytest.raises(ConfigError, match=f"{name} = 0.3: does nothing without --edgc-volume"):
+            EDGCConfig.from_preset({**given, name: 0.3})
 
 
 @pytest.mark.parametrize("unused", [{"rest_wire": "int8"}, {"allocation": "uniform"}, {"compress_embeddings": False}])

@@ -324,13 +324,20 @@ def test_state_survives_json_and_goes_on_alike() -> None:
     assert second.plan == whole.plan
 
 
-def test_a_resumed_run_with_a_smaller_rmax_keeps_to_it_from_the_next_window_on() -> None:
+def test_a_resumed_run_keeps_to_the_bounds_of_now_at_once() -> None:
     before = controller(stages=2, align=True)
     assert play(before, [*WARM, -5.0], backward=0.004)[-1] == (64, 64)
     after = controller(stages=2, align=True, rmin=8, rmax=32)
     after.load_state_dict(before.state_dict())
+    assert after.plan.ranks == (32, 32) and after.plan.version > before.plan.version
     (ranks,) = play(after, [-5.0], backward=0.004)
     assert ranks == (32, 32)
+    again = controller(stages=2, align=True, rmin=48, rmax=64)
+    again.load_state_dict(after.state_dict())
+    assert again.plan.ranks == (48, 48)
+    same = controller(stages=2, align=True)
+    same.load_state_dict(before.state_dict())
+    assert same.plan == before.plan
 
 
 def test_a_resumed_run_has_the_static_rank_and_the_warm_up_of_now() -> None:

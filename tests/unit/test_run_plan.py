@@ -7,6 +7,7 @@ import pytest
 
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.ranks import static_ranks
 from edgc.plan.run import MessageSizes, Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
@@ -57,6 +58,35 @@ def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank
     assert (plan.config.engine, formats.rest_wire, formats.dense_wire) == ("dense", "fp32", "fp32")
     asked = plan_run(EDGCConfig.of(window=100, rmax=16), RUN, processes(CHEAP, DEAR))
     assert asked.compresses and (asked.config.ranks.rmin, asked.config.ranks.rmax) == (4, 16)
+
+
+def test_a_link_on_which_only_rmin_does_not_pay_is_told_so() -> None:
+    plan = plan_run(EDGCConfig.of(window=100, rmin=24), RUN, processes(CHEAP, CHEAP))
+    assert not plan.compresses
+    assert plan.warnings[0].startswith(
+        "on this link compression takes longer than the dense reduction above rank 20, and --edgc-rmin is 24: "
+    )
+
+
+@pytest.mark.parametrize(("window", "warned"), [(499, False), (500, True)])
+def test_a_run_that_ends_before_entropy_can_be_stable_is_warned(window: int, warned: bool) -> None:
+    plan = plan_run(EDGCConfig.of(window=window), RUN, processes(CHEAP, CHEAP))
+    assert any("ends before compression can begin" in warning for warning in plan.warnings) == warned
+    assert not plan_run(EDGCConfig.of(window=window, static_rank=8), RUN, processes(CHEAP, CHEAP)).warnings
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(0.01, False), (0.001, True)])
+def test_a_budget_that_never_gets_a_second_plan_is_warned(rate: float, warned: bool) -> None:
+    config = EDGCConfig.from_preset({"volume": 24.0, "iteration_sampling_rate": rate})
+    plan = plan_run(config, RUN, processes(CHEAP, CHEAP))
+    assert any("its plan never changes" in warning for warning in plan.warnings) == warned
+
+
+@pytest.mark.parametrize("tilt", [0.9, -0.5])
+def test_a_share_with_a_tilt_keeps_its_largest_rank_within_what_pays(tilt: float) -> None:
+    plan = plan_run(EDGCConfig.of(static_rank=0.5, rank_tilt=tilt), RUN, processes(CHEAP, CHEAP))
+    found = static_ranks(plan.config)
+    assert found is not None and 4 < found[1] <= 20  # the break-even rank
 
 
 def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -> None:

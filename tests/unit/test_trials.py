@@ -98,6 +98,19 @@ def test_a_link_that_becomes_slow_as_the_host_begins_to_sum_is_seen(reduction: f
     assert (under_test.trial is not None) == due
 
 
+def test_a_trial_of_which_steps_were_skipped_is_made_again() -> None:
+    under_test = trials()
+    window(under_test, 100, 0.8, 1.1, 1.0)
+    assert under_test.trial == (101, 104)
+    under_test.observe({False: [1.1] * 8, True: [1.0]}, 0.8, 0.0, 0.0)  # one of two timed steps was left out
+    under_test.decide(103)
+    assert under_test.trial == (101, 104), "it has not ended"
+    under_test.decide(200)
+    assert under_test.trial == (201, 204)
+    window(under_test, 300, 0.8, 1.1, 1.0)
+    assert under_test.by_host and under_test.trial is None
+
+
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     under_test = trials()
     for iteration in (100, 200):
