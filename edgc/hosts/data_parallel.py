@@ -74,6 +74,7 @@ class EDGCState:
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = iterations, group, scaler, unit_bytes
         self.parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.frozen = {p: name for name, p in module.named_parameters() if not p.requires_grad}
         if not self.parameters:
             raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
         tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
@@ -192,8 +193,13 @@ class EDGCState:
         """Average the ``grad`` of every parameter in place. For modules that ``DistributedDataParallel`` does not wrap.
 
         Every process of the group must call this after the backward pass. Raises RuntimeError where a parameter has no
-        gradient.
+        gradient, and where one has a gradient that required none when EDGC was given the module.
         """
+        if thawed := [name for parameter, name in self.frozen.items() if parameter.grad is not None]:
+            raise RuntimeError(
+                f"{thawed[0]} has a gradient, and required none when EDGC was given the module: it would not be "
+                "averaged. Build a new state for the module as it is now"
+            )
         self.begin()
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
         strided = {p: gradient for p, gradient in gradients.items() if not gradient.is_contiguous()}

@@ -49,6 +49,8 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
     Averages over the process group, as DDP itself does. DDP hands its buckets over in the same order on every process.
     With ``no_sync`` it does so once for all accumulated micro-batches. The futures of a step resolve together, when
     all processes know whether its averages are finite; until then reductions run beside the backward pass.
+
+    DDP must not have ``find_unused_parameters``: see ``attach``, which refuses it. A hook does not know.
     """
     if bucket.index() == 0:
         state.begin()

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +14,8 @@ from edgc.config import ConfigError, flag
 class EventLog:
     """Appends events to ``events.jsonl`` in a folder; without a folder it does nothing.
 
-    Raises ``ConfigError`` where the file cannot be written.
+    Raises ``ConfigError`` where the file cannot be opened. What fails later, as on a full disk, ends the log, not the
+    run: process 0 alone would end, and all others wait for it.
     """
 
     FILE = "events.jsonl"
@@ -46,8 +49,14 @@ class EventLog:
         """Append one event and flush it, so that a killed run keeps its log."""
         if self._file is not None:
             line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(fields)}, allow_nan=False)
-            self._file.write(line + "\n")
-            self._file.flush()
+            try:
+                self._file.write(line + "\n")
+                self._file.flush()
+            except OSError as error:
+                print(f"edgc: warning: the event log ends here: {error}", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    self._file.close()  # tries to write once more
+                self._file = None
 
 
 def _plain(value: Any) -> Any:

@@ -148,7 +148,10 @@ def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
         "variable sequence lengths: shapes are negotiated at run time": args.variable_seq_lengths,
-        "--mtp-standalone: shapes are negotiated at run time": args.mtp_standalone,
+        # Megatron negotiates shapes where such a layer has a stage of its own
+        "--mtp-num-layers with --pipeline-model-parallel-layout: shapes may be negotiated at run time": (
+            args.mtp_num_layers and args.pipeline_model_parallel_layout
+        ),
         "--use-ring-exchange-p2p: it sends whole tensors": args.use_ring_exchange_p2p,
     }
     found = [flag for flag, in_use in refused.items() if in_use]

@@ -375,8 +375,10 @@ def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
 
 
 def scales_loss(args: Namespace) -> bool:
-    """With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow."""
-    return bool(args.fp16 or args.loss_scale)
+    """With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow; its optimizer in fp32
+    without shards takes no scale, and never skips.
+    """
+    return bool(args.fp16 or (args.loss_scale and (args.bf16 or args.use_distributed_optimizer)))
 
 
 def repeatable(args: Namespace) -> bool:

@@ -382,6 +382,16 @@ def trained_once(rank: int) -> dict[str, Any]:
     return training.state.state_dict()
 
 
+def thawed() -> None:
+    """A layer that begins to train after EDGC was given the module."""
+    module = net()
+    module.hidden.requires_grad_(False)
+    state = attach(module, LOW_RANK, iterations=40)
+    module.hidden.requires_grad_(True)
+    module(batch(0, 0)[0]).sum().backward()
+    state.step()
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is not taken, and why."""
     cases = {
@@ -390,6 +400,7 @@ def refused(rank: int) -> dict[str, str]:
         "rank": lambda: Training(rank, PAPER.but(rmin=None, rmax=256)),
         "window": lambda: Training(rank, PAPER.but(window=100)),
         "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
+        "thawed": thawed,
         "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
             Training(rank, EDGCConfig.of(engine="int4")).state.state_dict()  # type: ignore[union-attr]
         ),
@@ -547,6 +558,7 @@ def test_what_cannot_work_is_refused() -> None:
         "rank": "ConfigError: --edgc-rmax = 256",
         "window": "ConfigError: --edgc-window = 100",
         "no gradient": "RuntimeError: 9 parameters have no gradient",
+        "thawed": "RuntimeError: hidden.weight has a gradient, and required none when EDGC was given the module",
         "engine": "ConfigError: EDGC state of the engine int4",
         "another module": "ConfigError: the EDGC state has an error of",
         "complex": "ConfigError: weight is of torch.complex64: EDGC averages gradients of real numbers",

@@ -194,7 +194,7 @@ def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespac
     [
         ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
         ({"variable_seq_lengths": True}, "variable sequence lengths"),
-        ({"mtp_standalone": True}, "--mtp-standalone"),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|mL"}, "--mtp-num-layers with --pipeline"),
         ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
     ],
 )

@@ -39,3 +39,14 @@ def test_a_log_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None
     taken.write_text("")
     with pytest.raises(ConfigError, match=f"--edgc-log-dir = {taken}: no event log can be written"):
         EventLog(str(taken))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which every write finds full")
+def test_a_disk_that_fills_up_ends_the_log_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(str(tmp_path))
+    log._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    for _ in range(2):
+        log.write("window")
+    log.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("edgc: warning: the event log ends here: ") and "space" in line

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -55,14 +56,30 @@ _NOT_IMPLEMENTED = {
     "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
     "--inprocess-restart": "inprocess_restart",
     "--log-straggler": "log_straggler",
+    "--logits-load-dir": "logits_load_dir",
 }
 
 
 def check_options(args: Namespace) -> None:
     """Raise ``ConfigError`` for a flag that asks for more than plain GPT pretraining."""
     refused = [flag for flag, name in _NOT_IMPLEMENTED.items() if getattr(args, name, None)]
+    # Megatron sums the copies of the embedding on the first and the last stage, and this script adds no other
+    if args.mtp_num_layers and _predicts_before_the_end(args):
+        refused.append("--mtp-num-layers on another stage than the last (--pipeline-model-parallel-layout)")
+    # tensor-parallel ranks expect batches of the size of training
+    if args.tensor_model_parallel_size > 1 and args.eval_micro_batch_size != args.micro_batch_size:
+        refused.append("--eval-micro-batch-size with --tensor-model-parallel-size")
     if refused:
         raise ConfigError(f"pretrain_gpt.py does not implement {', '.join(refused)}")
+
+
+def _predicts_before_the_end(args: Namespace) -> bool:
+    """Whether a layer of multi-token prediction is on a pipeline stage before the last."""
+    if not args.pipeline_model_parallel_layout:
+        return False
+    stages = args.pipeline_model_parallel_size
+    layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, stages).layout
+    return any(LayerType.mtp in chunk for stage in layout[:-1] for chunk in stage)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
