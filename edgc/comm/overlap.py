@@ -17,7 +17,7 @@ class Overlap:
 
     A reduction's first message leaves when it starts. Each of the following ones leaves when a later reduction has
     started, and the rest when one is waited for, of all reductions in turn. So one computes while the message of
-    another is under way, and messages leave in the order of the program, which is the same on every rank of a group.
+    another is under way, and messages leave in the order of the program, which is the same on every process of a group.
 
     On CUDA the host waits for no message: all kernels are queued on one side stream, which does. Two reductions at most
     are under way, since the memory of each lasts to its end.

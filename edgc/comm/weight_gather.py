@@ -12,13 +12,13 @@ from edgc.comm.wire import GROUP, Wire, in_groups
 def gather_differences(
     shards: Sequence[Tensor], parts: Sequence[Sequence[int]], before: Tensor, wire: Wire, communicator: Communicator
 ) -> Steps[None]:
-    """Bring every rank's update of its own shard to all ranks, in place.
+    """Bring every process's update of its own shard to all processes, in place.
 
-    ``shards``: all (n,) shards of a buffer, in the order of ranks, alike on every rank but for the rank's own, which it
+    ``shards``: all (n,) shards of a buffer, in the order of processes, alike on every process but for its own, which it
     has updated; ``before``: that one as it was, and as the others still have it. ``parts``: the lengths of the pieces
     of parameters in each shard. No group of rounded values reaches across two of them, so what a parameter becomes does
     not depend on its neighbours: its replicas elsewhere stay alike. What rounding leaves out is in the next difference
-    again, as long as the rank updates its shard from unrounded weights of its own, as a mixed-precision optimizer does.
+    again, as long as the process updates its shard from unrounded weights, as a mixed-precision optimizer does.
     """
     own = communicator.process
     difference = shards[own].float() - before.float()
@@ -27,7 +27,7 @@ def gather_differences(
     values = torch.cat(pieces)
     values = torch.nn.functional.pad(values, (0, length - len(values))).view(1, -1)
     received = yield from communicator.all_gather(wire.encode(values)[0])
-    for rank, (shard, message) in enumerate(zip(shards, torch.split(received, 1), strict=True)):
-        known = before if rank == own else shard  # the others cannot know the owner's unrounded weights
-        pieces = cut_joined(wire.decode(message)[0], [torch.Size([length]) for length in parts[rank]], GROUP)
+    for process, (shard, message) in enumerate(zip(shards, torch.split(received, 1), strict=True)):
+        known = before if process == own else shard  # the others cannot know the owner's unrounded weights
+        pieces = cut_joined(wire.decode(message)[0], [torch.Size([length]) for length in parts[process]], GROUP)
         shard.copy_(known.float() + torch.cat(pieces))

@@ -3,7 +3,7 @@
 Adam divides every entry by the root of its second moment, so an error that is small against the largest rows of a
 matrix can be large where it matters: compression should lose alike of all entries in the units of the update. The
 second moment of each entry is taken as the product of its row's and its column's (Adafactor, Shazeer and Stern 2018,
-arXiv 1804.04235), estimated from the *sums* of past steps: all ranks know them, so no scale travels.
+arXiv 1804.04235), estimated from the *sums* of past steps: all processes know them, so no scale travels.
 """
 
 import math
@@ -103,9 +103,7 @@ class Equaliser:
 
 
 def squared_norms(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """Squares of them, of each row (rows,) and column (cols,), without what lies outside ``part`` of the flattened
-    matrix.
-    """
+    """Squared norms of each row (rows,) and column (cols,), of what lies in ``part`` of the flattened matrix."""
     rows, cols = matrix.shape
     start, stop = part or (0, rows * cols)
     first, last = start // cols, -(-stop // cols)

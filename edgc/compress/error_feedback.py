@@ -109,12 +109,15 @@ class ErrorFeedback:
 
     def draw(self, name: str, *occasion: object) -> int:
         """A seed for the rounding of this error, 0 if nothing is drawn."""
-        return stable_seed(*self._seed, *occasion, name) if self.rule.wire.stochastic else 0
+        return self._seed_of(name, *occasion) if self.rule.wire.stochastic else 0
+
+    def _seed_of(self, name: str, *occasion: object) -> int:
+        return stable_seed(*self._seed, *occasion, name)
 
     def _packed(self, names: Sequence[str], errors: Sequence[Tensor], wire: Wire, *occasion: object) -> list[Packed]:
         if not wire.stochastic:
             return pack_all(errors, wire)
-        seeds = [stable_seed(*self._seed, *occasion, name) for name in names]
+        seeds = [self._seed_of(name, *occasion) for name in names]
         return pack_all(errors, wire, self._generator, seeds)
 
     def clear(self, name: str) -> None:

@@ -32,7 +32,7 @@ class Product:
         torch.mm(self.left[rows], self.right, out=matrix[rows])
 
     def squared_norms(self) -> tuple[Tensor, Tensor]:
-        """Squares of them, of each row (... x rows) and column (... x cols) of the matrix, without computing it.
+        """Squared norms of each row (... x rows) and column (... x cols) of the matrix, without computing it.
 
         Rounding may leave a little below 0.
         """
@@ -92,7 +92,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
 
 @functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
 def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
-    """Random columns of norm about 1 in float64, the same on every rank."""
+    """Random columns of norm about 1 in float64, the same on every process."""
     columns = random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)
     return columns.double().to(device)
 
@@ -108,7 +108,7 @@ def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = or
 
 
 def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
-    """Gaussian (rows x rank) factor in fp32, drawn on the CPU so that every device and rank gets the same."""
+    """Gaussian (rows x rank) factor in fp32, drawn on the CPU so that every device and process gets the same."""
     generator = torch.Generator().manual_seed(stable_seed(*seed))
     return torch.randn(rows, rank, generator=generator).to(device)
 

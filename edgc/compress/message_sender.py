@@ -1,4 +1,4 @@
-"""Messages from one rank to another in low rank, with lazy error propagation. Pure tensors, no collectives.
+"""Messages from one process to another in low rank, with lazy error propagation. Pure tensors, no collectives.
 
 Optimus-CC (Song et al., ASPLOS 2023) compresses the gradients that pipeline stages send back so.
 """
@@ -91,7 +91,7 @@ def described_header(header: Sequence[int]) -> str:
 
 
 class MessageSender:
-    """What one rank keeps of the messages it sends over one boundary. The receiver keeps nothing.
+    """What one process keeps of the messages it sends over one boundary. The receiver keeps nothing.
 
     For each message, with V (cols x rank) and the error from the one before:
 

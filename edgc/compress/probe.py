@@ -22,35 +22,35 @@ BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
 
 def cost_of_link(
-    allocation: Allocation, config: EDGCConfig, ranks: int, gbps: float, scatters: bool = False, half: bool = False
+    allocation: Allocation, config: EDGCConfig, processes: int, gbps: float, scatters: bool = False, half: bool = False
 ) -> StageCost:
-    """Cost of a stage whose data-parallel group has so many ranks on links of ``gbps`` Gbit/s, without latency."""
-    return cost_in_bytes(allocation, config, ranks, scatters, half).scaled(8 / (gbps * 1e9))
+    """Cost of a stage whose data-parallel group has so many processes on links of ``gbps`` Gbit/s, without latency."""
+    return cost_in_bytes(allocation, config, processes, scatters, half).scaled(8 / (gbps * 1e9))
 
 
 def cost_in_bytes(
-    allocation: Allocation, config: EDGCConfig, ranks: int, scatters: bool = False, half: bool = False
+    allocation: Allocation, config: EDGCConfig, processes: int, scatters: bool = False, half: bool = False
 ) -> StageCost:
-    """The same with the bytes that each rank sends in a step in the place of seconds.
+    """The same with the bytes that each process sends in a step in the place of seconds.
 
     ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does. ``half``:
     it sums gradients of 16 bits.
     """
 
     def sent(elements: float, name: str) -> float:
-        return all_reduce_bytes(elements * wire(name).bytes_per_value(), ranks)
+        return all_reduce_bytes(elements * wire(name).bytes_per_value(), processes)
 
-    # A rounded sum of which each rank needs its shard ends halfway, unless one rank needs most of what there is: so it
-    # is with what low rank does not take.
+    # A rounded sum of which each process needs its shard ends halfway, unless one needs most of what there is: so it is
+    # with what low rank does not take.
     rest = sent(allocation.other_elements, config.formats.rest_wire)
     engine = engine_class(config.engine)
     factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
     dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     warmup = config.formats.dense_wire
-    # of gradients in 16 bits every rank needs whole sums: what they cut off is fed back
+    # of gradients in 16 bits every process needs whole sums: what they cut off is fed back
     uncompressed = host if wire(warmup).exact else sent(dense, warmup) * _host_share(scatters and not half)
-    return StageCost(CommCost(rest, all_reduce_bytes(factors, ranks)), uncompressed, host)
+    return StageCost(CommCost(rest, all_reduce_bytes(factors, processes)), uncompressed, host)
 
 
 def probe(
@@ -64,8 +64,8 @@ def probe(
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
 
-    ``allocations``: of each unit. Every rank of the process group must call this at the same time. Takes memory for one
-    more gradient while it runs, beside the state that training will have. The smallest of a few repetitions
+    ``allocations``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
+    gradient while it runs, beside the state that training will have. The smallest of a few repetitions
     counts: anything above it is noise. ``overlapped``: the host's own sums start together, else one after another.
     ``scatters``: each is a reduce-scatter, and counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
@@ -115,10 +115,10 @@ class _Group:
         block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.config.seed))
         self.flat = block.to(device, dtype).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
-        ranks = reducer.communicator.world_size
-        shard = -(-len(self.flat) // ranks)
+        processes = reducer.communicator.world_size
+        shard = -(-len(self.flat) // processes)
         ends = zip(sizes, accumulate(sizes.values()), strict=True)
-        self.shards = {name: shard_bounds(end - sizes[name], end, shard, ranks) for name, end in ends}
+        self.shards = {name: shard_bounds(end - sizes[name], end, shard, processes) for name, end in ends}
 
     def start(self, overlap: Overlap, scatters: bool) -> Handle:
         """Start a reduction as training does."""
@@ -136,13 +136,14 @@ def _seconds(
     for group in groups:
         group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
     run(communicator.all_reduce(torch.zeros(1, device=device)))  # start together
-    _synchronise(device)
+    synchronise(device)
     start = time.perf_counter()
     work()
-    _synchronise(device)
+    synchronise(device)
     return time.perf_counter() - start
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -185,7 +185,7 @@ class GradientSampler:
 
     ``iteration_rate`` (alpha) and ``gradient_rate`` (beta) are fractions in [1e-6, 1]; ``seed`` decides
     where the samples of each name begin. All decisions are integer arithmetic on (seed, name, iteration),
-    so every rank, run and resumed run makes the same ones. Raises ValueError for a rate outside [1e-6, 1].
+    so every process, run and resumed run makes the same ones. Raises ValueError for a rate outside [1e-6, 1].
     """
 
     iteration_rate: float = 0.1

@@ -126,10 +126,10 @@ def merge(processes: Sequence[StageWindow]) -> StageWindow:
         state_bytes=max(p.state_bytes for p in processes),
         spikes=sum(p.spikes for p in processes),
         largest_spike=max(p.largest_spike for p in processes),
-        energies=_mean_energies([p.energies for p in processes]),
+        energies=_mean_values([p.energies for p in processes]),
         statistics=merge_statistics([p.statistics for p in processes]),
         fidelity=_total_fidelity([p.fidelity for p in processes]),
-        row_shares=_mean_energies([p.row_shares for p in processes]),
+        row_shares=_mean_values([p.row_shares for p in processes]),
     )
 
 
@@ -145,7 +145,7 @@ def merge_messages(processes: Sequence[MessageWindow]) -> MessageWindow:
     )
 
 
-def _mean_energies(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def _mean_values(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Of each matrix over the processes: data-parallel ones saw the same sums, others hold other parts of the stage."""
     means = {}
     for name in several[0]:

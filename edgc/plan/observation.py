@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StageObservation:
-    """What one pipeline stage saw in one window, merged over its ranks; NaN where nothing was measured.
+    """What one pipeline stage saw in one window, merged over its processes; NaN where nothing was measured.
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
     activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: in what

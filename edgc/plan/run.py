@@ -320,7 +320,7 @@ def _window(config: EDGCConfig, iterations: int) -> int:
 def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
     """Why a stage's gradients are never compressed; empty if they are."""
     if key.part is Part.LAYERS and run.alone:
-        return "no other rank has these parameters"
+        return "no other process has these parameters"
     share = config.study.stage_share
     if key.part is not Part.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
         return f"beyond {flag('stage_share')} {share:g}"

@@ -74,10 +74,10 @@ class Checkpoints:
     config: EDGCConfig
     keys: list[StageKey]
     stages: list[MegatronStage]
-    controller: Controller | None  # on global rank 0 alone
+    controller: Controller | None  # on global process 0 alone
     messages: PipelineMessages | None = None
-    message_controller: Controller | None = None  # on global rank 0 alone
-    messages_dropped: bool = False  # of what a load found on this rank
+    message_controller: Controller | None = None  # on global process 0 alone
+    messages_dropped: bool = False  # of what a load found on this process
     _entry: dict[str, Any] | None = None  # of the save under way
     _found: tuple[Any, ...] | None = None  # what Megatron has read first of the checkpoint to load
     _before: tuple[int, Sequence[Any]] = (-1, ())  # the last step that closed a window, and the controllers before it
@@ -416,7 +416,7 @@ def _folder(found: tuple[Any, ...]) -> str:
 
 
 def _on_all_ranks[T](work: Callable[[], T]) -> T:
-    """Raise on every rank what one of them raises: the others would wait for it."""
+    """Raise on every process what one of them raises: the others would wait for it."""
     message, result = None, None
     try:
         result = work()

@@ -79,7 +79,7 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
 def check_megatron() -> None:
     """Raise ``ConfigError`` unless there is a Megatron-core that EDGC fits. Imports nothing of it.
 
-    Of a newer minor version than the tested one, whose sources agree in all that EDGC relies on, rank 0 warns.
+    Of a newer minor version than the tested one, whose sources agree in all that EDGC relies on, process 0 warns.
     """
     folder = megatron_folder()
     installed = version("megatron-core")

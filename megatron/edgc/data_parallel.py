@@ -103,7 +103,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
     counted.
 
     With the distributed optimizer a rank computes and, where possible, gets only its own shard of the sums. The factors
-    of a matrix reach all ranks anyway, since the next step starts from them.
+    of a matrix reach all processes anyway, since the next step starts from them.
     """
 
     grad_reduce_handle: Any  # of either kind
@@ -207,7 +207,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         self.param_gather_dispatched = True
 
     def keep_weights(self) -> None:
-        """Before the optimizer's step: remember the own shards as the other ranks have them."""
+        """Before the optimizer's step: remember the own shards as the other processes have them."""
         weights = self.edgc_weights
         # parameters in fp32 are the optimizer's own: they must not be rounded
         if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
@@ -274,7 +274,7 @@ class WeightGather:
 
 
 def _parts(bucket: _ParamAndGradBucket, ranks: int) -> list[list[int]]:
-    """For each rank's shard of a bucket: the lengths of the pieces of parameters, and of gaps between them, in it."""
+    """For each process's shard of a bucket: the lengths of the pieces of parameters, and of gaps, in it."""
     size = bucket.param_data.numel() // ranks
     ends = {end for ends in bucket.param_to_index.values() for end in ends}
     cuts = sorted(ends | {rank * size for rank in range(ranks + 1)})

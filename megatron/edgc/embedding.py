@@ -36,7 +36,7 @@ _module: Any = sys.modules[finalize_model_grads.__module__]
 
 
 class TiedEmbedding:
-    """The copy that this rank has, if any. Every rank builds one, since building it makes process groups."""
+    """The copy that this process has, if any. Every process builds one, since building it makes process groups."""
 
     reducer: GradientReducer
 

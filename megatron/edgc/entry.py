@@ -20,7 +20,7 @@ def attach(chunks: list[nn.Module], config: EDGCConfig | None = None) -> Session
     """Let EDGC reduce the gradients of model chunks that Megatron's DDP has wrapped. For training loops that call
     Megatron's parts themselves; ``compressing`` is for those that call ``pretrain``.
 
-    ``config``: by default that of the ``--edgc`` flags. Every rank calls this at the same point, after Megatron's
+    ``config``: by default that of the ``--edgc`` flags. Every process calls this at the same point, after Megatron's
     arguments are set and before the optimizer is built and a checkpoint loaded. The step under way is
     ``args.curr_iteration``. Raises ``ConfigError`` for what EDGC cannot take, and without ``--edgc`` or a config.
     """

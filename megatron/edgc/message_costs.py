@@ -16,7 +16,7 @@ from edgc.plan.rank_plan import NO_RANK
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:
-    """Rows and columns of a message: tokens of a micro-batch on this rank, and the model's width."""
+    """Rows and columns of a message: tokens of a micro-batch on this process, and the model's width."""
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     if args.sequence_parallel:
         tokens //= args.tensor_model_parallel_size
@@ -45,7 +45,10 @@ def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> 
 
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
-    """By the stage that sends it, counted from 0: timed, those that this rank receives. All ranks must call this."""
+    """By the stage that sends it, counted from 0: timed, those that this process receives.
+
+    All processes must call this.
+    """
     in_low_rank = config.pipeline.messages.engine == "powersgd"
     limit = largest_message_rank(config, args, config.study.min_saving) if in_low_rank else 0
     ranks = sorted({max(1, limit // 4), max(1, limit // 2), limit}) if limit > 1 else []

@@ -1,4 +1,4 @@
-"""What travels between pipeline stages: the state of this rank's messages, counted, measured, compressed."""
+"""What travels between pipeline stages: the state of this process's messages, counted, measured, compressed."""
 
 import math
 from argparse import Namespace
@@ -25,7 +25,7 @@ from megatron.edgc.message_costs import message_shape, message_wire
 
 
 class PipelineMessages:
-    """What this rank sends to its neighbours in the pipeline, and what it has to expect of them.
+    """What this process sends to its neighbours in the pipeline, and what it has to expect of them.
 
     Gradients go back from each stage to the one before, activations forward. In training both are counted; those of
     ``config.pipeline.messages`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
@@ -213,7 +213,7 @@ class PipelineMessages:
         }
 
     def restore_bytes(self, sent: float, dense: float) -> None:
-        """Go on counting from a checkpoint's mean over all ranks, without telling directions apart."""
+        """Go on counting from a checkpoint's mean over all processes, without telling directions apart."""
         self.bytes, self.dense_bytes = Counter({"forward": sent}), Counter({"forward": dense})
         self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
 
@@ -237,7 +237,7 @@ class PipelineMessages:
         self._window_start = (start[0], start[1])
 
     def take_window(self) -> list[MessageWindow]:
-        """What was seen of the messages that this rank sends since the last call.
+        """What was seen of the messages that this process sends since the last call.
 
         Raises ``UnexpectedMessage`` if on CUDA one has arrived that should not have.
         """

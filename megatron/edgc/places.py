@@ -35,7 +35,7 @@ def replica_group() -> dist.ProcessGroup:
 
 
 def parallel_sizes(args: Namespace) -> dict[str, int]:
-    """The sizes that decide which parameters, and which parts of them, a rank holds."""
+    """The sizes that decide which parameters, and which parts of them, a process holds."""
     return {
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,

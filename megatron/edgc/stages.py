@@ -1,4 +1,4 @@
-"""What one rank reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
+"""What one process reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def gradient_bytes(args: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Named:
-    """A bucket group of one model chunk and the names of its parameters, unique on this rank."""
+    """A bucket group of one model chunk and the names of its parameters, unique on this process."""
 
     group: _ParamAndGradBucketGroup
     chunk: int
@@ -54,7 +54,7 @@ class Named:
 
 
 class MegatronStage(Stage):
-    """The bucket groups of one rank that share a rank plan, taken over once ``attach`` has been called.
+    """The bucket groups of one process that share a rank plan, taken over once ``attach`` has been called.
 
     ``embedding``: the gradient of a tied embedding that Megatron itself sums again, with the copy on another stage.
     """
@@ -153,8 +153,8 @@ def stages_of(
     device: torch.device,
     tied: TiedEmbedding | None = None,
 ) -> list[MegatronStage]:
-    """This rank's stages: that of its pipeline stage first, also if no other rank holds a copy of it; its experts, if
-    others do; the tied embedding, if EDGC sums it and this rank has it.
+    """The stages of this process: that of its pipeline stage first, also if no other holds a copy of it; its experts,
+    if others do; the tied embedding, if EDGC sums it and this process has it.
     """
     stages: list[MegatronStage] = []
     apart = tied.weight if tied is not None else None

@@ -75,7 +75,7 @@ class Session:
         self.scaled = scales_loss(args)
         self.seam = Seam()
         self.messages: PipelineMessages | None = None  # where there is a pipeline
-        self.stages: list[MegatronStage] = []  # of this rank
+        self.stages: list[MegatronStage] = []  # of this process
         self.tied: TiedEmbedding | None = None  # where the sum of its copies is EDGC's
         self.installed = False  # on a model
         self.completed = 0  # steps, those of this process
@@ -92,7 +92,7 @@ class Session:
     def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Take over the gradient reduction of the wrapped model chunks, and return them: a ``post_wrap_hook``.
 
-        Every rank calls this at the same point, before a checkpoint is loaded.
+        Every process calls this at the same point, before a checkpoint is loaded.
         """
         self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(self.chunks) < len(chunks):
@@ -160,8 +160,8 @@ class Session:
         return chunks
 
     def _plan(self, device: torch.device) -> RunPlan:
-        """The same plan on every rank, and this rank's stages. A tied embedding is one of them unless the plan has
-        nothing to compress.
+        """The same plan on every process, and the stages of this one. A tied embedding is one of them unless the plan
+        has nothing to compress.
         """
         stage = parallel_state.get_pipeline_model_parallel_rank()
         tied = TiedEmbedding(self.chunks) if self.config.pipeline.fuse_embedding_sync else None
@@ -183,7 +183,7 @@ class Session:
         return plan
 
     def _check_stages(self, stage: int) -> None:
-        """Raises ``ConfigError``, on all ranks alike, where one has nothing to reduce but a tied embedding."""
+        """Raises ``ConfigError``, on all processes alike, where one has nothing to reduce but a tied embedding."""
         own = next((one for one in self.stages if one.key.part is Part.LAYERS), None)
         empty = own is None or not any(parameter.elements for parameter in own.parameters)
         if found := sorted({place for place in all_gather_objects(stage + 1 if empty else None) if place}):
@@ -194,7 +194,7 @@ class Session:
             )
 
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
-        """What each rank knows of its stages. Experts and embedding have no cost: the layers around them pay."""
+        """What each process knows of its stages. Experts and embedding have no cost: the layers around them pay."""
         own = [
             ProcessStage(stage.key, tuple(stage.parameters), cost if stage.key.part is Part.LAYERS else None)
             for stage in self.stages
@@ -231,7 +231,7 @@ class Session:
         self.seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
 
     def _resume(self) -> None:
-        """A checkpoint has been loaded, on rank 0 the controllers' state with it."""
+        """A checkpoint has been loaded, on process 0 the controllers' state with it."""
         self.windows.adopt_plans()
         self.reporter.resume(self.driver.plan, self.windows.controller)
         for stage in self.stages:
@@ -247,7 +247,7 @@ class Session:
 
     def step(self) -> None:
         """After all reductions of a step, before the optimizer's: count it; at the end of a window exchange what was
-        seen and adopt rank 0's plan. Megatron calls it with ``finalize_model_grads_func``.
+        seen and adopt process 0's plan. Megatron calls it with ``finalize_model_grads_func``.
 
         Raises ``StepError`` for a step whose gradients must not reach the weights.
         """
@@ -271,8 +271,8 @@ class Session:
             self.reporter.window(report, last)
 
     def end_early(self) -> None:
-        """Report what was seen since the last window of a run that Megatron ends before its last step. Every rank calls
-        this; no step may follow.
+        """Report what was seen since the last window of a run that Megatron ends before its last step. Every process
+        calls this; no step may follow.
         """
         if self.completed and self.completed < self.run.iterations:
             self.reporter.window(self.windows.exchange(self.completed), last=True)
@@ -280,7 +280,7 @@ class Session:
     def _check_tied(self, iteration: int) -> None:
         """Raises ``StepError`` where nothing has asked for the sum of a tied embedding that EDGC has taken over.
 
-        On every rank: one that went on would wait for the others.
+        On every process: one that went on would wait for the others.
         """
         if self.tied is None:
             return
@@ -310,7 +310,7 @@ class Session:
         warn(message, self.stages[0].process_group)
 
     def _all_finite(self) -> bool:
-        """Whether all gradients are finite on every rank, reduced by whom ever: else the optimizer skips the step."""
+        """Whether all gradients are finite on every process, whoever has summed them. Else the optimizer skips."""
         gradients = [
             bucket.grad_data
             for chunk in self.chunks

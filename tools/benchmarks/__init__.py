@@ -1,1 +1,1 @@
-"""Measurements of single steps, for ``bench_gpu.py`` and ``bench_reduce.py``; training runs do not belong here."""
+"""What the tools share that time single steps, or count what a step does."""

@@ -1,4 +1,4 @@
-"""What both benchmarks measure with and on."""
+"""What benchmarks of reductions measure with and on."""
 
 import platform
 from importlib.metadata import version

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.comm.collectives import all_reduce_bytes, run
+from edgc.compress.probe import synchronise
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
@@ -81,11 +82,6 @@ def measure(
             for phase in PHASES
         },
     }
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def process(number: int, options: argparse.Namespace, folder: str) -> None:

@@ -119,7 +119,7 @@ class _Event:
 def redirect() -> None:
     """Point ``torch.cuda`` at the CPU for the rest of the process. Call before Megatron's arguments are parsed.
 
-    Prints one warning line on rank 0. A second call does nothing.
+    Prints one warning line on process 0. A second call does nothing.
     """
     if isinstance(torch.cuda.current_stream, type) and issubclass(torch.cuda.current_stream, _Stream):
         return
@@ -215,8 +215,8 @@ def _redirect_megatron() -> None:
 
     WrappedTorchNorm.__new__ = norm
 
-    # Context parallelism exists for Transformer Engine's attention alone. Here every rank gathers all keys and values;
-    # the mask says what its own queries see of them.
+    # Context parallelism exists for Transformer Engine's attention alone. Here every process gathers all keys and
+    # values; the mask says what its own queries see of them.
     class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             alone = copy.copy(config)

@@ -123,14 +123,15 @@ def train_valid_test_datasets(num_samples: list[int | None], vp_stage: int | Non
     return datasets
 
 
-# Every rank calls it, not tensor-parallel rank 0 alone: the builder itself meets at barriers of all ranks.
+# Every process calls it, not tensor-parallel process 0 alone: the builder itself meets at barriers of all processes.
 train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """The micro-batch of this rank: read by tensor-parallel rank 0, broadcast to its group, cut for context parallel.
+    """The micro-batch of this process: read by tensor-parallel process 0, broadcast to its group, cut for context
+    parallelism.
 
     Returns tensors of shape (micro batch, sequence), or None for what this pipeline stage does not need.
     """
@@ -141,7 +142,7 @@ def get_batch(
     batch: dict[str, Any] = dict.fromkeys(BATCH_KEYS)
     if tp_rank == 0:
         if data_iterator is None:
-            raise RuntimeError("this rank has to read data but was given no data iterator")
+            raise RuntimeError("this process has to read data but was given no data iterator")
         read = next(data_iterator)
         batch.update({key: read[key].cuda(non_blocking=True) for key in BATCH_KEYS if key in read})
     batch = get_batch_on_this_tp_rank(
@@ -169,7 +170,7 @@ def get_batch(
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and both together for the log (Megatron divides them over all ranks)."""
+    """Summed loss, number of tokens, and both together for the log (Megatron divides them over all processes)."""
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
