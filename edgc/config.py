@@ -7,7 +7,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
-from edgc.compress.engines import ENGINES, check_engine, has_rank
+from edgc.engines import ENGINES, check_engine, has_rank
 from edgc.presets import PRESETS
 
 PAPER = "arXiv 2511.10333"

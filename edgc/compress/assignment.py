@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from edgc.compress.batch import triton_kernels
-from edgc.compress.engines import engine_arguments, engine_class
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Route, Step
 from edgc.config import FORMATS, EDGCConfig
+from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
 
 

@@ -9,9 +9,9 @@ import torch
 from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes, run
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import wire
-from edgc.compress.engines import engine_class
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.engines import engine_class
 from edgc.plan.allocation import Allocation, largest_rank
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.ranks import RANK_MULTIPLE

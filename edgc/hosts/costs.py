@@ -7,9 +7,9 @@ import torch
 from edgc.comm.collectives import Communicator
 from edgc.comm.wire import wire
 from edgc.compress import probe
-from edgc.compress.engines import engine_class
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
+from edgc.engines import engine_class
 from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.ranks import smallest_rank

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps, Traffic, run
 from edgc.comm.wire import FP32, GROUP, wire
-from edgc.compress.engines import ENGINES, Registered
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.engines import ENGINES, Registered
 from edgc.plan.allocation import Allocation
 from edgc.specs import MatrixSpec
 from tests.distributed.gloo import run_on_ranks

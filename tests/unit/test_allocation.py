@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from edgc.compress.engines import ENGINES, has_rank
 from edgc.compress.probe import cost_of_link
 from edgc.config import EDGCConfig
+from edgc.engines import ENGINES, has_rank
 from edgc.plan.allocation import (
     allocate,
     descent,

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgc.compress.engines import ENGINES, engine_class
 from edgc.compress.engines.base import Elementwise, LowRank
 from edgc.config import ConfigError, EDGCConfig, Messages, Study, flag, knobs
+from edgc.engines import ENGINES, engine_class
 from edgc.presets import PRESETS
 
 

@@ -300,7 +300,7 @@ def test_gpus_that_are_not_there_cost_no_finished_run(tmp_path: Path, monkeypatc
 
 
 def test_every_engine_has_a_place_in_the_plot() -> None:
-    from edgc.compress.engines import ENGINES
+    from edgc.engines import ENGINES
 
     assert {engine for _, _, engines in FAMILIES.values() for engine in engines} == {*ENGINES, "dense"}
 

@@ -11,9 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm import packed
 from edgc.comm.collectives import Communicator, Traffic, run
-from edgc.compress.engines import ENGINES, base
+from edgc.compress.engines import base
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
+from edgc.engines import ENGINES
 from edgc.plan.allocation import Allocation
 from edgc.specs import MatrixSpec, ShardBounds
 from tools.benchmarks.operations import counted

@@ -10,9 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.comm.packed import pack_all
-from edgc.compress.engines import ENGINES
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.engines import ENGINES
 from edgc.observe.measurements import Measurements
 from edgc.plan.allocation import allocate
 from edgc.presets import PRESETS

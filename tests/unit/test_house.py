@@ -32,8 +32,10 @@ def test_what_decides_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
 
 
-# Who may import whom: a room and those to its left, and what lies beside the rooms.
+# Who may import whom: a room imports itself, those to its left, and what lies beside the rooms, which imports no room
+# except in the entries.
 ORDER = ("plan", "observe", "comm", "compress", "hosts")
+ENTRIES = ("__init__.py", "__main__.py")
 
 
 def test_arrows_between_rooms_point_one_way() -> None:
@@ -41,6 +43,9 @@ def test_arrows_between_rooms_point_one_way() -> None:
         for path in (REPOSITORY / "edgc" / room).rglob("*.py"):
             found = set(re.findall(r"^\s*from edgc\.(\w+)", path.read_text(), re.MULTILINE)) & set(ORDER)
             assert found <= set(ORDER[: place + 1]), f"{path.relative_to(REPOSITORY)} imports {found}"
+    for path in set((REPOSITORY / "edgc").glob("*.py")) - {REPOSITORY / "edgc" / name for name in ENTRIES}:
+        found = set(re.findall(r"^\s*from edgc\.(\w+)", path.read_text(), re.MULTILINE)) & set(ORDER)
+        assert not found, f"{path.relative_to(REPOSITORY)} imports {found}"
     for path in (REPOSITORY / "edgc").rglob("*.py"):
         if path.parent.name != "comm":
             assert "torch.distributed" not in path.read_text(), path

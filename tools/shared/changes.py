@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from edgc.compress.engines import has_rank
 from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, Messages, ranks_by_entropy
+from edgc.engines import has_rank
 from edgc.presets import PRESETS
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
