@@ -67,12 +67,12 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     parameters = [Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))]
     config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
     allocation = allocate(parameters, config, 4)
-    cost = cost_of_link(allocation, config, ranks=4, gbps=0.008)  # 1 MB/s
+    cost = cost_of_link(allocation, config, processes=4, gbps=0.008)  # 1 MB/s
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(cost, allocation.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
     one_factor = config.but(engine="alternating", rest_wire="bf16", dense_wire="bf16")
-    cost = cost_of_link(allocation, one_factor, ranks=4, gbps=0.008)
+    cost = cost_of_link(allocation, one_factor, processes=4, gbps=0.008)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
