@@ -137,17 +137,17 @@ class BudgetPlanner:
         self.least = sum(options(one, bytes_per_value)[0].size for one in every)  # with every smallest choice
         self.bound(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
-        self.dense = 4.0 * sum(elements)  # bytes of a step's messages in fp32
+        self.dense_bytes = 4.0 * sum(elements)  # bytes of a step's messages in fp32
         self.uncompressed = uncompressed * sum(elements)
-        self.never = uncompressed * sum(elements[place] for place in never)
+        self.never_bytes = uncompressed * sum(elements[place] for place in never)
         # bytes as counted so far: of the run, of the host's own way, and of an all-reduce in fp32
-        self.sent = self.by_host = self.in_fp32 = 0.0
+        self.sent = self.host_bytes = self.in_fp32 = 0.0
         # of steps in which nothing was to be compressed: bytes of an all-reduce in fp32, and those that were sent
         self.idle = self.sent_idle = 0.0
         # bytes that relief has taken beyond the budget, and the share of this window's steps that it takes
         self.sent_beyond = self.beyond = 0.0
         self.mixed = False  # whether a resume has hidden which steps of this window the host has summed
-        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense``
+        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense_bytes``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
         self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
@@ -167,39 +167,39 @@ class BudgetPlanner:
     def reachable(self) -> float:
         """The volume of a run in which every parameter always has its smallest choice after the warm-up."""
         warmup = min(self.first, self.iterations)
-        least = warmup * self.uncompressed + (self.iterations - warmup) * (self.least + self.never)
-        return self.iterations * self.dense / least if least else math.inf
+        least = warmup * self.uncompressed + (self.iterations - warmup) * (self.least + self.never_bytes)
+        return self.iterations * self.dense_bytes / least if least else math.inf
 
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
-        return min(sum(self._each(iteration)) / (self.overhead or 1.0) - self.never, self.most)
+        return min(sum(self._each(iteration)) / (self.overhead or 1.0) - self.never_bytes, self.most)
 
     def _each(self, iteration: int) -> tuple[float, float]:
         """Bytes of each step from ``iteration`` on, of all kinds: by the budget, and what relief adds to them."""
         sent, dense = self.sent, self.in_fp32
         if not dense:  # nothing is counted yet: what the warm-up takes
-            sent, dense = iteration * self.uncompressed, iteration * self.dense
-        done = iteration * self.dense
+            sent, dense = iteration * self.uncompressed, iteration * self.dense_bytes
+        done = iteration * self.dense_bytes
         # the host's own steps are no part of the budget, nor of the steps that it is for
         idle = self.idle / dense * done if dense else 0.0
         spent = (sent - self.sent_idle - self.sent_beyond) / dense * done if dense else 0.0
-        unspent = (self.dense * self.iterations - idle) / self.volume - spent
+        unspent = (self.dense_bytes * self.iterations - idle) / self.volume - spent
         share = float(self.share[min(iteration, self.iterations - 1)])
         overhead, remaining = self.overhead or 1.0, max(self.iterations - iteration, 1)
         # what later steps need at least is not for the steps of this window
-        least = overhead * (self.least + self.never)
+        least = overhead * (self.least + self.never_bytes)
         beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
         each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
         if self.relief == 1:
             return each, 0.0
-        plain = self.dense / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+        plain = self.dense_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
         return each, max(plain - each, 0.0) + (self.relief - 1) * plain
 
     def observe(
         self,
         noise: Sequence[Mapping[str, tuple[float, float]]],
         sent: float,
-        by_host: float,
+        host_bytes: float,
         in_fp32: float,
         rows: Sequence[Mapping[str, Sequence[float]]] = (),
         host_share: float = 0.0,
@@ -215,8 +215,8 @@ class BudgetPlanner:
             self.candidates[place] = [
                 one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
             ]
-        taken, of_host, fp32 = sent - self.sent, by_host - self.by_host, in_fp32 - self.in_fp32
-        self.sent, self.by_host, self.in_fp32 = sent, by_host, in_fp32
+        taken, of_host, fp32 = sent - self.sent, host_bytes - self.host_bytes, in_fp32 - self.in_fp32
+        self.sent, self.host_bytes, self.in_fp32 = sent, host_bytes, in_fp32
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
         taken_by_host = taken if host_share == 1 else host_share * of_host
         if idle:
@@ -224,9 +224,9 @@ class BudgetPlanner:
             self.sent_idle += taken_by_host
         self.sent_beyond += self.beyond * (taken - taken_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or self.mixed or not fp32 > 0 or not self.dense  # without messages nothing is learnt
+        unknown = host_share or self.mixed or not fp32 > 0 or not self.dense_bytes  # without messages nothing is learnt
         self.mixed = False
-        self.per_step = None if unknown else taken / fp32 * self.dense
+        self.per_step = None if unknown else taken / fp32 * self.dense_bytes
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -259,7 +259,7 @@ class BudgetPlanner:
             return
         first_window = self.overhead is None  # a part of it may have been warm-up
         if self.per_step is not None:
-            self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never)
+            self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never_bytes)
         if not self.guarded[iteration]:
             self.relief = 1.0
         elif self.fidelity < self.least_fidelity:
@@ -357,7 +357,7 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        sent = [self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond]
+        sent = [self.sent, self.host_bytes, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond]
         changed = {str(place): names for place, names in self.changed.items()}
         return {
             "sent": sent,
@@ -379,7 +379,7 @@ class BudgetPlanner:
             own = {one.matrix.name: one.shape for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
-        self.sent, self.by_host, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond = state["sent"]
+        self.sent, self.host_bytes, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond = state["sent"]
         self.overhead, self.relief, self.beyond = state["overhead"], state["relief"], state["beyond"]
         for place in known:
             self.changed[place] = list(state["changed"][str(place)])

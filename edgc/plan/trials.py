@@ -38,7 +38,7 @@ class Trials:
         self.by_host, self.due = by_host, False
         self.trial: tuple[int, int] | None = None
         self.measured: tuple[float, ...] = ()
-        self.sent = 0  # steps of trials in which the host has summed what would have been compressed
+        self.host_steps = 0  # of trials in which the host has summed what would have been compressed
         self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
         self._counted = (0.0, 0.0)  # bytes of the run so far, and of the host's own way
@@ -46,16 +46,16 @@ class Trials:
         self._settled = False  # whether enough steps have been timed since a trial was last begun or ended
 
     def observe(
-        self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, by_host: float
+        self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, host_bytes: float
     ) -> None:
         """Take in a window.
 
         ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
         ended. ``reduce_seconds``: of the reductions of a step, in this window. ``sent``: bytes of the run so far;
-        ``by_host``: of the host's own way.
+        ``host_bytes``: of the host's own way.
         """
-        taken, of_host = sent - self._counted[0], by_host - self._counted[1]
-        self._counted = sent, by_host
+        taken, of_host = sent - self._counted[0], host_bytes - self._counted[1]
+        self._counted = sent, host_bytes
         share = taken / of_host if taken > 0 and of_host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
         self._settled = len(usual) >= LEAST
@@ -91,7 +91,7 @@ class Trials:
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
         self.spent += STEPS * max(tried - usual, 0.0)
-        self.sent += 0 if self.by_host else STEPS
+        self.host_steps += 0 if self.by_host else STEPS
         before, self.by_host = self.by_host, compressed > (RETURN if self.by_host else FASTER) * host
         self.measured, self.trial, self.due = (compressed, host), None, False
         if self.by_host != before:
@@ -106,7 +106,7 @@ class Trials:
             return
         affordable = self.spent < SHARE * self.iterations * self._step
         if not self.by_host and self.measured:  # each takes bytes as well
-            affordable &= self.sent + STEPS <= SHARE * self.iterations
+            affordable &= self.host_steps + STEPS <= SHARE * self.iterations
         if affordable:
             self.trial = (first, last)
 
@@ -117,7 +117,7 @@ class Trials:
             "by_host": self.by_host,
             "due": self.due or self.trial is not None,
             "measured": list(self.measured),
-            "sent": self.sent,
+            "host_steps": self.host_steps,
             "spent": self.spent,
             "counted": list(self._counted),
             "reduction": self._reduction,
@@ -127,6 +127,7 @@ class Trials:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, perhaps on another link."""
         self.host_seconds, self.by_host, self.due = state["host_seconds"], state["by_host"], state["due"]
-        self.measured, self.sent, self.spent = tuple(state["measured"]), state["sent"], state["spent"]
+        self.measured, self.host_steps = tuple(state["measured"]), state["host_steps"]
+        self.spent = state["spent"]
         self.trial, self._counted = None, tuple(state["counted"])
         self._reduction, self._share = state["reduction"], state["share"]  # so that another link is seen

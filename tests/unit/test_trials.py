@@ -147,7 +147,7 @@ def test_trials_cost_half_a_percent_of_a_run() -> None:
     for iteration in range(100, 1900, 20):  # the link changes all the time, and compression always wins
         reduction = 1.4 - reduction
         window(under_test, iteration, reduction, 0.5, 1.0)
-    assert 2 * STEPS <= under_test.sent <= 0.005 * 2000
+    assert 2 * STEPS <= under_test.host_steps <= 0.005 * 2000
 
 
 def test_where_the_host_sums_trials_cost_time_alone() -> None:
