@@ -671,7 +671,7 @@ def test_a_volume_without_parameters_of_its_own_has_nothing_to_learn() -> None:
     """One process a stage, and Megatron's own sum of a tied embedding: all that is counted is Megatron's."""
     planner = BudgetPlanner(24.0, 1000, 10, [[]], (), BYTES, 4.0)
     for window in range(1, 4):
-        planner.observe([{}], sent=8e6 * window, by_host=8e6 * window, in_fp32=8e6 * window)
+        planner.observe([{}], sent=8e6 * window, host_bytes=8e6 * window, in_fp32=8e6 * window)
         planner.decide(50 * window)
     assert planner.choices == {0: []}
 
@@ -682,7 +682,7 @@ def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
 
     before, longer = planner(1000), planner(2000)
     spent, dense = before.dense_bytes * 500 / 16, before.dense_bytes * 500  # more than its share
-    before.observe([{}], sent=spent, by_host=dense, in_fp32=dense)
+    before.observe([{}], sent=spent, host_bytes=dense, in_fp32=dense)
     longer.load_state_dict(before.state_dict())
     assert longer.budget(500) * 1500 + spent == pytest.approx(longer.dense_bytes * 2000 / 24)
     assert before.budget(500) * 500 + spent == pytest.approx(before.dense_bytes * 1000 / 24)
