@@ -83,23 +83,11 @@ def markdown() -> str:
     ]
     for title, members in _groups():
         lines += ["", f"## {title}", "", "| flag | meaning | unit | default | source |", "|---|---|---|---|---|"]
-        for knob in members:
-            meta = knob.metadata
-            choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
-            lines.append(
-                f"| `{_spelling(knob)}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_default(knob)} "
-                f"| {_linked(meta['source'])} |"
-            )
+        lines += [_row(_spelling(knob), knob, _default(knob)) for knob in members]
     lines += ["", "## Levers for studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
     usual = EDGCConfig.from_preset({}).flat()
-    for lever in fields(Study):
-        meta = lever.metadata
-        choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
-        lines.append(
-            f"| `{lever.name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {_value(usual[lever.name])} "
-            f"| {_linked(meta['source'])} |"
-        )
+    lines += [_row(lever.name, lever, _value(usual[lever.name])) for lever in fields(Study)]
     unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
     lines += ["", "## What the presets set", ""]
     lines += [f"`safe`, `balanced` and `fast` use {unused} only where a rank is given, or entropy sets it.", ""]
@@ -112,6 +100,12 @@ def markdown() -> str:
             name = _name(knob) if knob.name not in levers else f"--edgc-study {knob.name}"
             lines.append(f"| `{name}` | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, knob: Field[Any], default: str) -> str:
+    meta = knob.metadata
+    choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
+    return f"| `{name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {default} | {_linked(meta['source'])} |"
 
 
 def _groups() -> Iterator[tuple[str, list[Field[Any]]]]:

@@ -246,3 +246,11 @@ def test_settings_keep_their_values_with_and_without_their_groups() -> None:
         assert EDGCConfig.of(**config.flat()) == config == config.but()
         assert config.but(window=7) == EDGCConfig.of(**{**config.flat(), "window": 7}) != config
     assert len(config.flat()) == len(knobs()) - 1 + len(fields(Study))
+
+
+def test_names_that_settings_know_are_those_of_the_rooms_that_need_torch() -> None:
+    from edgc import config
+    from edgc.comm.wire import WIRES
+    from edgc.observe import entropy
+
+    assert set(config.FORMATS) == set(WIRES) and set(config.ESTIMATORS) == set(entropy.ESTIMATORS)
