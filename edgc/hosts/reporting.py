@@ -152,7 +152,7 @@ class Reporter:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._by_host, self._tried, self._relief = plan.by_host, plan.tried, plan.relief
         budget = None if controller is None else controller.budget
-        self._host_summed = budget is not None and budget.idle > 0
+        self._host_summed = budget is not None and budget.ledger.counts.idle > 0
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""

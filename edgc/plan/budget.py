@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from edgc.plan.candidates import Candidate, Choice, is_rows, way_of
+from edgc.plan.ledger import Ledger
 
 # A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
 LEAST_USED, LEAST_GAIN = 0.97, 0.05
@@ -18,7 +17,6 @@ NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which
 LITTLE, LITTLE_POWER = 0.03, 1.7
 LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
 ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
-WINDOWS = 20  # of a run, at least
 LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
 
@@ -122,34 +120,19 @@ class BudgetPlanner:
         window: int = 1,
     ):
         self.volume, self.iterations, self.first = volume, iterations, first
-        each = np.ones(iterations) if worth is None else np.asarray(worth)
-        # of a step in the window from an iteration on, its share of what it and all later ones are worth
-        before = np.concatenate([[0.0], np.cumsum(each)])
-        ends = np.minimum(np.arange(iterations) + window, iterations)
-        self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
-        self.worth = each / each.mean()
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        self.guarded = each > least_worth
+        self.guarded = [one > least_worth for one in worth or [1.0] * iterations]
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
-        self.least = sum(options(one, bytes_per_value)[0].size for one in every)  # with every smallest choice
         self.bound(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
-        self.dense_bytes = 4.0 * sum(elements)  # bytes of a step's messages in fp32
-        self.uncompressed = uncompressed * sum(elements)
         self.never_bytes = uncompressed * sum(elements[place] for place in never)
-        # bytes as counted so far: of the run, of the host's own way, and of an all-reduce in fp32
-        self.sent = self.host_bytes = self.in_fp32 = 0.0
-        # of steps in which nothing was to be compressed: bytes of an all-reduce in fp32, and those that were sent
-        self.idle = self.sent_idle = 0.0
-        # bytes that relief has taken beyond the budget, and the share of this window's steps that it takes
-        self.sent_beyond = self.beyond = 0.0
-        self.mixed = False  # whether a resume has hidden which steps of this window the host has summed
-        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense_bytes``
-        # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
-        self.overhead: float | None = None
+        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.never_bytes
+        self.ledger = Ledger(
+            volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, window
+        )
         self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
         self.least_fidelity, self.fidelity = least_fidelity, math.nan  # as asked for, and in the last window
         self.relief = 1.0  # how many times the bytes of its budget a step gets
@@ -166,34 +149,14 @@ class BudgetPlanner:
     @property
     def reachable(self) -> float:
         """The volume of a run in which every parameter always has its smallest choice after the warm-up."""
-        warmup = min(self.first, self.iterations)
-        least = warmup * self.uncompressed + (self.iterations - warmup) * (self.least + self.never_bytes)
-        return self.iterations * self.dense_bytes / least if least else math.inf
+        warmup, ledger = min(self.first, self.iterations), self.ledger
+        least = warmup * ledger.uncompressed + (self.iterations - warmup) * ledger.least
+        return self.iterations * ledger.dense_bytes / least if least else math.inf
 
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
-        return min(sum(self._each(iteration)) / (self.overhead or 1.0) - self.never_bytes, self.most)
-
-    def _each(self, iteration: int) -> tuple[float, float]:
-        """Bytes of each step from ``iteration`` on, of all kinds: by the budget, and what relief adds to them."""
-        sent, dense = self.sent, self.in_fp32
-        if not dense:  # nothing is counted yet: what the warm-up takes
-            sent, dense = iteration * self.uncompressed, iteration * self.dense_bytes
-        done = iteration * self.dense_bytes
-        # the host's own steps are no part of the budget, nor of the steps that it is for
-        idle = self.idle / dense * done if dense else 0.0
-        spent = (sent - self.sent_idle - self.sent_beyond) / dense * done if dense else 0.0
-        unspent = (self.dense_bytes * self.iterations - idle) / self.volume - spent
-        share = float(self.share[min(iteration, self.iterations - 1)])
-        overhead, remaining = self.overhead or 1.0, max(self.iterations - iteration, 1)
-        # what later steps need at least is not for the steps of this window
-        least = overhead * (self.least + self.never_bytes)
-        beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
-        each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
-        if self.relief == 1:
-            return each, 0.0
-        plain = self.dense_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
-        return each, max(plain - each, 0.0) + (self.relief - 1) * plain
+        counted = sum(self.ledger.step(iteration, self.relief))
+        return min(counted / (self.ledger.overhead or 1.0) - self.never_bytes, self.most)
 
     def observe(
         self,
@@ -215,18 +178,7 @@ class BudgetPlanner:
             self.candidates[place] = [
                 one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
             ]
-        taken, of_host, fp32 = sent - self.sent, host_bytes - self.host_bytes, in_fp32 - self.in_fp32
-        self.sent, self.host_bytes, self.in_fp32 = sent, host_bytes, in_fp32
-        # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
-        taken_by_host = taken if host_share == 1 else host_share * of_host
-        if idle:
-            self.idle += host_share * fp32
-            self.sent_idle += taken_by_host
-        self.sent_beyond += self.beyond * (taken - taken_by_host)
-        # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or self.mixed or not fp32 > 0 or not self.dense_bytes  # without messages nothing is learnt
-        self.mixed = False
-        self.per_step = None if unknown else taken / fp32 * self.dense_bytes
+        self.ledger.observe(sent, host_bytes, in_fp32, host_share, idle)
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -257,9 +209,7 @@ class BudgetPlanner:
             self.choices = {}
             self.choices = self._best(iteration)
             return
-        first_window = self.overhead is None  # a part of it may have been warm-up
-        if self.per_step is not None:
-            self.overhead = 1.0 if first_window else self.per_step / (self._size(self.choices) + self.never_bytes)
+        self.ledger.learn(self._size(self.choices) + self.never_bytes)
         if not self.guarded[iteration]:
             self.relief = 1.0
         elif self.fidelity < self.least_fidelity:
@@ -284,8 +234,7 @@ class BudgetPlanner:
             ]
             for place in self.places
         }
-        by_budget, relief = self._each(iteration)
-        self.beyond = relief / (max(by_budget, 0.0) + relief) if relief else 0.0
+        self.ledger.grant(iteration, self.relief)
 
     def little(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
@@ -357,16 +306,8 @@ class BudgetPlanner:
             }
             for place in self.places
         }
-        sent = [self.sent, self.host_bytes, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond]
         changed = {str(place): names for place, names in self.changed.items()}
-        return {
-            "sent": sent,
-            "overhead": self.overhead,
-            "relief": self.relief,
-            "beyond": self.beyond,
-            "changed": changed,
-            "stages": stages,
-        }
+        return {"ledger": self.ledger.state_dict(), "relief": self.relief, "changed": changed, "stages": stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
@@ -379,8 +320,8 @@ class BudgetPlanner:
             own = {one.matrix.name: one.shape for one in self.candidates[place]}
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
-        self.sent, self.host_bytes, self.in_fp32, self.idle, self.sent_idle, self.sent_beyond = state["sent"]
-        self.overhead, self.relief, self.beyond = state["overhead"], state["relief"], state["beyond"]
+        self.ledger.load_state_dict(state["ledger"])
+        self.relief = state["relief"]
         for place in known:
             self.changed[place] = list(state["changed"][str(place)])
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]

@@ -228,7 +228,7 @@ class Controller:
             return False
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
-            self.budget.mixed = state["plan"]["trial"] is not None
+            self.budget.ledger.mixed = state["plan"]["trial"] is not None
         if self.trials is not None and state["trials"] is not None:
             self.trials.load_state_dict(state["trials"])
         by_entropy = self.entropy.load_state_dict(state)

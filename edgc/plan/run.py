@@ -7,10 +7,11 @@ from enum import IntEnum
 
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
-from edgc.plan.budget import LEAST_RATE, WINDOWS, BudgetPlanner, worth_of
+from edgc.plan.budget import LEAST_RATE, BudgetPlanner, worth_of
 from edgc.plan.candidates import Candidate, Parts, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.controller import Controller
+from edgc.plan.ledger import WINDOWS
 from edgc.plan.noise import Spread
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials

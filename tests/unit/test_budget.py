@@ -186,16 +186,16 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
     """The volume of a run in which messages take more than they should."""
     sent = 0.0
     for iteration in range(iterations):
-        size = planner._size(planner.choices) * overhead if iteration >= planner.first else planner.uncompressed
+        size = planner._size(planner.choices) * overhead if iteration >= planner.first else planner.ledger.uncompressed
         sent += size
         if (iteration + 1) % window == 0:
             measured = (
                 [seen({c.matrix.name: noise for c in planner.candidates[0]})] if iteration >= planner.first else [{}]
             )
-            dense = (iteration + 1) * planner.dense_bytes
+            dense = (iteration + 1) * planner.ledger.dense_bytes
             planner.observe(measured, sent, dense, dense)
             planner.decide(iteration + 1)
-    return iterations * planner.dense_bytes / sent
+    return iterations * planner.ledger.dense_bytes / sent
 
 
 @pytest.mark.parametrize("overhead", [1.0, 1.1, 2.0])
@@ -212,7 +212,7 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
 ) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, host_bytes)
-    whole = planner.dense_bytes * host_bytes / 4  # bytes of a step by the host
+    whole = planner.ledger.dense_bytes * host_bytes / 4  # bytes of a step by the host
     sent, compressed, tried = 0.0, 0.0, 0
     for window in range(50):
         idle, tries = 10 <= window < 30, window in (3, 15)
@@ -223,19 +223,19 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         noise = {str(place): 0.5 for place in range(6)}
         steps = 20 * (window + 1)
         planner.observe(
-            [seen(noise)], sent, steps * whole, steps * planner.dense_bytes, host_share=1 - own / 20, idle=idle
+            [seen(noise)], sent, steps * whole, steps * planner.ledger.dense_bytes, host_share=1 - own / 20, idle=idle
         )
         planner.decide(20 * (window + 1))
-        assert planner.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
+        assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
     budgeted = 1000 - (20 * 20 - 3)  # steps
-    assert (compressed + tried * whole) / planner.dense_bytes == pytest.approx(budgeted / 12, rel=0.02)
+    assert (compressed + tried * whole) / planner.ledger.dense_bytes == pytest.approx(budgeted / 12, rel=0.02)
 
 
 def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, 2.0)
     whole = (
-        planner.dense_bytes / 2
+        planner.ledger.dense_bytes / 2
     )  # bytes of a step by the host, whose first one sends errors as well, in an all-reduce
     sent, sizes = 0.0, []
     for window in range(50):
@@ -244,10 +244,10 @@ def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
         sent += (17 * sizes[-1] + 3 * whole + whole) if tries else 20 * sizes[-1]
         noise, steps = {str(place): 0.5 for place in range(6)}, 20 * (window + 1)
         host_share = 3 / 20 if tries else 0.0
-        planner.observe([seen(noise)], sent, steps * whole, steps * planner.dense_bytes, host_share=host_share)
+        planner.observe([seen(noise)], sent, steps * whole, steps * planner.ledger.dense_bytes, host_share=host_share)
         planner.decide(20 * (window + 1))
     assert sizes[11] == pytest.approx(sizes[9], rel=0.1), "but for what the trial has cost"
-    assert sent / planner.dense_bytes == pytest.approx(1000 / 12, rel=0.02)
+    assert sent / planner.ledger.dense_bytes == pytest.approx(1000 / 12, rel=0.02)
 
 
 def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> None:
@@ -269,7 +269,7 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
     for window, noise in enumerate([0.5, 12.0, 12.0, 4.0, 0.5, 0.5, 0.5]):
         sizes.append(planner._size(planner.choices))
         sent += 20 * sizes[-1]
-        dense = 20 * (window + 1) * planner.dense_bytes
+        dense = 20 * (window + 1) * planner.ledger.dense_bytes
         planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
         assert planner.fidelity == pytest.approx(1 / (1 + noise))
         planner.decide(20 * (window + 1))
@@ -294,7 +294,7 @@ def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> Non
         for window in range(20):
             noise = 50.0 if troubled and 2 <= window < 5 else 0.5
             sent += 50 * planner._size(planner.choices)
-            dense = 50 * (window + 1) * planner.dense_bytes
+            dense = 50 * (window + 1) * planner.ledger.dense_bytes
             planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
             planner.decide(50 * (window + 1))
             reliefs.append(planner.relief)
@@ -312,10 +312,10 @@ def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
     for window in range(12):
         sizes.append(planner._size(planner.choices))
         sent += 20 * sizes[-1]
-        dense = 20 * (window + 1) * planner.dense_bytes
+        dense = 20 * (window + 1) * planner.ledger.dense_bytes
         planner.observe([seen({str(place): 20.0 for place in range(6)})], sent, dense, dense)
         planner.decide(20 * (window + 1))
-    assert sent > 400 * planner.dense_bytes / 24, "more than the whole run was to take"
+    assert sent > 400 * planner.ledger.dense_bytes / 24, "more than the whole run was to take"
     assert planner.relief == 64 and sizes[-1] > 4 * sizes[0]
 
 
@@ -338,7 +338,7 @@ def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     sent = 0.0
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
         sent += 20 * planner._size(planner.choices)
-        dense = iteration * planner.dense_bytes
+        dense = iteration * planner.ledger.dense_bytes
         planner.observe([seen({str(place): 12.0 for place in range(6)})], sent, dense, dense)
         planner.decide(iteration)
         assert planner.relief == relief, iteration
@@ -365,7 +365,7 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
     planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
     assert run_of(planner, 1000, 20, 1.0, noise=0.5) == pytest.approx(volume, rel=0.005)
-    assert volume < 100 or planner._size(planner.choices) < 1.25 * planner.least
+    assert volume < 100 or planner._size(planner.choices) < 1.25 * planner.ledger.least
 
 
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
@@ -384,8 +384,8 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     def after_warmup(shares: list[float], even: float = 1.0) -> BudgetPlanner:
         words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
         planner = BudgetPlanner(24.0, 1000, 10, [[*layers, words]], (), BYTES, 1 + 1 / 64)
-        dense = 10 * planner.dense_bytes
-        planner.observe([{}], 10 * planner.uncompressed, dense, dense, [{"words": [*shares, even]}])
+        dense = 10 * planner.ledger.dense_bytes
+        planner.observe([{}], 10 * planner.ledger.uncompressed, dense, dense, [{"words": [*shares, even]}])
         planner.decide(10)
         return planner
 
@@ -434,14 +434,16 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     planner.observe(
         [seen({name: 1.03 * noise for name, noise in predicted.items()})],
         10 * size,
-        10 * planner.dense_bytes,
-        10 * planner.dense_bytes,
+        10 * planner.ledger.dense_bytes,
+        10 * planner.ledger.dense_bytes,
     )
     planner.decide(10)
     assert planner.choices == before
     predicted["0"] *= 10
     for end in (20, 30, 40, 50):
-        planner.observe([seen(predicted)], end * size, end * planner.dense_bytes, end * planner.dense_bytes)
+        planner.observe(
+            [seen(predicted)], end * size, end * planner.ledger.dense_bytes, end * planner.ledger.dense_bytes
+        )
     planner.decide(50)
     assert planner.choices != before and planner.choices[0][0] != before[0][0]
     planner.decide(1000)  # after the last step there is nothing to plan
@@ -518,7 +520,7 @@ def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bo
     assert after.budget is not None
     for sent, known in ((3e5, not mixed), (4e5, True)):
         after.observe(observed(0.5), sent=(sent, 10 * sent, 10 * sent))
-        assert (after.budget.per_step is not None) == known
+        assert (after.budget.ledger.per_step is not None) == known
 
 
 def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,15 +530,15 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
         monkeypatch.setattr(budget_module, "LITTLE", little)
         planner, sent = BudgetPlanner(24.0, 1000, 20, stages, (), BYTES, 0.5, window=20), 0.0
         for window in range(50):
-            sent += 20 * (planner._size(planner.choices) if window else planner.uncompressed)
-            dense = 20 * (window + 1) * planner.dense_bytes
+            sent += 20 * (planner._size(planner.choices) if window else planner.ledger.uncompressed)
+            dense = 20 * (window + 1) * planner.ledger.dense_bytes
             # the same choices make thirty times the noise in the second half of the run
             growth = 1 if window < 25 else 30
             noise = {one.matrix.name: 0.02 * growth for one in planner.candidates[0]}
             planner.observe([seen(noise) if window else {}], sent, dense, dense)
             planner.decide(20 * (window + 1))
             sizes.setdefault(little, []).append(planner._size(planner.choices))
-        assert 1000 * planner.dense_bytes / sent == pytest.approx(24.0, rel=0.05), (
+        assert 1000 * planner.ledger.dense_bytes / sent == pytest.approx(24.0, rel=0.05), (
             "all of the budget is spent in the end"
         )
     assert sizes[0.1][10] < 0.7 * sizes[0.0][10] and sizes[0.1][30] > 1.2 * sizes[0.0][30]
@@ -546,17 +548,17 @@ def test_a_step_gets_what_its_window_is_worth() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = [1.0] * 50 + [0.5] * 50
     by_step, by_window = (BudgetPlanner(8.0, 100, 0, stages, (), BYTES, 0.5, worth=worth, window=w) for w in (1, 20))
-    assert by_step.share[40] == by_window.share[0] * 75 / 35 == pytest.approx(1 / 35)
-    assert by_window.share[40] == pytest.approx(0.75 / 35), "half of the window is worth half"
-    assert by_window.share[90] == pytest.approx(1 / 10)
+    assert by_step.ledger.share[40] == by_window.ledger.share[0] * 75 / 35 == pytest.approx(1 / 35)
+    assert by_window.ledger.share[40] == pytest.approx(0.75 / 35), "half of the window is worth half"
+    assert by_window.ledger.share[90] == pytest.approx(1 / 10)
 
 
 def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     usual, small = (BudgetPlanner(volume, 100, 5, stages, (), BYTES, 0.5) for volume in (24.0, 5000.0))
     assert 24.0 < usual.reachable == small.reachable < 5000.0
-    sent = 5 * usual.uncompressed + 95 * sum(options(one, BYTES)[0].size for one in stages[0])
-    assert usual.reachable == pytest.approx(100 * usual.dense_bytes / sent)
+    sent = 5 * usual.ledger.uncompressed + 95 * sum(options(one, BYTES)[0].size for one in stages[0])
+    assert usual.reachable == pytest.approx(100 * usual.ledger.dense_bytes / sent)
 
 
 def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
@@ -581,12 +583,12 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
         sent = 0.0
         for window in range(30):
             idle = 10 <= window < 20
-            sent += 20 * (sent_by_host * planner.dense_bytes if idle else planner._size(planner.choices))
-            dense = 20 * (window + 1) * planner.dense_bytes
+            sent += 20 * (sent_by_host * planner.ledger.dense_bytes if idle else planner._size(planner.choices))
+            dense = 20 * (window + 1) * planner.ledger.dense_bytes
             noise = seen({str(place): 0.5 for place in range(6)})
             planner.observe([noise], sent, dense, dense, host_share=float(idle), idle=idle)
             planner.decide(20 * (window + 1))
-            assert planner.overhead == pytest.approx(1.0, rel=1e-6)
+            assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6)
         sizes.append(planner._size(planner.choices))
     assert sizes[0] == sizes[1]
 
@@ -681,11 +683,11 @@ def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
         return BudgetPlanner(24.0, iterations, 10, [[candidate("w")]], (), BYTES, 4.0)
 
     before, longer = planner(1000), planner(2000)
-    spent, dense = before.dense_bytes * 500 / 16, before.dense_bytes * 500  # more than its share
+    spent, dense = before.ledger.dense_bytes * 500 / 16, before.ledger.dense_bytes * 500  # more than its share
     before.observe([{}], sent=spent, host_bytes=dense, in_fp32=dense)
     longer.load_state_dict(before.state_dict())
-    assert longer.budget(500) * 1500 + spent == pytest.approx(longer.dense_bytes * 2000 / 24)
-    assert before.budget(500) * 500 + spent == pytest.approx(before.dense_bytes * 1000 / 24)
+    assert longer.budget(500) * 1500 + spent == pytest.approx(longer.ledger.dense_bytes * 2000 / 24)
+    assert before.budget(500) * 500 + spent == pytest.approx(before.ledger.dense_bytes * 1000 / 24)
 
 
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:

@@ -96,7 +96,8 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
 def test_a_resumed_run_knows_whether_the_host_has_summed_before(
     idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(idle=idle))
+    ledger = SimpleNamespace(counts=SimpleNamespace(idle=idle))
+    under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(ledger=ledger))
     under_test.resume(PLAN, controller)  # type: ignore[arg-type]
     under_test.window(replace(REPORT, iteration=ITERATIONS, plan=PLAN, dp_bytes_fp32=2e6), last=True)
     assert ("was asked for" in capsys.readouterr().err) == warned

@@ -214,7 +214,7 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
         config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
         budget = plan_run(config, run, [[stage]]).controller(run.iterations, sizes({"int4": 0.5}, run=run)).budget
         assert budget is not None
-        found.append(budget.share[500] / budget.share[900])
+        found.append(budget.ledger.share[500] / budget.ledger.share[900])
     assert found[0] == pytest.approx(100 / 500)
     assert 1.25 * found[0] < found[1] < 2 * found[0]
 
