@@ -4,7 +4,7 @@ import math
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
@@ -22,7 +22,7 @@ from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.rank_plan import NO_RANK, RankPlan
-from edgc.plan.run import Run, RunPlan
+from edgc.plan.run import Run, RunPlan, StagePlan
 
 MISSED = 0.97  # of its volume, which a run may miss without a word
 
@@ -71,64 +71,30 @@ class Reporter:
         ``embedding_bytes``: of the gradient of a tied embedding whose copies the host itself sums, if there is one;
         ``embedding_apart``: why EDGC cannot sum them.
         """
-        config = self.config
         self._by_host = plan.tries and not plan.compresses
-        value_bytes = self.run.gradient_bytes
-        if config.engine == "dense":
-            how = "dense all-reduce, counted"
-        elif config.ranks.volume is not None:
-            how = f"{config.ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {config.ranks.window}"
-            how += ", once compression is faster" if self._by_host else ""
-        elif not config.dynamic:
-            what = "compressed" if config.ranks.fixed is None else f"rank {config.ranks.fixed}"
-            how = f"{what} after {100 * config.ranks.warmup_fraction:g}% of the run"
-        else:
-            aligned = "aligned" if config.ranks.align else "not aligned"
-            how = f"rank {config.ranks.rmin} to {config.ranks.largest}, window {config.ranks.window}, stages {aligned}"
-        lines = [f"engine {config.engine}: {how}"]
-        for stage in plan.stages:
-            key, allocation = stage.key, stage.allocation
-            if stage.dense_because:
-                lines.append(f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}")
-                continue
-            elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
-            verb = "measured" if config.engine == "dense" else "compressed"
-            noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
-            lines.append(f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * value_bytes)} a step")
-            count: Counter[str] = Counter()
-            size: Counter[str] = Counter()
-            for parameter, why in allocation.others:
-                count[why] += 1
-                size[why] += parameter.elements * value_bytes
-            for why, number in count.items():
-                what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
-                how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
-                lines.append(f"{key} in {how}: {what}: {why}")
+        self.parameters = [
+            stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
+            for stage in plan.stages
+        ]
+        lines = [f"engine {self.config.engine}: {self._policy()}"]
+        lines += [line for stage in plan.stages for line in self._described(stage)]
         if embedding_bytes is not None:
             what = f"by the host, counted, not compressed: {_bytes(embedding_bytes)} a step"
             why = f": {flag('fuse_embedding_sync')} {embedding_apart}" if embedding_apart else ""
             lines.append(f"tied embedding summed over first and last stage {what}{why}")
         if messages is not None:
-            ranks = messages.ranks
-            how = f"rank {ranks.rmin} to {ranks.largest}" if messages.dynamic else f"rank {ranks.fixed}"
-            if not messages.low_rank:
-                how = "uncompressed" if messages.engine == "dense" else messages.engine
-            what = "gradients and activations" if config.pipeline.messages.which == "both" else "gradients"
-            lines.append(f"{what} between stages: {how}")
+            what = "gradients and activations" if self.config.pipeline.messages.which == "both" else "gradients"
+            lines.append(f"{what} between stages: {_policy_of_messages(messages)}")
         self._print("\n".join(f"edgc | {line}" for line in lines))
-        self.parameters = [
-            stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
-            for stage in plan.stages
-        ]
         embedding_sum = None if embedding_bytes is None else "apart"
-        if config.pipeline.fuse_embedding_sync:
+        if self.config.pipeline.fuse_embedding_sync:
             embedding_sum = "fused"
         self.events.write(
             "start",
-            config=config.flat(),
+            config=self.config.flat(),
             iterations=self.iterations,
             world_size=processes(self.group),
-            gradient_bytes=value_bytes,
+            gradient_bytes=self.run.gradient_bytes,
             embedding_sum=embedding_sum,
             stages=[
                 {
@@ -148,6 +114,41 @@ class Reporter:
             },
         )
 
+    def _policy(self) -> str:
+        """What sets the ranks, or how much is sent."""
+        config, ranks = self.config, self.config.ranks
+        if config.engine == "dense":
+            return "dense all-reduce, counted"
+        if ranks.volume is not None:
+            how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
+            return how + (", once compression is faster" if self._by_host else "")
+        if not config.dynamic:
+            what = "compressed" if ranks.fixed is None else f"rank {ranks.fixed}"
+            return f"{what} after {100 * ranks.warmup_fraction:g}% of the run"
+        aligned = "aligned" if ranks.align else "not aligned"
+        return f"rank {ranks.rmin} to {ranks.largest}, window {ranks.window}, stages {aligned}"
+
+    def _described(self, stage: StagePlan) -> Iterator[str]:
+        """What of a stage is compressed, and in what the rest travels."""
+        config, key, allocation = self.config, stage.key, stage.allocation
+        value_bytes = self.run.gradient_bytes
+        if stage.dense_because:
+            yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
+            return
+        elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+        verb = "measured" if config.engine == "dense" else "compressed"
+        noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
+        yield f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * value_bytes)} a step"
+        count: Counter[str] = Counter()
+        size: Counter[str] = Counter()
+        for parameter, why in allocation.others:
+            count[why] += 1
+            size[why] += parameter.elements * value_bytes
+        how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
+        for why, number in count.items():
+            what = f"{number} parameter{'s' * (number > 1)}, {_bytes(size[why])} a step"
+            yield f"{key} in {how}: {what}: {why}"
+
     def resume(self, plan: RankPlan, controller: Controller | None) -> None:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._by_host, self._tried, self._relief = plan.by_host, plan.tried, plan.relief
@@ -166,64 +167,19 @@ class Reporter:
 
     def window(self, report: WindowReport, last: bool) -> None:
         """One line for each stage, the scalars, and the event."""
-        plan = report.plan
-        for stage, seen in enumerate(report.stages):
-            fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
-            self._print(
-                f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | "
-                f"entropy {_number(seen.entropy, 4)} nats | {self._stage_move(report.ranks, plan, stage)} | "
-                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
-                f"residual {_number(seen.residual, 3)}"
-                + (f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else "")
-            )
-            if seen.spikes:
-                self._print(
-                    f"edgc | {report.iteration}/{self.iterations} | {seen.stage} | {seen.spikes:.0f} gradients above "
-                    f"{self._spike} times their running norm (the largest {seen.largest_spike:.3g} times): their "
-                    "errors were scaled down"
-                )
-        now = f"edgc | {report.iteration}/{self.iterations}"
-        if plan.tried != self._tried:
-            compressed, host = plan.tried
-            who = "the host sums" if plan.by_host else "EDGC compresses"
-            self._print(
-                f"{now} | a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: "
-                f"{who} {'as before' if plan.by_host == self._by_host else 'from now on'}"
-            )
-        self._host_summed |= self._by_host or plan.by_host
-        self._by_host, self._tried = plan.by_host, plan.tried
-        ahead = report.message_plan
-        if ahead is not None:
-            for place, message in enumerate(report.messages):
-                self._print(
-                    f"{now} | {message.boundary} | entropy {_number(message.entropy, 4)} nats | "
-                    f"{_move(self._message_rank(report.message_ranks[place]), ahead, place, self._message_rank)} | "
-                    f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
-                )
-                if message.spikes:
-                    self._print(
-                        f"{now} | {message.boundary} | {message.spikes:.0f} messages above {self._spike} times their "
-                        "running norm: their errors were scaled down"
-                    )
+        lines = [*self._stage_lines(report), *self._trial_line(report.plan), *self._message_lines(report)]
         if report.pp_bytes_dense:
-            self._print(
-                f"{now} | messages between stages: sent {_bytes(report.pp_bytes)} of {_bytes(report.pp_bytes_dense)} "
-                "so far"
-            )
+            sent, dense = _bytes(report.pp_bytes), _bytes(report.pp_bytes_dense)
+            lines.append(f"messages between stages: sent {sent} of {dense} so far")
         if report.param_bytes_dense:
-            self._print(
-                f"{now} | updated weights: sent {_bytes(report.param_bytes)} of {_bytes(report.param_bytes_dense)} "
-                "so far"
-            )
+            sent, dense = _bytes(report.param_bytes), _bytes(report.param_bytes_dense)
+            lines.append(f"updated weights: sent {sent} of {dense} so far")
+        for line in lines:
+            self._print(f"edgc | {report.iteration}/{self.iterations} | {line}")
+        self._host_summed |= self._by_host or report.plan.by_host
+        self._by_host, self._tried = report.plan.by_host, report.plan.tried
         if last:
-            for seen, parameters in zip(report.stages, self.parameters, strict=True):
-                self._print(
-                    f"edgc | {seen.stage} kept {_bytes(seen.state_bytes)} of state a process: "
-                    f"{seen.state_bytes / max(parameters, 1):.2f} bytes a parameter"
-                )
-            for message in report.messages:
-                self._print(f"edgc | {message.boundary}: {_bytes(message.state_bytes)} of state a process")
-            for line in _totals(report, self.run):
+            for line in (*self._memory(report), *_totals(report, self.run)):
                 self._print(f"edgc | {line}")
             self._warn_of_volume(report)
         self._tensorboard(report)
@@ -237,6 +193,53 @@ class Reporter:
         totals = {"total_bytes": report.total_bytes, "total_bytes_dense": report.total_bytes_dense}
         self.events.write("window", last=last, **event, **totals)
         self._guard(report)
+
+    def _stage_lines(self, report: WindowReport) -> Iterator[str]:
+        for place, seen in enumerate(report.stages):
+            fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
+            got = f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else ""
+            yield (
+                f"{seen.stage} | entropy {_number(seen.entropy, 4)} nats | "
+                f"{self._stage_move(report.ranks, report.plan, place)} | "
+                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
+                f"residual {_number(seen.residual, 3)}{got}"
+            )
+            if seen.spikes:
+                yield (
+                    f"{seen.stage} | {seen.spikes:.0f} gradients above {self._spike} times their running norm (the "
+                    f"largest {seen.largest_spike:.3g} times): their errors were scaled down"
+                )
+
+    def _trial_line(self, plan: RankPlan) -> Iterator[str]:
+        """What a trial of this window has measured, and who sums now."""
+        if plan.tried != self._tried:
+            compressed, host = plan.tried
+            who = "the host sums" if plan.by_host else "EDGC compresses"
+            since = "as before" if plan.by_host == self._by_host else "from now on"
+            yield (f"a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: {who} {since}")
+
+    def _message_lines(self, report: WindowReport) -> Iterator[str]:
+        if report.message_plan is None:
+            return
+        for place, message in enumerate(report.messages):
+            was = self._message_rank(report.message_ranks[place])
+            yield (
+                f"{message.boundary} | entropy {_number(message.entropy, 4)} nats | "
+                f"{_move(was, report.message_plan, place, self._message_rank)} | "
+                f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
+            )
+            if message.spikes:
+                yield (
+                    f"{message.boundary} | {message.spikes:.0f} messages above {self._spike} times their running norm: "
+                    "their errors were scaled down"
+                )
+
+    def _memory(self, report: WindowReport) -> Iterator[str]:
+        for seen, parameters in zip(report.stages, self.parameters, strict=True):
+            each = seen.state_bytes / max(parameters, 1)
+            yield f"{seen.stage} kept {_bytes(seen.state_bytes)} of state a process: {each:.2f} bytes a parameter"
+        for message in report.messages:
+            yield f"{message.boundary}: {_bytes(message.state_bytes)} of state a process"
 
     def _guard(self, report: WindowReport) -> None:
         """Where too little of the gradient has begun to arrive, and where enough does again."""
@@ -339,6 +342,13 @@ def warn_of_kernels(config: EDGCConfig, device: torch.device, group: ProcessGrou
     if config.study.kernels == "fused" and triton_kernels(device) is None:
         message = "Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
         warn(f"{flag('kernels')} = fused: {message}", group)
+
+
+def _policy_of_messages(messages: EDGCConfig) -> str:
+    if not messages.low_rank:
+        return "uncompressed" if messages.engine == "dense" else messages.engine
+    ranks = messages.ranks
+    return f"rank {ranks.rmin} to {ranks.largest}" if messages.dynamic else f"rank {ranks.fixed}"
 
 
 def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
