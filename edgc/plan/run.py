@@ -223,93 +223,115 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     no matrix of the model saves anything, and for settings that cannot work in a run of this length.
     """
     config.check_run(run.iterations)
-    if (volume := config.ranks.volume) is not None:
+    if config.ranks.volume is not None:
         config = config.but(window=_window(config, run.iterations))
-        exact = config.formats.dense_wire == "fp32"  # then the host sums, or what sends as much
-        value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(config.formats.dense_wire) / 8
-        warmup = config.ranks.warmup_fraction * value_bytes / 4
-        if warmup >= 1 / volume:
-            share = 100 * config.ranks.warmup_fraction
-            fewer = "" if bits_of(config.formats.dense_wire) <= 4 else f", or {flag('dense_wire')} int4"
-            raise ConfigError(
-                f"{flag('volume')} = {volume:g}: the warm-up of {share:g} % of the run in "
-                f"{config.formats.dense_wire} alone sends more than that allows; give a smaller "
-                f"{flag('warmup_fraction')}{fewer}"
-            )
+        _check_warmup(config, run)
     usable = max(
         largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)
         for own in processes
     )
+    _check_ranks(config, usable)
+    known = [stage for own in processes for stage in own]
+    compresses, tries, warnings = True, False, []
+    # with a volume and no replicas the one sum left, of a tied embedding, was not timed
+    if config.asks_link and not (config.ranks.volume and run.alone):
+        config, compresses, tries, warnings = _settled(config, run, known, usable)
+    if compresses or tries:
+        warnings += _too_short(config, run, compresses)
+    stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
+    if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
+        config = config.but(dense_wire="fp32", param_wire=None)
+    return RunPlan(config, stages, compresses, tuple(warnings), tries)
+
+
+def _check_warmup(config: EDGCConfig, run: Run) -> None:
+    """Raises ``ConfigError`` where the warm-up alone sends more than the volume."""
+    volume, fraction, form = config.ranks.volume, config.ranks.warmup_fraction, config.formats.dense_wire
+    assert volume is not None
+    exact = form == "fp32"  # then the host sums, or what sends as much
+    value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(form) / 8
+    if fraction * value_bytes / 4 >= 1 / volume:
+        fewer = "" if bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
+        raise ConfigError(
+            f"{flag('volume')} = {volume:g}: the warm-up of {100 * fraction:g} % of the run in {form} alone sends more "
+            f"than that allows; give a smaller {flag('warmup_fraction')}{fewer}"
+        )
+
+
+def _check_ranks(config: EDGCConfig, usable: int) -> None:
+    """Raises ``ConfigError`` for a rank beyond the largest that saves anything in a matrix of the model."""
     _, largest = static_ranks(config) or (None, None)
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
-    rmax = config.ranks.largest if volume is None else None
+    rmax = config.ranks.largest if config.ranks.volume is None else None
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
                 f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "
                 f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
             )
-    known = [stage for own in processes for stage in own]
-    compresses, tries, warnings = True, False, []
-    # with a volume and no replicas the one sum left, of a tied embedding, was not timed
-    if config.asks_link and not (volume and run.alone):
-        lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        asked = config.ranks.largest is not None
-        # a budget rounds what has no matrix for low rank, and nothing was timed of it
-        rounds = volume is not None and all(stage.cost is None for stage in known)
-        compresses = asked or rounds or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
-        # a link that is only computed is not there to be timed
-        tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
-        if tries and not compresses:
-            lowest = usable  # the link of now is no bound for that of later
-        if compresses or tries:
-            matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
-            config = resolve_ranks(config, lowest, width(matrices))
-        if not compresses:
-            needed = flag("rmax" if config.ranks.static_rank is None else "static_rank")
-            until = " until reductions take longer" if tries else ""
-            if usable < RANK_MULTIPLE and volume is None:
-                why = f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
-            else:
-                rmin, where = config.ranks.rmin, "at every rank"
-                if rmin is not None and lowest >= RANK_MULTIPLE:
-                    where = f"above rank {lowest}, and {flag('rmin')} is {rmin}"
-                why = f"on this link compression takes longer than the dense reduction {where}: reducing dense"
-                why += f"{until}. Give {needed} a rank to compress all the same"
-            warnings.append(why)
-            pp = config.pipeline.pp
-            if config.pipeline.messages.follows:
-                warnings.append(
-                    "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
-                    f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
-                )
-                pp = "off"
-            config = config.but(pp=pp)
-        if not (compresses or tries):
-            config = config.but(
-                engine="dense",
-                static_rank=None,
-                volume=None,
-                rest_wire="fp32",
-                dense_wire="fp32",
-                rank_tilt=0.0,
-                kernels="plain",
+
+
+def _settled(
+    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int
+) -> tuple[EDGCConfig, bool, bool, list[str]]:
+    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
+    and warnings.
+    """
+    volume = config.ranks.volume
+    warnings: list[str] = []
+    lowest = usable if run.alone else _lowest_break_even(config, run, known)
+    asked = config.ranks.largest is not None
+    # a budget rounds what has no matrix for low rank, and nothing was timed of it
+    rounds = volume is not None and all(stage.cost is None for stage in known)
+    compresses = asked or rounds or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
+    # a link that is only computed is not there to be timed
+    tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
+    if not compresses:
+        warnings.append(_why_dense(config, lowest, usable, tries))
+        if config.pipeline.messages.follows:
+            warnings.append(
+                "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
+                f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
             )
-    window = config.ranks.window
-    if config.dynamic and compresses and max(2 * window, config.ranks.warmup(run.iterations)) >= run.iterations:
-        warnings.append(
+            config = config.but(pp="off")
+    if compresses or tries:
+        # where steps will try, the link of now is no bound for that of later
+        bound = lowest if compresses else usable
+        matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
+        return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
+    formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
+    dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
+    return dense, compresses, tries, warnings
+
+
+def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:
+    """Why nothing is compressed. ``lowest``: the break-even rank; ``usable``: the largest that saves anything."""
+    if usable < RANK_MULTIPLE and config.ranks.volume is None:
+        return f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
+    needed, where = flag("rmax" if config.ranks.static_rank is None else "static_rank"), "at every rank"
+    if config.ranks.rmin is not None and lowest >= RANK_MULTIPLE:
+        where = f"above rank {lowest}, and {flag('rmin')} is {config.ranks.rmin}"
+    until = " until reductions take longer" if tries else ""
+    return (
+        f"on this link compression takes longer than the dense reduction {where}: reducing dense{until}. Give {needed} "
+        "a rank to compress all the same"
+    )
+
+
+def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
+    """Warnings of a run in which what is measured cannot set a plan."""
+    window, warmup = config.ranks.window, config.ranks.warmup(run.iterations)
+    if config.dynamic and compresses and max(2 * window, warmup) >= run.iterations:
+        return [
             f"the run of {run.iterations} iterations ends before compression can begin: whether entropy is stable is "
             f"known after two windows of {window}; give a smaller {flag('window')}"
-        )
-    if volume is not None and window > run.iterations - config.ranks.warmup(run.iterations):
-        warnings.append(
+        ]
+    if config.ranks.volume is not None and window > run.iterations - warmup:
+        return [
             f"the run of {run.iterations} iterations has no window of {window} after its warm-up, so its plan never "
             f"changes; give more to {flag('iteration_sampling_rate')}"
-        )
-    stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
-    if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
-        config = config.but(dense_wire="fp32", param_wire=None)
-    return RunPlan(config, stages, compresses, tuple(warnings), tries)
+        ]
+    return []
 
 
 def _window(config: EDGCConfig, iterations: int) -> int:
