@@ -232,7 +232,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     )
     _check_ranks(config, usable)
     known = [stage for own in processes for stage in own]
-    compresses, tries, warnings = True, False, []
+    compresses, tries = True, False
+    warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
         config, compresses, tries, warnings = _settled(config, run, known, usable)

@@ -172,19 +172,29 @@ def redirect() -> None:
     _CpuFactories().__enter__()  # type: ignore[no-untyped-call]
     _redirect_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
-        print("edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr)
+        print(
+            "edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr, flush=True
+        )
 
 
 def _redirect_megatron() -> None:
     """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
     import megatron.core.datasets.utils as dataset_utils
+    import megatron.training.training as training
+
+    _redirect_random_states()
+    _redirect_norm()
+    _redirect_attention()
+    _redirect_optimizer()
+    with contextlib.suppress(ImportError):  # without the prebuilt helper Megatron compiles its own, as it always does
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+
+        dataset_utils.compile_helpers = lambda: None
+    training.set_jit_fusion_options = lambda tp_size=None: None
+
+
+def _redirect_random_states() -> None:
     import megatron.core.tensor_parallel.random as tensor_parallel_random
-    from megatron.core import parallel_state
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -196,13 +206,14 @@ def _redirect_megatron() -> None:
     logging.getLogger(tensor_parallel_random.__name__).setLevel(logging.ERROR)
     tensor_parallel_random._get_cuda_rng_state = get_state
     tensor_parallel_random._set_cuda_rng_state = set_state
-    with contextlib.suppress(ImportError):  # without the prebuilt helper Megatron compiles its own, as it always does
-        import megatron.core.datasets.helpers_cpp  # noqa: F401
 
-        dataset_utils.compile_helpers = lambda: None
 
-    # torch's norm does under sequence parallelism what apex's does: work on its part, and mark its weights, whose
-    # gradients Megatron then sums over the tensor-parallel ranks.
+def _redirect_norm() -> None:
+    """torch's norm does under sequence parallelism what apex's does: work on its part, and mark its weights, whose
+    gradients Megatron then sums over the tensor-parallel ranks.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
     build = WrappedTorchNorm.__new__
 
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,8 +226,16 @@ def _redirect_megatron() -> None:
 
     WrappedTorchNorm.__new__ = norm
 
-    # Context parallelism exists for Transformer Engine's attention alone. Here every process gathers all keys and
-    # values; the mask says what its own queries see of them.
+
+def _redirect_attention() -> None:
+    """Context parallelism exists for Transformer Engine's attention alone. Here every process gathers all keys and
+    values; the mask says what its own queries see of them.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
     class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             alone = copy.copy(config)
@@ -245,8 +264,13 @@ def _redirect_megatron() -> None:
 
     LocalSpecProvider.core_attention = lambda self: ContextParallelAttention
 
-    # Without apex's Adam, which is for GPUs, the distributed optimizer cannot read what it has saved: fp32 parameters
-    # are leaves, and the step counts of torch's Adam are not among the states, but one tensor on which all count.
+
+def _redirect_optimizer() -> None:
+    """Without apex's Adam, which is for GPUs, the distributed optimizer cannot read what it has saved: fp32 parameters
+    are leaves, and the step counts of torch's Adam are not among the states, but one tensor on which all count.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def fill_outside_autograd(self: Any, model_param: Any, tensors: Any) -> None:
@@ -257,7 +281,3 @@ def _redirect_megatron() -> None:
             state["step"] = state["step"].clone()
 
     DistributedOptimizer._set_main_param_and_optimizer_states = fill_outside_autograd
-
-    import megatron.training.training as training
-
-    training.set_jit_fusion_options = lambda tp_size=None: None
