@@ -9,7 +9,7 @@ from edgc.comm.collectives import Communicator, Steps, interleave
 from edgc.comm.replicas import compare, digest, digests_by_parameter
 from edgc.compress.assignment import Assignment
 from edgc.compress.engines.base import LowRank, all_finite
-from edgc.compress.routes import Step, agree
+from edgc.compress.routes import Reduction, agree
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
@@ -91,8 +91,8 @@ class GradientReducer(Assignment):
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
         state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
-        step = Step(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
-        routes = self.routes(gradients, step, measured)
+        reduction = Reduction(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
+        routes = self.routes(gradients, reduction, measured)
 
         # Norms are taken before errors are added. A sum in fp32 leaves no error: there the host's clipping is enough.
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
@@ -104,7 +104,7 @@ class GradientReducer(Assignment):
             rows = {m.name: gradients[m.name] for m in self.allocation.matrices if m.name in gradients}
             rows = {name: _squared_rows(gradient, self.specs[name].rows) for name, gradient in rows.items()}
         if state.fidelity is not None and measured and fed_back:
-            samples = SampledEntries(state.fidelity, fed_back, step)
+            samples = SampledEntries(state.fidelity, fed_back, reduction)
         for route in routes:
             route.prepare(excess)
         matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}

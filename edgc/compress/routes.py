@@ -39,7 +39,7 @@ SquaredNorms = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the column
 
 
 @dataclass(frozen=True)
-class Step:
+class Reduction:
     """What the routes of one reduction share.
 
     ``shards``: by name, where in a flattened gradient the part of each process begins and ends; a process needs no more
@@ -70,11 +70,11 @@ class Route(ABC):
 
     fed_back = True  # whether sums may leave errors
 
-    def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], step: Step):
+    def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], reduction: Reduction):
         self.gradients = gradients
         # view, not reshape: the sums have to reach the gradients; those in 16 bits are copied
         self.matrices = {name: gradient.view(specs[name].rows, -1).float() for name, gradient in gradients.items()}
-        self.step = step
+        self.reduction = reduction
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
         self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
         self.squared_norms: SquaredNorms = {}  # after the exchange; of sharded sums those of own parts
@@ -88,7 +88,7 @@ class Route(ABC):
         ``excess``: what to divide each new error by, by name: 0-dimensional, 1 unless the gradient is a spike.
         """
         self.excess = excess
-        self.step.feedback.add_to(self.matrices, self.step.loss_scale)
+        self.reduction.feedback.add_to(self.matrices, self.reduction.loss_scale)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -96,7 +96,7 @@ class Route(ABC):
 
     def commit(self, finite: Tensor) -> None:
         """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
-        feedback = self.step.feedback
+        feedback = self.reduction.feedback
         if self.errors:
             self._keep(self.errors, finite)
             self.errors = {}
@@ -118,10 +118,10 @@ class Route(ABC):
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
     def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
-        self.step.feedback.store(errors, finite, self.step.iteration, divisors=self.excess)
+        self.reduction.feedback.store(errors, finite, self.reduction.iteration, divisors=self.excess)
 
     def _scale(self) -> Tensor | float:
-        return 1.0 if self.step.loss_scale is None else self.step.loss_scale
+        return 1.0 if self.reduction.loss_scale is None else self.reduction.loss_scale
 
     def _gain(self, finite: Tensor) -> Tensor:
         """What sums are multiplied with, 0-dimensional: the loss scale, or NaN."""
@@ -136,7 +136,7 @@ class Route(ABC):
             matrix = self.matrices[name]
             total = self.narrow[name] = (matrix * scale).to(gradient.dtype)
             if name in self.errors:  # all processes know what is cut off: each keeps an equal part
-                self.errors[name] += (matrix - total.float() / scale) / self.step.communicator.world_size
+                self.errors[name] += (matrix - total.float() / scale) / self.reduction.communicator.world_size
         if self.narrow:
             self.finite = self.finite & all_finite(list(self.narrow.values()))
 
@@ -165,40 +165,40 @@ class ElementwiseRoute(Route):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        step: Step,
+        reduction: Reduction,
         engine: Elementwise,
     ):
-        super().__init__(gradients, specs, step)
+        super().__init__(gradients, specs, reduction)
         self.engine = engine
         self.fed_back = not engine.exact
 
     def exchange(self) -> Steps[None]:
-        matrices, step = self.matrices, self.step
-        equalised = step.equaliser is not None and self.fed_back and self.engine.equalised
-        scales = step.equaliser.scales(matrices) if step.equaliser is not None and equalised else {}
+        matrices, reduction = self.matrices, self.reduction
+        equalised = reduction.equaliser is not None and self.fed_back and self.engine.equalised
+        scales = reduction.equaliser.scales(matrices) if reduction.equaliser is not None and equalised else {}
         for name, (rows, cols) in scales.items():
             matrices[name].div_(rows).div_(cols)
         if self.fed_back:
             self.errors = {name: torch.empty_like(matrix) for name, matrix in matrices.items()}
-        self.engine.begin(list(matrices), step.iteration, step.communicator.process)
+        self.engine.begin(list(matrices), reduction.iteration, reduction.communicator.process)
         yield from self._sum_in_place()
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
-        if step.equaliser is not None:
+        if reduction.equaliser is not None:
             self.squared_norms = {
-                name: squared_norms(matrix, step.own_part(name) if self.sharded else None)
+                name: squared_norms(matrix, reduction.own_part(name) if self.sharded else None)
                 for name, matrix in matrices.items()
                 if matrix.shape[0] > 1
             }
         self._round_narrow()
 
     def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
-        self.step.feedback.store(errors, finite, self.step.iteration, self.engine.error_rule, self.excess)
+        self.reduction.feedback.store(errors, finite, self.reduction.iteration, self.engine.error_rule, self.excess)
 
     def _sum_in_place(self) -> Steps[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
-        communicator, engine = self.step.communicator, self.engine
+        communicator, engine = self.reduction.communicator, self.engine
         if not isinstance(engine, Piecewise):
             result = yield from engine.sum(list(self.matrices.values()), communicator)
             listed = list(self.matrices.values())
@@ -229,11 +229,11 @@ class ElementwiseRoute(Route):
 
     def _pieces_of_processes(self) -> "list[list[Piece]]":
         """What each process needs of the sums; nothing if all need all."""
-        if not self.step.shards:
+        if not self.reduction.shards:
             return []
-        parts: list[list[Piece]] = [[] for _ in range(self.step.communicator.world_size)]
+        parts: list[list[Piece]] = [[] for _ in range(self.reduction.communicator.world_size)]
         for name in self.matrices:
-            for part, (start, stop) in zip(parts, pairwise(self.step.shards[name]), strict=True):
+            for part, (start, stop) in zip(parts, pairwise(self.reduction.shards[name]), strict=True):
                 if start < stop:
                     part.append((name, start, stop))
         return parts
@@ -249,12 +249,12 @@ class FactorRoute(Route):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        step: Step,
+        reduction: Reduction,
         engine: LowRank,
         ranks: Mapping[str, int],
         first: Mapping[str, Rows] | None = None,
     ):
-        super().__init__(gradients, specs, step)
+        super().__init__(gradients, specs, reduction)
         self.specs = specs
         self.engine = engine
         self.ranks = ranks
@@ -263,25 +263,27 @@ class FactorRoute(Route):
         self.factored: FactoredSums | None = None
 
     def exchange(self) -> Steps[None]:
-        step = self.step
+        reduction = self.reduction
         for name, engine in self.first.items():
-            engine.begin([name], step.iteration, step.communicator.process)
+            engine.begin([name], reduction.iteration, reduction.communicator.process)
         taken = yield from interleave(
-            [engine.sum_rows([self.matrices[name]], step.communicator) for name, engine in self.first.items()]
+            [engine.sum_rows([self.matrices[name]], reduction.communicator) for name, engine in self.first.items()]
         )
         for name, parts in zip(self.first, taken, strict=True):
             self.matrices[name].index_add_(0, parts.rows[0], parts.shares[0], alpha=-1)
             self.first_sums[name] = parts.rows[0], parts.sums[0]
         finite_rows = [parts.finite for parts in taken]
         del taken  # the shares' memory
-        scales = {} if step.equaliser is None else step.equaliser.scales(self.matrices)
+        scales = {} if reduction.equaliser is None else reduction.equaliser.scales(self.matrices)
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
-            if self.engine.transposes(self.specs[name], step.iteration):
+            if self.engine.transposes(self.specs[name], reduction.iteration):
                 operands[name] = operands[name].T
-        factored = yield from self.engine.sum(self._batch(operands), self.ranks, step.iteration, step.communicator)
+        factored = yield from self.engine.sum(
+            self._batch(operands), self.ranks, reduction.iteration, reduction.communicator
+        )
         self.factored, self.finite = factored, torch.stack([factored.finite, *finite_rows]).all()
-        if step.equaliser is not None:
+        if reduction.equaliser is not None:
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
@@ -294,7 +296,7 @@ class FactorRoute(Route):
 
     def commit(self, finite: Tensor) -> None:
         assert self.factored is not None
-        self.engine.commit(self.factored, self.step.iteration, finite)
+        self.engine.commit(self.factored, self.reduction.iteration, finite)
         if self.narrow:
             super().commit(finite)
             return
@@ -320,7 +322,7 @@ class FactorRoute(Route):
             with record_function("edgc/residual"):
                 # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
                 error = torch.div(matrix, self.excess[name]).addmm_(divided[place], shares[place].right, alpha=-1)
-            self.step.feedback.store({name: error}, finite, self.step.iteration)
+            self.reduction.feedback.store({name: error}, finite, self.reduction.iteration)
             with record_function("edgc/reconstruct"):
                 Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
                 if name in self.first_sums:
@@ -328,9 +330,9 @@ class FactorRoute(Route):
                     matrix.index_add_(0, rows, total * gain)
 
     def _own_rows(self, name: str) -> slice:
-        if name not in self.step.shards:
+        if name not in self.reduction.shards:
             return slice(None)
-        (start, stop), cols = self.step.own_part(name), self.specs[name].cols
+        (start, stop), cols = self.reduction.own_part(name), self.specs[name].cols
         return slice(start // cols, -(-stop // cols))
 
 
@@ -341,18 +343,20 @@ class FusedRoute(FactorRoute):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        step: Step,
+        reduction: Reduction,
         engine: LowRank,
         ranks: Mapping[str, int],
         kernels: ModuleType,
     ):
-        super().__init__(gradients, specs, step, engine, ranks)
+        super().__init__(gradients, specs, reduction, engine, ranks)
         self.kernels = kernels
 
     @staticmethod
-    def fits(kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], step: Step) -> bool:
+    def fits(
+        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], reduction: Reduction
+    ) -> bool:
         """Whether the kernels take these gradients, ranks and errors."""
-        rule = step.feedback.rule
+        rule = reduction.feedback.rule
         errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
@@ -362,20 +366,20 @@ class FusedRoute(FactorRoute):
         self.excess = excess
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
-        packed = self.step.feedback.packed
+        packed = self.reduction.feedback.packed
         errors = {}
         for name, operand in operands.items():
             if name in packed:
                 error = packed[name].stored().view_as(self.matrices[name])
                 errors[name] = error.T if operand.transposed else error
-        return FusedBatch(self.kernels, operands, errors, self.step.loss_scale)
+        return FusedBatch(self.kernels, operands, errors, self.reduction.loss_scale)
 
     def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
-        feedback, loss_scale = self.step.feedback, self.step.loss_scale
+        feedback, loss_scale = self.reduction.feedback, self.reduction.loss_scale
         for name, matrix in self.matrices.items():
             older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
             error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
-            seed = feedback.draw(name, "error", self.step.iteration) >> 32
+            seed = feedback.draw(name, "error", self.reduction.iteration) >> 32
             share, total, rows, excess = (
                 factored.shares[name],
                 factored.sums[name],

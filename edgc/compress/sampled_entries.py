@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
 from edgc.comm.wire import FP32
-from edgc.compress.routes import Step
+from edgc.compress.routes import Reduction
 from edgc.observe.fidelity import FidelitySampler
 
 
@@ -20,10 +20,10 @@ class SampledEntries:
         step: what all routes share.
     """
 
-    def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], step: Step):
+    def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], reduction: Reduction):
         self.sampler = sampler
         self.matrices = matrices
-        self.step = step
+        self.reduction = reduction
         self.true = self._unscaled(sampler.take(matrices))
         self.owed = self.true
 
@@ -33,19 +33,19 @@ class SampledEntries:
 
     def exchange(self) -> Steps[None]:
         """Sum over the processes."""
-        self.true, self.owed = yield from _sums([self.true, self.owed], self.step.communicator)
+        self.true, self.owed = yield from _sums([self.true, self.owed], self.reduction.communicator)
 
     def compare(self, gradients: Mapping[str, Tensor], finite: Tensor) -> Steps[dict[str, Tensor]]:
         """Once the routes have written the sums into ``gradients``: what ``FidelitySampler.compare`` gives."""
-        step, sampler = self.step, self.sampler
+        reduction, sampler = self.reduction, self.sampler
         got = sampler.take({name: gradients[name] for name in self.matrices})
-        if step.shards:  # a process knows only its own part of the sums
-            inside = sampler.inside(self.matrices, {name: step.own_part(name) for name in self.matrices})
-            (got,) = yield from _sums([torch.where(inside, got, 0.0)], step.communicator)
+        if reduction.shards:  # a process knows only its own part of the sums
+            inside = sampler.inside(self.matrices, {name: reduction.own_part(name) for name in self.matrices})
+            (got,) = yield from _sums([torch.where(inside, got, 0.0)], reduction.communicator)
         return sampler.compare(list(self.matrices), (self.true, self.owed, self._unscaled(got)), finite)
 
     def _unscaled(self, values: Tensor) -> Tensor:
-        return values if self.step.loss_scale is None else values / self.step.loss_scale
+        return values if self.reduction.loss_scale is None else values / self.reduction.loss_scale
 
 
 def _sums(tensors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:

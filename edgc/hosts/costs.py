@@ -13,13 +13,13 @@ from edgc.engines import engine_class
 from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.ranks import smallest_rank
-from edgc.plan.run import MessageSizes, Run
+from edgc.plan.run import ReductionSizes, Run
 from edgc.specs import MatrixSpec, Parameter
 
 CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, those that a budget chooses from
 
 
-def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
+def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
     """For the controller of a run."""
     warmup = wire(config.formats.dense_wire)
     uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
@@ -29,7 +29,7 @@ def message_sizes(config: EDGCConfig, run: Run) -> MessageSizes:
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)
         return size
 
-    return MessageSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, run)
+    return ReductionSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, run)
 
 
 def reduction_cost(

@@ -15,7 +15,7 @@ from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.checkpoint import load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
-from edgc.hosts.costs import message_sizes, reduction_cost
+from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
 from edgc.hosts.stage import Stage
@@ -157,7 +157,7 @@ class EDGCState:
         self.overlap = Overlap(self.device)
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
-        self._sizes = message_sizes(self.config, run)
+        self._sizes = reduction_sizes(self.config, run)
         controller = self.plan.controller(self.iterations, self._sizes) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()

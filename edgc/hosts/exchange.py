@@ -23,7 +23,7 @@ from edgc.plan.observation import StageObservation
 from edgc.plan.run import Part, StageKey
 
 
-class Messages(Protocol):
+class MessageTraffic(Protocol):
     """What is seen of messages between pipeline stages, where a host compresses them."""
 
     boundaries: list[Boundary]
@@ -48,7 +48,7 @@ class WindowExchange:
         stages: Sequence[Stage],
         backward: Spans,
         controller: Controller | None,
-        messages: Messages | None = None,
+        messages: MessageTraffic | None = None,
         message_controller: Controller | None = None,
         group: ProcessGroup | None = None,
     ):

@@ -110,7 +110,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class MessageSizes:
+class ReductionSizes:
     """Bytes of messages, of which an all-reduce sends all and a reduce-scatter half: of a matrix's factors per rank; of
     one of its rows, and of choosing rows; of a value in each format to choose from, and of a value while nothing is
     compressed. ``row_format``: in which rows travel.
@@ -166,7 +166,7 @@ class RunPlan:
         return [stage.key for stage in self.stages]
 
     def controller(
-        self, iterations: int, sizes: MessageSizes, message_costs: Sequence[StageCost | None] = ()
+        self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
     ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
         never = [place for place, stage in enumerate(self.stages) if stage.dense_because]

@@ -24,7 +24,7 @@ from edgc.comm.overlap import Overlap
 from edgc.compress.engines.base import all_finite
 from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum, StepError
-from edgc.hosts.costs import message_sizes, reduction_cost
+from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
 from edgc.hosts.steps import StepDriver
@@ -121,7 +121,7 @@ class Session:
         controller = message_controller = None
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.part is Part.LAYERS else None for k in plan.keys]
-            controller = plan.controller(self.run.iterations, message_sizes(self.config, self.run), of_layers)
+            controller = plan.controller(self.run.iterations, reduction_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(
                 self.config,

@@ -8,7 +8,7 @@ import pytest
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.ranks import static_ranks
-from edgc.plan.run import MessageSizes, Part, ProcessStage, Run, StageKey, plan_run
+from edgc.plan.run import Part, ProcessStage, ReductionSizes, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)
@@ -98,8 +98,8 @@ def test_messages_that_follow_gradients_stay_uncompressed_where_gradients_do() -
     assert own_rank.config.pipeline.pp == "backward:powersgd:8" and len(own_rank.warnings) == 1
 
 
-def sizes(bytes_per_value: Mapping[str, float], uncompressed: float = 1.0, run: Run = RUN) -> MessageSizes:
-    return MessageSizes(
+def sizes(bytes_per_value: Mapping[str, float], uncompressed: float = 1.0, run: Run = RUN) -> ReductionSizes:
+    return ReductionSizes(
         factors=lambda matrix: 0.6 * (matrix.rows + matrix.cols),
         rows=lambda matrix: (0.5 * matrix.cols, 1.0 * matrix.rows),
         row_format="int4",
