@@ -37,12 +37,13 @@ def test_operators_are_counted_by_kernels_bytes_and_flops() -> None:
 
 
 def test_seconds_follow_the_slowest_of_memory_arithmetic_and_launches() -> None:
-    slow, fast = GPU("slow memory", 1e9, 1e15, 1e15), GPU("slow arithmetic", 1e15, 1e9, 1e9)
+    unused = {"flops16": 1e15, "nvlink_gbps": 1.0}
+    slow, fast = GPU("slow memory", 1e9, 1e15, 1e15, **unused), GPU("slow arithmetic", 1e15, 1e9, 1e9, **unused)
     with StepCounts() as counts:
         torch.empty(1024, 1024, device=META) @ torch.empty(1024, 1024, device=META)
     assert device_seconds(counts.listed, slow) == pytest.approx(3 * 2**22 / 0.75e9)
     assert device_seconds(counts.listed, fast) == pytest.approx(2 * 2**30 / 0.6e9)
-    assert device_seconds(counts.listed, GPU("fast", 1e18, 1e18, 1e18)) == pytest.approx(2.5e-6)
+    assert device_seconds(counts.listed, GPU("fast", 1e18, 1e18, 1e18, **unused)) == pytest.approx(2.5e-6)
 
 
 @pytest.mark.parametrize("model", MODELS)
