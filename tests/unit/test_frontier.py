@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgc.presets import PRESETS
@@ -17,6 +18,7 @@ from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
+from tools.experiments.replay import cases, compare, replays
 from tools.experiments.results import page_lines
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
@@ -363,6 +365,8 @@ def test_a_model_may_have_a_corpus_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("study", sorted(studies.STUDIES))
 def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]
+    if study == "replay":
+        lines = [replayed("dense", 1.0), replayed("sampled", 0.1)]
     page, picture = studies.page(
         "mine", "A title", study, [*lines, {**lines[0], "seed": 9, "defect": "it slept"}], ["r9"]
     )
@@ -385,6 +389,50 @@ def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
     rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
     assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
     assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
+
+
+def replayed(name: str, rate: float, noise: float = 0.0) -> dict[str, Any]:
+    """A dense run of 2,000 iterations whose entropy falls by 1 nat after iteration 600."""
+    ends = range(10, 2001, 10)
+    fall = [-5.0 - min(max((end - 600) / 400, 0.0), 1.0) + noise * (-1) ** (end // 10) for end in ends]
+    windows = [
+        {"iteration": end, "ranks": [None], "dp_bytes": 1.0, "entropy": [value], "residual": [None]}
+        for end, value in zip(ends, fall, strict=True)
+    ]
+    shapes = {"matrices": [[[512, 128], [128, 512]]], "iteration_sampling_rate": rate, "iterations": 2000}
+    return {**line(name, 1, 2.0, 100, windows=windows), **shapes}
+
+
+def test_a_replay_decides_as_the_controller_does_by_what_a_window_has_shown() -> None:
+    whole = replayed("dense", 1.0)
+    short, long = replays(whole, 0, 50, 1.0), replays(whole, 0, 500, 1.0)
+    assert short.measured == 50 and long.measured == 500 and len(short.ends) == 196 and long.ends[0] == 500
+    # the warm-up lasts for a tenth, and ends at rmax; then ranks fall with entropy, by at most 8 a window
+    held = dict(zip(short.ends, short.ranks, strict=True))
+    assert math.isnan(held[190]) and held[200] == 32 and held[2000] == 8 and len(set(short.ranks[16:])) > 2
+    assert set(long.ranks[~np.isnan(long.ranks)]) == {32}, "two windows in a row are alike at the end alone"
+    same = compare(short, short)
+    assert (same.correlation, same.difference, same.equal) == (pytest.approx(1), 0, 1)
+    apart = compare(long, short)
+    assert 0.5 < apart.correlation < 0.95 and apart.difference > 0.5
+    assert apart.mean_ranks[0] == 32 and 8 < apart.mean_ranks[1] < 20 and apart.equal == 0
+
+
+def test_fewer_measurements_are_noisier() -> None:
+    """Of two that differ, one in two is kept."""
+    noisy = replayed("sampled", 0.1, noise=0.5)
+    whole, half = (replays(noisy, 0, 100, kept) for kept in (1.0, 0.5))
+    assert (whole.measured, half.measured) == (10, 5)
+    assert whole.entropy[0] == pytest.approx(-5) and abs(half.entropy[0] + 5) == pytest.approx(0.5)
+    assert list(cases(noisy))[0] == (50, 1.0) and (50, 0.2) in cases(noisy) and (1000, 1.0) not in cases(noisy)
+    with pytest.raises(ValueError, match="windows of 10 iterations do not make 0.05 of one of 100"):
+        replays(noisy, 0, 100, 0.05)
+
+
+def test_the_study_of_replays_has_a_row_for_each_window_and_share() -> None:
+    page, _ = studies.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
+    rows = [row for row in page.splitlines() if row.startswith("| sampled")]
+    assert len(rows) == len(list(cases(replayed("sampled", 0.1)))) and "| sampled | stage 1 | 50 | 5 | 1.000 |" in page
 
 
 def test_the_study_of_losses_says_when_the_loss_departs() -> None:

@@ -53,6 +53,9 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Coll
         line["windows"] = [_window(event) for event in measured.windows]
         if signals := fidelity(measured):
             line["fidelity"] = signals
+    if "replay" in studies:
+        line["iteration_sampling_rate"] = config["iteration_sampling_rate"]
+        line["matrices"] = [[[rows, cols] for _, rows, cols in stage["matrices"]] for stage in measured.start["stages"]]
     if "losses" in studies:
         line["losses"], line["cosines"] = mean_losses(measured), mean_cosines(measured)
     return line

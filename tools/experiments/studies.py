@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from tools.experiments.entries import Interval, Key, Line, entries, key, old, percent, setting
 from tools.experiments.page import not_shown, provenance
+from tools.experiments.replay import cases, compare, replays
 from tools.experiments.series import (
     Series,
     correlation,
@@ -207,6 +208,53 @@ def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     return figure, table
 
 
+def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """What windows and sampling make of the same run: the paper's algorithm fed with the entropies of dense runs."""
+    lines = [line for line in lines if "matrices" in line and any(cases(line))]
+    figure, (entropies, ranks) = _panels(2)
+    table = header(
+        [
+            "run",
+            "of",
+            "window",
+            "measured",
+            "correlation",
+            "largest difference (nats)",
+            "mean rank",
+            "reference",
+            "equal",
+        ]
+    )
+    # the reference: all that the run with most measurements knows, under its shortest window
+    reference = max(lines, key=lambda line: line["iteration_sampling_rate"], default=None)
+    for stage in range(len(reference["windows"][0]["entropy"]) if reference else 0):
+        assert reference is not None
+        truth = replays(reference, stage, *next(cases(reference)))
+        for line in lines:
+            for window, kept in cases(line):
+                one = replays(line, stage, window, kept)
+                found = compare(one, truth)
+                label = f"{line['name']}, windows of {one.window}"
+                if kept == 1:
+                    entropies.plot(one.ends, one.entropy, linewidth=1, label=f"{stage_name(line, stage)}: {label}")
+                    ranks.step(one.ends, one.ranks, linewidth=1, label=f"{stage_name(line, stage)}: {label}")
+                mean, own = found.mean_ranks
+                cells = [f"{one.measured:g}", f"{found.correlation:.3f}", f"{found.difference:.3f}"]
+                cells += [f"{mean:.1f}", f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
+                table.append(row([line["name"], stage_name(line, stage), one.window, *cells]))
+    entropies.set(xlabel="iteration", ylabel="entropy that is known (nats)")
+    ranks.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
+    for axes in (entropies, ranks):
+        axes.legend(frameon=False, fontsize=6)
+    table += [
+        "",
+        "Measured: iterations of a window. Each row is compared, at all times, with the row of its stage that has the "
+        "shortest window and all measurements of the run that measures most. Equal: for how much of the time in which "
+        "either compresses the ranks are the same. Stages are not aligned here.",
+    ]
+    return figure, table
+
+
 def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Whether gradients are normal: moments, and the Gaussian formula against a histogram."""
     figure, places = _panels(3)
@@ -367,6 +415,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 STUDIES: Mapping[str, Study] = {
     "fidelity": fidelity,
+    "replay": replay,
     "entropy": entropy,
     "losses": losses,
     "ranks": ranks,
