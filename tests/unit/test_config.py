@@ -254,3 +254,19 @@ def test_names_that_settings_know_are_those_of_the_rooms_that_need_torch() -> No
     from edgc.observe import entropy
 
     assert set(config.FORMATS) == set(WIRES) and set(config.ESTIMATORS) == set(entropy.ESTIMATORS)
+
+
+def test_what_is_sampled_costs_at_most_a_thousandth_of_a_dense_run() -> None:
+    """By default, of a layer of width 1024 with its biases and norms; how much is sent is counted elsewhere."""
+    import torch
+
+    from edgc.compress.state import CompressionState
+    from edgc.observe.fidelity import VALUES
+
+    config = EDGCConfig.from_preset({})
+    sampler = CompressionState(config, None, torch.device("cpu"), 0).fidelity
+    assert sampler is not None
+    sizes = [3 * 1024 * 1024, 1024 * 1024, 4096 * 1024, 4096 * 1024, 3 * 1024, 4096, *[1024] * 6]
+    entries = sum(len(sampler.places(f"{place}", size, torch.device("cpu"))) for place, size in enumerate(sizes))
+    sent = VALUES * entries * config.ranks.iteration_sampling_rate
+    assert 0 < sent / sum(sizes) <= 0.001
