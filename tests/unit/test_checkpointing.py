@@ -54,7 +54,7 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
         ({"rerun_mode": "validate_results"}, False),
         ({"rerun_mode": "report_determinism_stats"}, True),
         ({"fp16": True}, True),
-        ({"loss_scale": 128.0}, True),
+        ({"loss_scale": 128.0, "bf16": True}, True),
         ({"check_for_spiky_loss": True}, True),
         ({"error_injection_rate": 10}, True),
     ],
@@ -63,5 +63,6 @@ def test_state_of_before_a_step_is_kept_where_megatron_may_repeat_it(changed: di
     from megatron.edgc.training import repeatable
 
     usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
+    usual |= {"bf16": False, "use_distributed_optimizer": False}
     args = {**usual, "error_injection_rate": 0, "rerun_mode": "disabled", **changed}
     assert repeatable(Namespace(**args)) is expected
