@@ -18,7 +18,7 @@ from edgc.hosts.checkpoint import load_stage, misfit, plain, restore_measurement
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
-from edgc.hosts.stage import Stage
+from edgc.hosts.stage import ByteCounts, Stage
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.events import EventLog
@@ -355,7 +355,7 @@ class EDGCState:
         )
         own = state["measurements"][self._process] if before == now else []
         restore_measurements(self.stage.reducers, own)
-        self.stage.restore_bytes(*state["bytes"])
+        self.stage.restore_bytes(ByteCounts(*state["bytes"]))
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self.iterations, self._sizes)

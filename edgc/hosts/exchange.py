@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from edgc.comm.objects import ProcessGroup, all_gather_objects, broadcast_object
 from edgc.hosts.stage import Stage
@@ -21,6 +21,20 @@ from edgc.observe.window import (
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation
 from edgc.plan.run import Part, StageKey
+
+
+class RunBytes(NamedTuple):
+    """Of a process, so far: of gradients, updated weights and messages, each beside the host's own way (``dense``); of
+    gradients also if each sum were an all-reduce in fp32.
+    """
+
+    gradients: float
+    gradients_dense: float
+    gradients_fp32: float
+    weights: float
+    weights_dense: float
+    messages: float
+    messages_dense: float
 
 
 class MessageTraffic(Protocol):
@@ -72,38 +86,44 @@ class WindowExchange:
         decide = driver.closes_window(completed - 1) and driver.steps > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
         windows = [stage.take_window(seconds if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
-        counts = [sum(column) for column in zip(*(stage.byte_counts() for stage in self.stages), strict=True)]
-        counts += (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
-        counts.append(sum(stage.fp32_bytes for stage in self.stages))
+        own = [stage.byte_counts() for stage in self.stages]
+        piped = (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
+        counts = RunBytes(
+            gradients=sum(one.sent for one in own),
+            gradients_dense=sum(one.dense for one in own),
+            gradients_fp32=sum(stage.fp32_bytes for stage in self.stages),
+            weights=sum(one.weights for one in own),
+            weights_dense=sum(one.weights_dense for one in own),
+            messages=piped[0],
+            messages_dense=piped[1],
+        )
         sent = [] if self.messages is None else self.messages.take_window()
         everywhere = all_gather_objects((windows, counts, sent), self.group)
         report = None
         if self.controller is not None:
             stages = _merged(windows for windows, _, _ in everywhere)
             messages = _merged_messages(sent for _, _, sent in everywhere)
-            gradients, dense, weights, weights_dense, piped, piped_dense, in_fp32 = (
-                fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)
-            )
+            mean = RunBytes(*(fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)))
             if decide:
                 before_decision()
-                self._decide(self.controller, completed, stages, messages, (gradients, dense, in_fp32))
+                self._decide(self.controller, completed, stages, messages, mean)
             report = WindowReport(
                 iteration=completed,
                 ranks=driver.usual,
                 plan=self.controller.plan,
                 stages=stages,
                 step_seconds=median(driver.step_seconds) if driver.step_seconds else math.nan,
-                dp_bytes=gradients,
-                dp_bytes_dense=dense,
-                param_bytes=weights,
-                param_bytes_dense=weights_dense,
-                pp_bytes=piped,
-                pp_bytes_dense=piped_dense,
+                dp_bytes=mean.gradients,
+                dp_bytes_dense=mean.gradients_dense,
+                param_bytes=mean.weights,
+                param_bytes_dense=mean.weights_dense,
+                pp_bytes=mean.messages,
+                pp_bytes_dense=mean.messages_dense,
                 message_ranks=driver.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
                 costs=tuple(self.controller.times.costs),
-                dp_bytes_fp32=in_fp32,
+                dp_bytes_fp32=mean.gradients_fp32,
             )
         shared: WindowReport = broadcast_object(report, self.group)
         driver.step_seconds, driver.steps, driver.steps_by_host = [], 0, 0
@@ -116,7 +136,7 @@ class WindowExchange:
         completed: int,
         stages: Sequence[StageWindow],
         messages: Sequence[MessageWindow],
-        sent: tuple[float, float, float],
+        counts: RunBytes,
     ) -> None:
         ranks = self._gradient_message_ranks()
         controller.observe(
@@ -133,7 +153,7 @@ class WindowExchange:
                 for s in stages
             ],
             self.driver.usual,
-            sent,
+            (counts.gradients, counts.gradients_dense, counts.gradients_fp32),
             self.driver.steps_by_host / max(self.driver.steps, 1),
             self.driver.seconds_by,
         )

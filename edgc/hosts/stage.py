@@ -1,6 +1,7 @@
 """What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,15 @@ from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_kind, median_or_nan, merge_statistics
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import StageKey
+
+
+class ByteCounts(NamedTuple):
+    """Bytes so far: of gradients, of gradients in the host's own way, of updated weights, and in the host's way."""
+
+    sent: float
+    dense: float
+    weights: float
+    weights_dense: float
 
 
 class Stage:
@@ -84,14 +94,13 @@ class Stage:
         share = self.fp32_bytes_per_step / self.dense_bytes_per_step if self.dense_bytes_per_step else 0.0
         return share * self.dense_bytes
 
-    def byte_counts(self) -> tuple[float, float, float, float]:
-        """Bytes so far: of gradients, of gradients in the host's own way, of updated weights, and in the host's way."""
-        return self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes
+    def byte_counts(self) -> ByteCounts:
+        return ByteCounts(self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes)
 
-    def restore_bytes(self, sent: float, dense: float, weights: float, weights_dense: float) -> None:
+    def restore_bytes(self, counts: ByteCounts) -> None:
         """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
-        self.traffic.resume(sent)
-        self.weights.resume(weights)
-        self.weights_dense.resume(weights_dense)
-        self.dense_bytes = dense
-        self._window_start = (sent, dense)
+        self.traffic.resume(counts.sent)
+        self.weights.resume(counts.weights)
+        self.weights_dense.resume(counts.weights_dense)
+        self.dense_bytes = counts.dense
+        self._window_start = (counts.sent, counts.dense)

@@ -31,6 +31,7 @@ from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objec
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.hosts.checkpoint import ERROR, load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
 from edgc.hosts.reporting import warn
+from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
 from megatron.edgc.pipeline_messages import PipelineMessages
@@ -400,7 +401,7 @@ class Checkpoints:
         if self._same_processes(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             restore_measurements(stage.reducers, measured)
-        stage.restore_bytes(*index["bytes"][str(stage.key)])
+        stage.restore_bytes(ByteCounts(*index["bytes"][str(stage.key)]))
 
 
 def _goes_on(found: tuple[Any, ...], args: Namespace) -> bool:
