@@ -659,7 +659,7 @@ def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:
 
 
 # seconds that a reduction takes longer, by whether it compresses
-SLOW_COMPRESSION, SLOW_HOST = {True: 0.05, False: 0.0}, {True: 0.0, False: 0.4}
+SLOW_COMPRESSION, SLOW_HOST = {True: 0.25, False: 0.0}, {True: 0.0, False: 0.4}
 NEW_LINK, STEPS_OF_RUN = 48, 100  # the step from which on the delays are others
 TRIED = BUDGET.but(link_gbps=None)
 
