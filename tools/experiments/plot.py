@@ -18,13 +18,19 @@ FAMILIES = {
 }
 
 
+COLUMNS = 4  # panels side by side, at most
+
+
 def draw(lines: Sequence[Line]) -> bytes:
     """The plot as PNG: one panel a setting."""
     found = [entry for entry in entries(lines) if entry.engine != "dense"]
     settings = list(dict.fromkeys(entry.setting for entry in found)) or [""]
-    figure, places = panels(1, len(settings), width=6.5, height=5.5)
-    for where, axes in zip(settings, places, strict=True):
+    columns = min(len(settings), COLUMNS)
+    figure, places = panels(math.ceil(len(settings) / columns), columns, width=6.5, height=5.5)
+    for where, axes in zip(settings, places, strict=False):
         _panel(axes, where, [entry for entry in found if entry.setting == where])
+    for axes in places[len(settings) :]:
+        axes.set_axis_off()
     return to_png(figure, dpi=90)
 
 
@@ -93,6 +99,8 @@ def _panel(axes: Axes, where: str, found: Sequence[Entry]) -> None:
     if most < 1.5 * least:  # else hairs of a percent would fill the picture
         axes.set_xlim(least / 1.5, most * 1.5)
     axes.set_yscale("symlog", linthresh=0.5)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(1.15 * low, -0.5), max(1.15 * high, 0.5))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.xaxis.set_minor_formatter(NullFormatter())
