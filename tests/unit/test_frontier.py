@@ -378,6 +378,13 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     assert "nan" not in page
 
 
+def test_training_losses_are_compared_over_the_same_iterations() -> None:
+    """A warm-up that ends amid the first window leaves a mean of its own; the next one is of fewer iterations."""
+    dense, other = ({"losses": losses} for losses in ([[20, 4.0], [40, 2.0]], [[5, 6.0], [20, 3.0], [40, 2.2]]))
+    iterations, gaps = series.training_gap(other, dense)
+    assert list(iterations) == [40] and gaps == pytest.approx([0.1])
+
+
 def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
     """The cosine at fc1 has the order of the gaps, that at qkv the opposite one."""
     lines = [seen("dense", 10, [None])]

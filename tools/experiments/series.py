@@ -41,9 +41,17 @@ def correlation(first: Line, second: Line, stage: int) -> tuple[float, float]:
 
 
 def training_gap(line: Line, dense: Line) -> Series:
-    """(iterations, gaps): the training loss over that of the dense run, as a share, where both were logged."""
-    reference = dict(dense["losses"])
-    return _series((at, loss / reference[at] - 1) for at, loss in line["losses"] if at in reference)
+    """(iterations, gaps): the training loss over that of the dense run, as a share, at the ends of windows that both have.
+    The end of a warm-up may have cut a window of one run alone.
+    """
+    reference, own = _by_window(dense["losses"]), _by_window(line["losses"])
+    return _series((window[1], loss / reference[window] - 1) for window, loss in own.items() if window in reference)
+
+
+def _by_window(losses: Sequence[tuple[int, float]]) -> dict[tuple[int, int], float]:
+    """By the iterations (before its first, its last) of each window."""
+    starts = [0, *(end for end, _ in losses)]
+    return {(start, end): loss for start, (end, loss) in zip(starts, losses, strict=False)}
 
 
 def kinds(line: Line, stage: int) -> list[str]:
