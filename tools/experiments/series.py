@@ -41,7 +41,7 @@ def correlation(first: Line, second: Line, stage: int) -> tuple[float, float]:
 
 
 def training_gap(line: Line, dense: Line) -> Series:
-    """(iterations, gaps): the training loss over that of the dense run, as a share, at the ends of windows that both have.
+    """(iterations, gaps): the training loss over that of the dense run, as a share, at the ends of windows of both.
     The end of a warm-up may have cut a window of one run alone.
     """
     reference, own = _by_window(dense["losses"]), _by_window(line["losses"])
