@@ -5,9 +5,9 @@
 Trains the model of examples/ddp.py with presets, on gloo and the CPU. Before the last step of each window, model,
 optimizer and EDGC's state are copied. The copy keeps its plan for one more window, and the run gets a new one. Both
 train on the same data. Each step also averages the gradients dense, which counts as no bytes. The table has the mean
-cosine between what the optimizer gets and the dense average, by steps since the change. Windows that
-keep their plan do not count. Where a change has a transient, the difference between the plans is lower in the first
-steps than in the last ones. Writes one JSON object for each window into OUTPUT.json and the table into OUTPUT.md.
+cosine between what the optimizer gets and the dense average, by steps since the change. Windows that keep their plan do
+not count. Where a change has a transient, the difference between the plans is lower in the first steps than in the last
+ones. Writes one JSON object for each window into OUTPUT.json and the table into OUTPUT.md.
 """
 
 import argparse
@@ -150,8 +150,8 @@ def page(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
         "# What a change of plan costs",
         "",
         f"`python tools/bench_replan.py` trains the model of `examples/ddp.py` for {options.iterations} steps on "
-        f"{options.processes} processes, {options.seeds} seeds for each preset, in windows of {options.window} steps. At "
-        "the end of each window the run gets a new plan, and a copy of it keeps the old one. Both train on the same "
+        f"{options.processes} processes, {options.seeds} seeds for each preset, in windows of {options.window} steps. "
+        "At the end of each window the run gets a new plan, and a copy of it keeps the old one. Both train on the same "
         "data. The table has the mean over changes of the cosine between what the optimizer gets and the dense "
         "average, ± the standard error of the difference. Raw lines: `replan.json`.",
         "",
@@ -162,8 +162,8 @@ def page(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
         ranks, formats = (fmean(row[name] for row in seen) for name in ("ranks moved", "formats moved"))
         fewer = fmean(1 - row["bytes a step"][0] / row["bytes a step"][1] for row in seen)
         lines.append(
-            f"- `{preset}`: in {len(seen)} of {len(every)} windows the plan changed. A change moved {ranks:.1f} ranks and "
-            f"{formats:.1f} formats in the mean, and then a step sent {-100 * fewer:+.1f} % bytes."
+            f"- `{preset}`: in {len(seen)} of {len(every)} windows the plan changed. A change moved {ranks:.1f} ranks "
+            f"and {formats:.1f} formats in the mean, and then a step sent {-100 * fewer:+.1f} % bytes."
         )
     return [*lines, ""]
 

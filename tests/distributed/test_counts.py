@@ -18,9 +18,11 @@ EDGC = {
     "not fused": "--edgc --edgc-window 2 --edgc-static-rank 8 --edgc-no-fuse-embedding-sync",
     "int8": "--edgc --edgc-engine int8 --edgc-window 2 --edgc-warmup-fraction 0.4",
     "slow link": "--edgc --edgc-window 2",  # over loopback so small a model takes longer to compress than to send
+    # a link so slow that it compresses; the rows and the sampled entries that it measures count as well
+    "volume": "--edgc --edgc-volume 12 --edgc-window 2 --edgc-link-gbps 0.05 --edgc-iteration-sampling-rate 1",
     "untied": "--untie-embeddings-and-output-weights --edgc --edgc-engine dense --edgc-window 2",
 }
-FUSED = {"default", "int8"}
+FUSED = {"default", "int8", "volume"}
 
 
 def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None:
@@ -38,6 +40,7 @@ def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None
         assert ("tied embedding" in processes[0]["stages"]) == (name in FUSED)
     for one in [*left["dense"], *left["slow link"]]:  # where nothing pays, all is Megatron's own
         assert one["bytes"][0] == one["bytes"][1]
+    assert all(one["bytes"][0] < one["bytes"][1] / 6 for one in left["volume"])
     embedding = 256 * 64 * 4  # of the vocabulary and the width; each process is on the first or on the last stage
     extra = [a["bytes"][0] - b["bytes"][0] for a, b in zip(left["dense"], left["untied"], strict=True)]
     assert extra == [3 * embedding] * 4
