@@ -314,7 +314,7 @@ def joined(rank: int, folder: str) -> tuple[str, float, float]:
 def overflowing(rank: int) -> dict[str, Any]:
     """A step in which process 1 has gradients that overflow, with a loss scale."""
     found: dict[str, Any] = {}
-    runs = {}
+    runs, entropies = {}, []
     for scaled in (False, True):
         bare = net()
         model = DistributedDataParallel(bare, **SMALL)
@@ -349,8 +349,11 @@ def overflowing(rank: int) -> dict[str, Any]:
                 found["scale"] = scaler.get_scale()
             if step == 2:
                 runs[scaled] = {name: p.detach().clone() for name, p in bare.named_parameters()}
+                state._report(last=False)
+                assert state.report is not None
+                entropies.append(state.report.stages[0].entropy)
         found["finite"] = all(bool(torch.isfinite(p).all()) for p in bare.parameters())
-    found["scale changes nothing"] = same(runs[False], runs[True])
+    found["scale changes nothing"] = same(runs[False], runs[True]) and entropies[0] == pytest.approx(entropies[1])
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import PRETRAIN, REPOSITORY, TINY_GPT, failure, launch, train
+from tests.distributed.modes import results
 
 # Without alignment and messages no clock enters a decision, so two runs can be compared bit for bit.
 ITERATIONS = 24
@@ -247,6 +248,23 @@ def test_engines_without_ranks_train_too(engine: str, fewer: float, tmp_path: Pa
     *_, last = read_events(tmp_path)
     assert last["ranks"] == [0]
     assert fewer < last["stages"][0]["dp_bytes_dense"] / last["stages"][0]["dp_bytes"] < 1.35 * fewer
+
+
+def test_a_loss_scale_changes_no_measured_entropy(tmp_path: Path) -> None:
+    measured = "--fp16 --edgc --edgc-engine dense --edgc-window 2 --edgc-iteration-sampling-rate 1 --edgc-log-dir"
+    runs = []
+    for scale in ("1", "1024"):
+        arguments = [*TINY_GPT, "--train-iters", "4", *shlex.split(measured), str(tmp_path / scale)]
+        runs.append({"name": scale, "arguments": [*arguments, "--loss-scale", scale]})
+    for name, processes in results(runs, tmp_path).items():
+        assert "failed" not in processes[0], (name, processes[0])
+    one, other = (
+        [event for event in read_events(tmp_path / scale) if event["event"] == "window"] for scale in ("1", "1024")
+    )
+    assert one
+    for windows in zip(one, other, strict=True):
+        small, large = (window["stages"][0]["entropy"] for window in windows)
+        assert small == pytest.approx(large, abs=0.5)  # a scale that stayed in would add 6.9 nats
 
 
 @pytest.mark.slow
