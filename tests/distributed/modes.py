@@ -333,7 +333,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
         reductions=sum(result["reductions"] for result in saved),
         apart=(
             *(found for run in (full, saved, resumed) for result in run for found in result["apart"]),
-            *(found for run in (full, saved, resumed) for found in _different(run)),
+            *(found for run in (full, saved, resumed) for found in different(run)),
         ),
         chunks=tuple(result["chunks"] for result in saved if result["chunks"][1]),
         resumed_same=all(
@@ -353,7 +353,7 @@ def judged(name: str, left: dict[str, list[dict[str, Any]]]) -> Seen:
     )
 
 
-def _different(run: list[dict[str, Any]]) -> list[str]:
+def different(run: list[dict[str, Any]]) -> list[str]:
     """Parameters that are not the same bits on ranks that hold the same part, or replicas, of the model."""
     found = []
     for result in run:
