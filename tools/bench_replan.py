@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -179,6 +180,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (options, folder), nprocs=options.processes)  # type: ignore[no-untyped-call]
         rows = json.loads(Path(folder, "rows.json").read_text())
+    seen = Counter(row["preset"] for row in rows if changed(row))
+    if few := [preset for preset in PRESETS if seen[preset] < 2]:
+        parser.exit(1, f"{few[0]}: {seen[few[0]]} changes of plan are too few; give more --seeds or --iterations\n")
     lines = table([row for row in rows if changed(row)], options.window)
     print("\n".join(lines))
     if options.output is not None:
