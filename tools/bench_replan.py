@@ -161,10 +161,10 @@ def page(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
         every = [row for row in rows if row["preset"] == preset]
         seen = [row for row in every if changed(row)]
         ranks, formats = (fmean(row[name] for row in seen) for name in ("ranks moved", "formats moved"))
-        fewer = fmean(1 - row["bytes a step"][0] / row["bytes a step"][1] for row in seen)
+        more = fmean(row["bytes a step"][0] / row["bytes a step"][1] - 1 for row in seen)
         lines.append(
             f"- `{preset}`: in {len(seen)} of {len(every)} windows the plan changed. A change moved {ranks:.1f} ranks "
-            f"and {formats:.1f} formats in the mean, and then a step sent {-100 * fewer:+.1f} % bytes."
+            f"and {formats:.1f} formats in the mean, and then a step sent {100 * more:+.1f} % bytes."
         )
     return [*lines, ""]
 

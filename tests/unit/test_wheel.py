@@ -94,7 +94,7 @@ def test_the_examples_run(python: Path, tmp_path: Path, example: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(example.read_text())
     done = run(python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, cwd=tmp_path)
-    said = "\n".join(line for line in done.stderr.splitlines() if "edgc |" not in line)
+    said = done.stderr  # torchrun's, and what native code says; EDGC's report goes to stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     assert {"dense", "balanced"} <= {row[0] for row in rows if row}, said
     if done.returncode and "SIGABRT" in said:  # under heavy load gloo was seen to abort while processes end
