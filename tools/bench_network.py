@@ -1,6 +1,6 @@
 """Time real Megatron runs between processes whose links are limited.
 
-    bash scripts/bench_network.sh [--quick] [--rates 20 60 135 400 0] [--modes plain ...]
+    bash scripts/bench_network.sh [--quick | --overhead] [--rates 20 60 135 400 0] [--modes plain ...]
         [--contenders dense balanced ...] [--links even ...] [--repetitions 1] [--to-the-end] [--output docs/network]
 
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
@@ -14,6 +14,9 @@ OUTPUT/loss.png then hold the training loss over time.
 With --linear nothing is trained. Reductions at many ranks are timed, and OUTPUT/linear.md says how far their times are
 from a straight line.
 
+With --overhead, steps of Megatron without EDGC are timed beside those of runs with EDGC, without a limit, into
+OUTPUT/overhead.json and OUTPUT/overhead.md.
+
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
 
@@ -24,13 +27,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
-from tools.network import linear
+from tools.network import linear, overhead
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import loss_over_time, markdown, over_time, picture, rate_name, table
 from tools.network.runs import (
@@ -38,8 +42,10 @@ from tools.network.runs import (
     CONTENDERS,
     CORPUS,
     EVEN,
+    FALLING,
     LINKS,
     MODES,
+    RISING,
     UNEVEN,
     Curve,
     Point,
@@ -71,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
     what.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
+    what.add_argument("--overhead", action="store_true", help="time steps with EDGC and without it, on fast links")
     what.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit (default: 20 60 135 400 0)"
@@ -99,6 +106,8 @@ def main(argv: list[str] | None = None) -> int:
             quick(options.windows)
         elif options.linear:
             fit_lines(options.output, options.report)
+        elif options.overhead:
+            compare_with_megatron(options.output, options.repetitions, options.report)
         else:
             if options.to_the_end and not options.report:
                 whole_runs(options.rates, options.modes, options.contenders)
@@ -125,9 +134,11 @@ def _names(known: Iterable[str], default: Sequence[str]) -> str:
 
 def quick(windows: int) -> None:
     """The point at which dense spends about a third of a step on communication."""
+    begun = time.time()
     points = [timed(QUICK_RATE, "plain", contender, EVEN, 0, windows) for contender in ("dense", "balanced")]
     QUICK.parent.mkdir(parents=True, exist_ok=True)
-    write_json(QUICK, {"points": [asdict(point) for point in points]})
+    seconds = round(time.time() - begun)  # of both runs, with their start-up
+    write_json(QUICK, {"seconds": seconds, "points": [asdict(point) for point in points]})
     print("\n".join(table(points)))
     print(f"written: {QUICK.relative_to(REPOSITORY)}")
 
@@ -167,7 +178,7 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
                 if (rate, mode, contender, now) in kept:
                     continue
                 started = round(time.time())
-                with Links([rate] * MODES[mode].processes) as links:
+                with Links([rate] * MODES[mode].links) as links:
                     found = to_the_end(links, mode, contender, corpus_flags(str(CORPUS)))
                 curve = Curve(rate, mode, contender, commit=now, started=started, changes=len(CHANGES), **found)
                 _keep(CURVES, curve)
@@ -204,19 +215,40 @@ def fit_lines(output: Path, report: bool) -> None:
     print(f"written: {output}/linear.md, linear.json, linear.png")
 
 
+def compare_with_megatron(output: Path, repetitions: int, report: bool) -> None:
+    """The page of what EDGC costs on fast links; with ``report`` of the runs that are there."""
+    raw_file = output / "overhead.json"
+    if not report:
+        check()
+        output.mkdir(parents=True, exist_ok=True)
+        measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE)}
+        runs: list[overhead.Run] = []
+        for repetition in range(repetitions):
+            for contender in overhead.COMPARED[:: -1 if repetition % 2 else 1]:
+                runs.append(overhead.measure(contender, repetition, corpus_flags(str(CORPUS))))
+                print(f"{contender}: {median(runs[-1].steps):.2f} s a step", flush=True)
+                write_json(raw_file, {**measured, "runs": [asdict(run) for run in runs]}, indent=1)
+    raw = json.loads(raw_file.read_text())
+    runs = [overhead.Run(one["contender"], one["repetition"], tuple(one["steps"])) for one in raw["runs"]]
+    write(output / "overhead.md", overhead.page(runs, raw["machine"], raw["commit"]).encode())
+    print(f"written: {output}/overhead.md, overhead.json")
+
+
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
     """One run. ``kind``: of ``LINKS``."""
     started, code = round(time.time()), commit(REPOSITORY, *CODE)
-    rates = [rate] * MODES[mode].processes
+    rates = [rate] * MODES[mode].links
     third = None if rate is None else rate / 3
     if kind == UNEVEN:
         rates[0] = third
+    if kind == RISING:
+        rates = [third] * len(rates)
     with Links(rates) as links:
 
         def during(window: int) -> None:
-            if kind == CHANGING and window == 1 + changes_after(windows):
+            if kind in CHANGING and window == 1 + changes_after(windows):
                 for place in range(len(rates)):
-                    links.limit(place, third)
+                    links.limit(place, third if kind == FALLING else rate)
 
         found = measure(links, mode, contender, corpus_flags(str(CORPUS)), windows, during)
     known = len(CHANGES)
@@ -275,7 +307,7 @@ def report(output: Path) -> None:
         write(output / "loss.png", loss_over_time(curves))
     write_json(output / "points.json", {"points": [asdict(point) for point in points]}, indent=1)
     write(output / "step.png", picture(points))
-    if changing := [point for point in points if point.links == CHANGING]:
+    if changing := [point for point in points if point.links in CHANGING]:
         write(output / "changing.png", over_time(changing))
     write(output / "README.md", markdown(points, machine, curves).encode())
     print(f"written: {output}/README.md, points.json, step.png")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tools import bench_network
-from tools.network import linear
+from tools.network import linear, overhead
 from tools.network.links import Links, LinksUnavailable, check
+from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
 from tools.network.page import (
     changing_table,
     curve_table,
@@ -25,7 +26,7 @@ from tools.network.page import (
     sweep,
     table,
 )
-from tools.network.runs import CHANGING, CONTENDERS, MODES, Curve, Point, flags, seconds_of_training
+from tools.network.runs import CONTENDERS, FALLING, MODES, RISING, Curve, Point, flags, seconds_of_training
 from tools.shared.changes import CHANGES
 
 SERVER = """
@@ -77,6 +78,10 @@ def test_a_link_is_as_slow_as_asked_and_counts_what_it_carries() -> None:
     assert "edgc-" not in listed, "nothing is left"
 
 
+MEASURED = (
+    *("step_seconds", "communication_seconds", "counted_bytes", "interface_bytes", "start_bytes", "steps", "ranks"),
+    *("flags", "window_seconds"),
+)
 POINT = Point(
     *(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time())),
     flags=flags("plain", "dense"),
@@ -123,9 +128,9 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
         ("def5678", "4.00", ""),
         ("def5678", "3.00", "-25%"),
     ], "each code is compared with its own dense run"
-    changing = changed(POINT, links=CHANGING, window_seconds=(2.0, 2.1, 2.5, 4.0))
+    changing = changed(POINT, links=FALLING, window_seconds=(2.0, 2.1, 2.5, 4.0))
     page = markdown([*points, changing], "a machine")
-    assert "## Plain\n" in page and f"## Plain, {CHANGING}" in page and "changing.png" in page and "abc1234" in page
+    assert "## Plain\n" in page and f"## Plain, {FALLING}" in page and "changing.png" in page and "abc1234" in page
     assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
 
 
@@ -135,7 +140,7 @@ def test_a_sweep_is_of_the_newest_code_at_most_rates_and_of_the_median_repetitio
     newest = changed(newer, commit="9999999", started=POINT.started + 99)
     points = [POINT, changed(POINT, mbit=60.0), *times, changed(newer, mbit=60.0), newest]
     assert [
-        (one.commit, one.mbit, one.step_seconds) for one in sweep([*points, changed(newer, links=CHANGING)], "plain")
+        (one.commit, one.mbit, one.step_seconds) for one in sweep([*points, changed(newer, links=FALLING)], "plain")
     ] == [
         ("def5678", 135.0, 2.2),
         ("def5678", 60.0, 2.0),
@@ -184,9 +189,60 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
 
 
 def test_a_run_whose_links_change_has_a_time_before_and_one_after() -> None:
-    run = changed(POINT, mbit=900.0, links=CHANGING, window_seconds=(1.0, 1.2, 1.1, 3.0, 2.0, 2.2))
+    run = changed(POINT, mbit=900.0, links=FALLING, window_seconds=(1.0, 1.2, 1.1, 3.0, 2.0, 2.2))
     assert cells(changing_table([run])) == [
         ["900 Mbit/s then 300 Mbit/s", "abc1234", "dense", "1.10", "2.20", "14.00", "dense"]
+    ]
+    rising = changed(run, links=RISING)
+    assert cells(changing_table([rising]))[0][0] == "300 Mbit/s then 900 Mbit/s"
+    assert over_time([run, rising]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates"), [(FALLING, [(90.0, 90.0), (30.0, 30.0)]), (RISING, [(30.0, 30.0), (90.0, 90.0)])]
+)
+def test_links_change_in_the_middle_of_what_is_measured(
+    kind: str, rates: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Recorded(Links):
+        def __enter__(self) -> Links:
+            self.now = list(self._rates)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def limit(self, place: int, rate: float | None) -> None:
+            self.now[place] = rate
+
+    def measure(links: Recorded, *given: Any) -> dict[str, Any]:
+        *_, windows, during = given
+        for window in range(1, 2 + windows):
+            during(window)
+            seen.append(tuple(links.now))
+        return {name: getattr(POINT, name) for name in MEASURED}
+
+    monkeypatch.setattr(bench_network, "Links", Recorded)
+    monkeypatch.setattr(bench_network, "measure", measure)
+    point = bench_network.timed(90.0, "plain", "dense", kind, 0, 4)
+    before, after = rates
+    assert seen == [before] * 2 + [after] * 3, "the warm-up and two windows, then two windows and the end"
+    assert point.links == kind
+
+
+def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetition() -> None:
+    log = " iteration 1/ 280 | elapsed time per iteration (ms): 1250.0 | learning rate: 1.0\n"
+    assert step_seconds(3 * log) == (1.25, 1.25, 1.25)
+    times = {(ALONE, 0): (1.0, 1.0, 1.6), ("dense", 0): (1.0, 1.1, 1.1), ("balanced", 0): (1.1, 1.2, 1.6)}
+    times |= {(name, 1): (2.0, 2.0, 2.0) for name in COMPARED} | {(ALONE, 2): (1.0, 1.0, 1.0)}
+    runs = [Run(name, repetition, steps) for (name, repetition), steps in times.items()]
+    rows = cells(overhead.page(runs, "a machine", "abc1234").splitlines()[-5:])
+    assert rows == [
+        ["1", "1.00", "+10.0%", "-11.1%", "+20.0%", "+8.3%"],
+        ["2", "2.00", "+0.0%", "+0.0%", "+0.0%", "+0.0%"],
+        ["median", "1.50", "**+5.0%**", "**-5.6%**", "**+10.0%**", "**+4.2%**"],
     ]
 
 

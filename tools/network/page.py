@@ -5,7 +5,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-from tools.network.runs import CHANGING, CONTENDERS, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Curve, Point, changes_after
+from tools.network.runs import (
+    CHANGING,
+    CONTENDERS,
+    EVEN,
+    FALLING,
+    LINKS,
+    MODES,
+    SEQUENCES,
+    WINDOW,
+    Curve,
+    Point,
+    changes_after,
+)
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 
@@ -68,15 +80,20 @@ def changing_table(points: Sequence[Point]) -> list[str]:
     for point in sorted(points, key=lambda one: (_order(one.mbit), one.started)):
         place = changes_after(len(point.window_seconds))
         before, after = point.window_seconds[:place], point.window_seconds[place:]
-        rates = rate_name(point.mbit), rate_name(point.mbit and point.mbit / 3)
         cells = [
-            " then ".join(rates),
+            " then ".join(_two_rates(point)),
             _dated(point),
             point.contender,
             *(f"{median(own):.2f}" for own in (before, after)),
         ]
         lines.append(row([*cells, f"{point.counted_bytes / 1e6:.2f}", _ranks(point)]))
     return lines
+
+
+def _two_rates(point: Point) -> list[str]:
+    """Before and after the links change."""
+    rates = [rate_name(point.mbit), rate_name(point.mbit and point.mbit / 3)]
+    return rates if point.links == FALLING else rates[::-1]
 
 
 def _dated(run: Point | Curve) -> str:
@@ -186,6 +203,7 @@ def curve_table(curves: Sequence[Curve]) -> list[str]:
 
 def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()) -> str:
     """The whole page."""
+    start = [point.start_bytes for point in points]
     lines = [
         "# Time on limited links",
         "",
@@ -201,6 +219,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- *Communication* is the time of the reductions. The brackets give its share of the step.",
         "- *MB a step* are those of a process. The first column is what EDGC counts, with gathered weights. The",
         "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window.",
+        "- Before its first measured step a process sent "
+        f"{min(start) / 1e6:.0f} to {max(start) / 1e6:.0f} MB: start-up, probing, and the window of warm-up",
+        "  (`start_bytes` of each run).",
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
         "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
         "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
@@ -243,30 +264,34 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             own = [point for point in points if (point.mode, point.links) == (mode, kind)]
             if own:
                 title = mode.capitalize() if kind == EVEN else f"{mode.capitalize()}, {kind}"
-                lines += [f"## {title}", "", *(changing_table(own) if kind == CHANGING else table(own)), ""]
+                lines += [f"## {title}", "", *(changing_table(own) if kind in CHANGING else table(own)), ""]
                 lines += [*GLOO, ""] if "distributed" in mode else []
-    if any(point.links == CHANGING for point in points):
+    if any(point.links in CHANGING for point in points):
         lines += ["![Step time over the windows of a run whose links change](changing.png)", ""]
     return "\n".join(lines)
 
 
 def over_time(points: Sequence[Point]) -> bytes:
-    """Step time in each measured window, a line for each run of the newest code."""
+    """Step time in each measured window, a panel for each kind of change, a line for each run of the newest code."""
     newest = max(points, key=lambda point: point.started).commit
     points = [point for point in points if point.commit == newest]
-    figure, (axes,) = panels(1, 1, width=4.8, height=3.2)
-    for contender in CONTENDERS:
-        for point in _of(points, contender):
-            windows = range(1, 1 + len(point.window_seconds))
-            color, label = COLORS.get(contender, "black"), f"{contender}, {_dated(point)}"
-            axes.plot(windows, point.window_seconds, marker="o", color=color, label=label)
-    for count in {len(point.window_seconds) for point in points}:
-        axes.axvline(changes_after(count) + 0.5, color=GREY, linestyle=":")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"window of {WINDOW} steps; dotted: links fall to a third")
-    axes.set_ylabel("s a step")
-    tidy(axes)
-    axes.legend(fontsize=8)
+    kinds = [kind for kind in CHANGING if any(point.links == kind for point in points)]
+    figure, several = panels(1, len(kinds), width=4.8, height=3.2)
+    for kind, axes in zip(kinds, several, strict=True):
+        own = [point for point in points if point.links == kind]
+        for contender in CONTENDERS:
+            for point in _of(own, contender):
+                windows = range(1, 1 + len(point.window_seconds))
+                color, label = COLORS.get(contender, "black"), f"{contender}, {_dated(point)}"
+                axes.plot(windows, point.window_seconds, marker="o", color=color, label=label)
+        for count in {len(point.window_seconds) for point in own}:
+            axes.axvline(changes_after(count) + 0.5, color=GREY, linestyle=":")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"window of {WINDOW} steps; dotted: the links change")
+        axes.set_ylabel("s a step")
+        axes.set_title(f"{' then '.join(_two_rates(own[0]))}, {own[0].mode}", fontsize=9)
+        tidy(axes)
+        axes.legend(fontsize=8)
     return to_png(figure, dpi=90)
 
 

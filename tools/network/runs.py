@@ -26,12 +26,12 @@ CORPUS = REPOSITORY / "runs" / "data" / "network"
 WINDOW = 7  # iterations; the first one is the warm-up of most contenders and is not measured
 PLANNED = 40 * WINDOW  # of the run that is begun: the warm-up of ``balanced`` is one window of it
 # The learning rate stays, so that the steps that are measured have the mean budget of a run.
-MODEL = shlex.split(
+MEGATRON = shlex.split(
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
     "--micro-batch-size 8 --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 "
-    f"--eval-interval 100000 --log-interval 1000 --seed 1 --train-iters {PLANNED} "
-    f"--edgc --edgc-cpu --edgc-window {WINDOW} --edgc-iteration-sampling-rate 0.2"
+    f"--eval-interval 100000 --log-interval 1000 --seed 1 --train-iters {PLANNED}"
 )
+MODEL = [*MEGATRON, *shlex.split(f"--edgc --edgc-cpu --edgc-window {WINDOW} --edgc-iteration-sampling-rate 0.2")]
 # Of a run to its end: a learning rate that ends at 0, so that its last loss can be compared.
 WHOLE = shlex.split("--lr-decay-style cosine --lr-warmup-iters 20 --min-lr 0 --eval-iters 20")
 SEQUENCES = 32  # of a data-parallel process and step: 4,096 tokens
@@ -39,15 +39,24 @@ SEQUENCES = 32  # of a data-parallel process and step: 4,096 tokens
 
 @dataclass(frozen=True)
 class Mode:
-    """How a model is trained. ``pipeline``: stages, each of ``replicas`` processes."""
+    """How a model is trained.
+
+    ``pipeline``: stages, each of ``replicas`` processes. ``sharing``: so many processes share a namespace, and so a
+    link to the others.
+    """
 
     flags: str
     replicas: int = 2
     pipeline: int = 1
+    sharing: int = 1
 
     @property
     def processes(self) -> int:
         return self.replicas * self.pipeline
+
+    @property
+    def links(self) -> int:
+        return self.processes // self.sharing
 
 
 MODES = {
@@ -57,7 +66,9 @@ MODES = {
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
     "four workers": Mode("", replicas=4),
+    "two racks of two workers": Mode("", replicas=4, sharing=2),
 }
+_BEGUN = "--edgc-warmup-fraction 0.025 --edgc-study entropy_stability=9 --edgc-rmax 64 --edgc-rank-step 128"
 _EIGHT_BITS = "--edgc-basis-wire int8 --edgc-wire int8 --edgc-rest-wire int8 --edgc-dense-wire int8"
 CONTENDERS = {
     "dense": "--edgc-engine dense",
@@ -68,6 +79,9 @@ CONTENDERS = {
     "powersgd-int8": f"--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025 {_EIGHT_BITS}",
     "optimus": "--edgc-preset optimus --edgc-static-rank 64 --edgc-warmup-fraction 0.025",
     "paper": "--edgc-preset paper",
+    # begins to compress after one window, from a given rank, and may change it by more in one of the few windows
+    "paper-begun": f"--edgc-preset paper {_BEGUN}",
+    "paper-not-aligned": f"--edgc-preset paper {_BEGUN} --edgc-no-align",
     "safe": "--edgc-preset safe",
     "balanced": "--edgc-preset balanced",
     "fast": "--edgc-preset fast",
@@ -78,8 +92,10 @@ class RunFailed(Exception):
     """A run has ended with an error; the message has the end of its output."""
 
 
-EVEN, UNEVEN, CHANGING = "even", "one at a third", "a third from the middle on"
-LINKS = (EVEN, UNEVEN, CHANGING)  # how the links of a run differ from the rate of its point
+EVEN, UNEVEN = "even", "one at a third"
+FALLING, RISING = "a third from the middle on", "a third until the middle"
+CHANGING = (FALLING, RISING)
+LINKS = (EVEN, UNEVEN, *CHANGING)  # how the links of a run differ from the rate of its point
 
 
 def changes_after(windows: int) -> int:
@@ -193,7 +209,7 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = arguments(mode, contender, folder, data, ["--exit-interval", str((1 + windows) * WINDOW)])
-        with _training(links, mode, given, folder) as processes:
+        with training(links, mode, given, folder) as processes:
             sent = [_sent(links, mode)]
             while under_way(processes):
                 closed = _windows(folder)
@@ -229,7 +245,7 @@ def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = arguments(mode, contender, folder, data, [*WHOLE, "--tensorboard-dir", str(folder / "tensorboard")])
-        with _training(links, mode, given, folder) as processes:
+        with training(links, mode, given, folder) as processes:
             while under_way(processes):
                 time.sleep(0.2)
         if any(process.poll() for process in processes):
@@ -283,12 +299,12 @@ def started(
                 process.terminate()
 
 
-def _training(
+def training(
     links: Links, mode: Mode, given: Sequence[str], folder: Path
 ) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """One process in each namespace."""
+    """The processes of a run, each in its namespace."""
     command = [sys.executable, "pretrain_gpt.py", *given]
-    return started(links, [(place, command) for place in range(mode.processes)], folder)
+    return started(links, [(number // mode.sharing, command) for number in range(mode.processes)], folder)
 
 
 def under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
@@ -318,4 +334,4 @@ def _windows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _sent(links: Links, mode: Mode) -> float:
-    return fmean(links.sent(place) for place in range(mode.processes))
+    return sum(links.sent(place) for place in range(mode.links)) / mode.processes
