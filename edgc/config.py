@@ -432,10 +432,10 @@ class Pipeline:
         "off",
         "which messages between pipeline stages are compressed, and how. Which: gradients (backward), gradients and "
         "activations (both), or gradients for which the receiving stage would wait idle (epilogue); wherever the run's "
-        "pipeline allows it, gradients (auto) or those of the epilogue (auto-epilogue). How: rounded (backward:int8, "
-        ":int4, :int2), or in low rank, at a rank that entropy sets or the gradients have (backward:powersgd) or that "
-        "is given (backward:powersgd:16), with factors in the pipeline's own format or in another "
-        "(backward:powersgd:16:int8). Without a how, the preset's or powersgd",
+        "pipeline allows it and it saves time, gradients (auto) or those of the epilogue (auto-epilogue). How: rounded "
+        "(backward:int8, :int4, :int2), or in low rank, at a rank that entropy sets or the gradients have "
+        "(backward:powersgd) or that is given (backward:powersgd:16), with factors in the pipeline's own format or in "
+        "another (backward:powersgd:16:int8). Without a how, the preset's or powersgd",
         "which:how",
         "Optimus-CC, ASPLOS 2023; rounding: arXiv 2306.10209; docs/algorithm.md, 8",
     )

@@ -380,6 +380,9 @@ class Checkpoints:
             return
         # also of a rank that was given: how much of it messages get has been timed
         resolved = kept["resolved"] if self.requested.pipeline.messages.follows and then == now else {}
+        if not self.requested.pipeline.messages.follows:  # and so has what stays uncompressed
+            ranks = kept["controller"]["plan"]["ranks"]
+            controller.dense = frozenset(place for place, rank in enumerate(ranks) if rank is None)
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _load_stage(

@@ -1,26 +1,42 @@
 """How messages between pipeline stages are compressed in a run, from its settings and what messages cost."""
 
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Ranks
+from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, flag
 from edgc.plan.comm_cost import StageCost
+from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import link_rank
 from megatron.edgc.message_costs import largest_message_rank, message_shape
 
+LEAST_GAIN = 1.1  # in time, of compressing a message: the probe has the processor to itself, training has not
 
-def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> tuple[EDGCConfig | None, str]:
-    """The settings of the messages' controller, None where there is none; and a warning, empty where there is none.
+
+@dataclass(frozen=True)
+class MessagePlan:
+    """How a run compresses messages.
+
+    ``settings``: of their controller; None where there is none. ``uncompressed``: the stages, counted from 0, whose
+    messages stay as they are because compressing them saves no time. ``warning``: empty where there is none.
+    """
+
+    settings: EDGCConfig | None = None
+    uncompressed: frozenset[int] = frozenset()
+    warning: str = ""
+
+
+def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> MessagePlan:
+    """How messages are compressed, and where.
 
     ``config`` has the ranks of gradients settled; ``costs``: of gradients on their way to the stage before, by sender.
     Raises ``ConfigError`` for a rank at which messages are not smaller.
     """
     messages = config.pipeline.messages
     if messages.which == "off":
-        return None, ""
+        return MessagePlan()
     if not messages.follows:
         limit = largest_message_rank(config, args, 1.0)
         if messages.rank is not None and messages.rank > limit:
@@ -29,19 +45,50 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
                 f"--edgc-pp = {config.pipeline.pp}: messages of {rows} x {cols} values are smaller in low rank only up "
                 f"to rank {limit}"
             )
-        return message_config(config), ""
+        slower = _slower(messages, costs) if messages.optional else frozenset()
+        return MessagePlan(message_config(config), slower, _warning(config, costs, slower))
     usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
         usable = min([usable, *map(link_rank, costs.values())])
     if not usable:
-        return uncompressed(config), (
+        warning = (
             f"messages between stages stay uncompressed: no rank makes them {config.study.min_saving:g}x smaller and "
             f"takes no longer on this link. Give them a rank to compress them all the same, as in --edgc-pp "
             f"{messages.which}:powersgd:16"
         )
+        return MessagePlan(uncompressed(config), warning=warning)
     config = message_config(config)
     ranks = config.ranks.settled
-    return config.but(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}), ""
+    return MessagePlan(config.but(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}))
+
+
+def _slower(messages: Messages, costs: Mapping[int, StageCost]) -> frozenset[int]:
+    """The stages whose messages compression makes no faster.
+
+    The link on which the first stage of a virtual pipeline sends is not timed. Its messages stay as they are if all
+    others do.
+    """
+    rank = messages.rank or NO_RANK
+    slower = {sender for sender, cost in costs.items() if cost.dense_seconds < LEAST_GAIN * cost.seconds(rank)}
+    return frozenset({0, *slower} if slower and slower == set(costs) else slower)
+
+
+def _warning(config: EDGCConfig, costs: Mapping[int, StageCost], slower: Collection[int]) -> str:
+    """Empty where all messages are compressed."""
+    messages = config.pipeline.messages
+    rank = messages.rank or NO_RANK
+    timed = [
+        f"{1e3 * cost.seconds(rank):.2f} ms against {1e3 * cost.dense_seconds:.2f} ms from stage {sender + 1}"
+        for sender, cost in sorted(costs.items())
+        if sender in slower
+    ]
+    if not timed:
+        return ""
+    asked = config.pipeline.pp.replace(messages.which, "epilogue" if messages.epilogue else "backward", 1)
+    return (
+        f"messages between stages stay uncompressed where compressing them saves no time: {', '.join(timed)}. Give "
+        f"{flag('pp')} {asked} to compress them all the same"
+    )
 
 
 def message_config(config: EDGCConfig) -> EDGCConfig:

@@ -105,8 +105,8 @@ class Session:
         plan = self._plan(device)
         self.config = plan.config
         sent_back = self._message_costs(device)
-        message_settings, warning = plan_messages(self.config, self.args, sent_back)
-        for line in (*plan.warnings, *filter(None, [warning])):
+        planned = plan_messages(self.config, self.args, sent_back)
+        for line in (*plan.warnings, *filter(None, [planned.warning])):
             warn(line)
 
         self.driver = StepDriver(
@@ -132,9 +132,12 @@ class Session:
                 self.run.repeatable,
             )
             pipeline_parallel.install(self.messages, self.seam)
-            if message_settings is not None and dist.get_rank() == 0:
-                specs = self.messages.specs()
-                message_controller = Controller(message_settings, self.run.iterations, specs, [None] * len(specs))
+            if planned.settings is not None and dist.get_rank() == 0:
+                specs, boundaries = self.messages.specs(), self.messages.boundaries
+                dense = [place for place, one in enumerate(boundaries) if one.sender in planned.uncompressed]
+                message_controller = Controller(
+                    planned.settings, self.run.iterations, specs, [None] * len(specs), dense
+                )
         self.windows = WindowExchange(self.driver, self.stages, backward, controller, self.messages, message_controller)
         self.windows.adopt_plans()
         self.reporter = Reporter(
@@ -142,7 +145,7 @@ class Session:
         )
         apart = self.stages[0].embedding
         embedding_bytes = None if apart is None else apart.nbytes
-        self.reporter.start(plan, message_settings, sent_back, embedding_bytes, embedding_apart(self.args))
+        self.reporter.start(plan, planned.settings, sent_back, embedding_bytes, embedding_apart(self.args))
         if controller is not None:
             warn_of_budget(controller)
         self.checkpoints = Checkpoints(
@@ -204,7 +207,9 @@ class Session:
     def _message_costs(self, device: torch.device) -> dict[int, StageCost]:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
-        timed = config.pipeline.messages.follows or (config.dynamic and config.ranks.align)
+        messages = config.pipeline.messages
+        decides = messages.follows or (messages.optional and messages.which != "off")
+        timed = decides or (config.dynamic and config.ranks.align)
         if self.run.pipeline_stages == 1 or not timed:
             return {}
         found = all_gather_objects(message_costs(config, self.args, device))

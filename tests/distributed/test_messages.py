@@ -196,7 +196,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     for slope, pp in ((1e-3, "backward"), (8e-2, "backward"), (1.0, "backward"), (1.0, "backward:powersgd:8")):
         config = EDGCConfig.of(pp=pp, rmin=8, rmax=40, rest_wire="int6")
         cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
-        settled, _ = plan_messages(config, ARGS, {1: cost})
+        settled = plan_messages(config, ARGS, {1: cost}).settings
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
     by_entropy = {"rank_model": "measured", "rank_step": 16}  # of gradients
     for settings in (
@@ -204,7 +204,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         {"pp": "auto:int4", "kernels": "fused"},
         {"pp": "both:powersgd:8", **by_entropy},
     ):
-        settled, _ = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)})
+        settled = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)}).settings
         found.append((settled.engine, settled.ranks.static_rank))
     return found
 
@@ -229,6 +229,7 @@ DYNAMIC = shlex.split(
 )
 TIMED = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16 --edgc-pp backward:powersgd")
 DEFAULTS = shlex.split("--edgc --edgc-window 2 --edgc-static-rank 16")
+ASKED = [*DEFAULTS, "--edgc-pp", "backward:int4"]
 PAPER = [flag for flag in DYNAMIC if flag not in ("--edgc-pp", "both")]
 EPILOGUE = shlex.split("--edgc --edgc-window 2 --edgc-pp epilogue:powersgd:8")
 
@@ -243,6 +244,9 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
     other = str(tmp_path / "other")
     other_save = ["--save", other, "--save-interval", "4", "--ckpt-format", "torch_dist"]
     other_load = ["--load", other, "--ckpt-format", "torch_dist"]
+    third = str(tmp_path / "third")
+    third_save = ["--save", third, "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    third_load = ["--load", third, "--ckpt-format", "torch_dist"]
     runs = [
         {"name": "even", "arguments": [*base, "--train-iters", "14", *DYNAMIC]},
         {"name": "skewed", "arguments": [*base, "--train-iters", "14", *DYNAMIC], "slow_stage": 1},
@@ -255,7 +259,15 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
             "latest": [other, 4],
             "break_even": 0,
         },
-        {"name": "slow", "arguments": [*base, "--train-iters", "4", *DEFAULTS], "message_seconds": 2.0},
+        {"name": "slow", "arguments": [*base, "--train-iters", "4", *DEFAULTS, *third_save], "message_seconds": 2.0},
+        {
+            "name": "slow-resumed",
+            "arguments": [*base, "--train-iters", "4", *DEFAULTS, *third_load],
+            "latest": [third, 2],
+            "message_seconds": 0.5,
+        },
+        {"name": "fast", "arguments": [*base, "--train-iters", "4", *DEFAULTS], "message_seconds": 0.5},
+        {"name": "asked", "arguments": [*base, "--train-iters", "4", *ASKED], "message_seconds": 2.0},
         {"name": "epilogue", "arguments": [*base, "--train-iters", "4", *EPILOGUE]},
         {"name": "paper", "arguments": [*base, "--train-iters", "8", *PAPER]},
     ]
@@ -268,9 +280,10 @@ def test_ranks_change_for_sender_and_receiver_in_the_same_step_and_over_a_resume
         assert all(torch.equal(even["parameters"][name], skewed["parameters"][name]) for name in even["parameters"])
     # what a link was found to allow is not found anew by a run that goes on
     assert {rank for one in left["timed"] for rank in one["message_ranks"]} == {None, 8}
-    # what a preset rounds is rounded, however long it takes
-    assert {rank for one in left["slow"] for rank in one["message_ranks"]} == {None, 0}
-    pairs = [(left["saved"], left["resumed"]), (left["timed"], left["timed-resumed"])]
+    # what a preset would round stays as it is where that is faster, and what is asked for is rounded
+    assert {rank for one in left["slow"] for rank in one["message_ranks"]} == {None}
+    assert all({0, None} == {rank for one in left[name] for rank in one["message_ranks"]} for name in ("fast", "asked"))
+    pairs = [(left[name], left[f"{name}-resumed"]) for name in ("timed", "slow")] + [(left["saved"], left["resumed"])]
     for saved, resumed in (both for run, rest in pairs for both in zip(run, rest, strict=True)):
         assert saved["message_ranks"][-len(resumed["message_ranks"]) :] == resumed["message_ranks"]
         assert all(torch.equal(saved["parameters"][name], resumed["parameters"][name]) for name in saved["parameters"])

@@ -1,0 +1,66 @@
+"""Which messages between pipeline stages are compressed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from edgc.config import EDGCConfig
+from edgc.plan.comm_cost import CommCost, StageCost
+from megatron.edgc.message_plan import MessagePlan, plan_messages
+
+# messages of 256 x 64 values
+ARGS: Any = SimpleNamespace(
+    seq_length=64,
+    micro_batch_size=4,
+    context_parallel_size=1,
+    sequence_parallel=False,
+    hidden_size=64,
+    params_dtype=torch.float32,
+)
+
+
+def planned(pp: str, *compressed: CommCost) -> MessagePlan:
+    """Where an uncompressed message from any stage takes 1 s. ``compressed``: from the second stage on."""
+    costs = {sender: StageCost(cost, 1.0, 1.0) for sender, cost in enumerate(compressed, start=1)}
+    return plan_messages(EDGCConfig.of(pp=pp), ARGS, costs)
+
+
+def rounded(*seconds: float) -> list[CommCost]:
+    return [CommCost(one, 0.0) for one in seconds]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "uncompressed"),
+    [
+        ((0.5, 0.9), set()),
+        ((0.5, 0.95), {2}),  # too little
+        ((2.0, 0.5, 2.0), {1, 3}),
+        ((2.0, 2.0), {0, 1, 2}),  # then that of a first stage, too
+        ((), set()),  # nothing was timed
+    ],
+)
+def test_a_preset_rounds_messages_where_that_makes_them_faster(
+    seconds: tuple[float, ...], uncompressed: set[int]
+) -> None:
+    plan = planned("auto:int4", *rounded(*seconds))
+    assert plan.settings is not None and plan.settings.engine == "int4"
+    assert plan.uncompressed == uncompressed and bool(plan.warning) == bool(uncompressed)
+
+
+def test_the_warning_has_the_times_and_how_to_insist() -> None:
+    assert planned("auto:int4", *rounded(0.5, 2.0)).warning == (
+        "messages between stages stay uncompressed where compressing them saves no time: 2000.00 ms against 1000.00 ms "
+        "from stage 3. Give --edgc-pp backward:int4 to compress them all the same"
+    )
+    assert "--edgc-pp epilogue:int8 " in planned("auto-epilogue:int8", *rounded(2.0)).warning
+
+
+@pytest.mark.parametrize("pp", ["backward:int4", "both:int4", "epilogue:int4"])
+def test_what_is_asked_for_is_compressed_however_long_it_takes(pp: str) -> None:
+    assert planned(pp, *rounded(2.0)).uncompressed == set()
+
+
+def test_a_given_rank_is_timed_at_that_rank() -> None:
+    assert planned("auto:powersgd:8", CommCost(0.0, 0.2), CommCost(0.0, 0.1)).uncompressed == {1}
