@@ -14,6 +14,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run
 from edgc.compress import probe
+from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
@@ -159,6 +160,25 @@ def test_a_small_entry_beside_a_large_one_arrives_in_the_end(engine: str) -> Non
     for _ in range(200):
         total = total + steps.sum(gradient)[1, 2]
     assert float(total) == pytest.approx(200 * 0.02, rel=0.5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "int4"}], ids=["rank", "int4"])
+def test_each_step_rounds_its_errors_with_random_numbers_of_its_own(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same ones in every step would push an error the same way for ever."""
+    seeds: list[int] = []
+    own = ErrorFeedback._seed_of
+
+    def noted(self: ErrorFeedback, name: str, *occasion: object) -> int:
+        seeds.append(own(self, name, *occasion))
+        return seeds[-1]
+
+    monkeypatch.setattr(ErrorFeedback, "_seed_of", noted)
+    steps = Steps(error_dtype="int8", **settings)
+    for _ in range(3):
+        steps.sum(signal(0.5))
+    assert len(seeds) == len(set(seeds)) == 3
 
 
 def test_rows_with_most_energy_leave_at_once_and_the_others_in_turn() -> None:
