@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools import bench_network
-from tools.network import linear, overhead
+from tools.network import linear, overhead, runs
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
 from tools.network.page import (
@@ -244,6 +244,25 @@ def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetitio
         ["2", "2.00", "+0.0%", "+0.0%", "+0.0%", "+0.0%"],
         ["median", "1.50", "**+5.0%**", "**-5.6%**", "**+10.0%**", "**+4.2%**"],
     ]
+
+
+def test_what_is_measured_is_of_the_steps_after_a_warm_up_of_any_length() -> None:
+    stages = [{"reduce_seconds": 0.25}, {"reduce_seconds": None}]
+    closed = [
+        {
+            "iteration": end,
+            "total_bytes": 100.0 * end,
+            "time": 2.0 * end,
+            "step_seconds": 1.5,
+            "stages": stages,
+            "ranks": [8],
+        }
+        for end in (3, 7, 14, 21)
+    ]
+    found = runs.measured(closed, [50.0, 360.0, 800.0, 1500.0, 2340.0], 3)
+    assert found["steps"] == 18 and found["counted_bytes"] == 100.0 and found["mean_seconds"] == 2.0
+    assert found["start_bytes"] == 310.0 and found["interface_bytes"] == 110.0
+    assert found["step_seconds"] == 1.5 and found["communication_seconds"] == 0.25 and found["ranks"] == (8,)
 
 
 def test_a_point_with_other_flags_is_old() -> None:

@@ -219,23 +219,33 @@ def measure(
                 time.sleep(0.02)
         if any(process.poll() for process in processes) or len(sent) < 2 + windows:
             raise failed(f"{mode_name}, {contender}", folder)
-        closed = _windows(folder)
-    first, last = closed[0], closed[windows]
-    steps = windows * WINDOW
+        return {
+            **measured(_windows(folder), sent, windows),
+            "flags": flags(mode_name, contender),
+            "machine": device_name(on_gpu=False),
+        }
+
+
+def measured(closed: Sequence[Mapping[str, Any]], sent: Sequence[float], windows: int) -> dict[str, Any]:
+    """Fields of a ``Point``, without what was not seen.
+
+    ``closed``: events of windows. The first one ends the warm-up, which may be shorter than a window; so many after it
+    are measured. ``sent``: bytes of a process at the start and at each event.
+    """
+    first, own = closed[0], closed[1 : 1 + windows]
+    steps = int(own[-1]["iteration"]) - int(first["iteration"])
     return {
-        "step_seconds": median(float(window["step_seconds"]) for window in closed[1 : 1 + windows]),
+        "step_seconds": median(float(window["step_seconds"]) for window in own),
         "communication_seconds": median(
-            max(float(stage["reduce_seconds"] or 0) for stage in window["stages"]) for window in closed[1 : 1 + windows]
+            max(float(stage["reduce_seconds"] or 0) for stage in window["stages"]) for window in own
         ),
-        "counted_bytes": (float(last["total_bytes"]) - float(first["total_bytes"])) / steps,
+        "counted_bytes": (float(own[-1]["total_bytes"]) - float(first["total_bytes"])) / steps,
         "interface_bytes": (sent[1 + windows] - sent[1]) / steps,
         "start_bytes": sent[1] - sent[0],
         "steps": steps,
-        "ranks": tuple(last["ranks"]),
-        "window_seconds": tuple(float(window["step_seconds"]) for window in closed[1 : 1 + windows]),
-        "mean_seconds": (float(last["time"]) - float(first["time"])) / steps,
-        "flags": flags(mode_name, contender),
-        "machine": device_name(on_gpu=False),
+        "ranks": tuple(own[-1]["ranks"]),
+        "window_seconds": tuple(float(window["step_seconds"]) for window in own),
+        "mean_seconds": (float(own[-1]["time"]) - float(first["time"])) / steps,
     }
 
 
