@@ -218,12 +218,15 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "  runs did not keep it.",
         "- *Communication* is the time of the reductions. The brackets give its share of the step.",
         "- *MB a step* are those of a process. The first column is what EDGC counts, with gathered weights. The",
-        "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window.",
+        "  second is what the interface sent, with headers and with EDGC's exchange at the end of a window. Where",
+        "  processes share a link, it is their mean.",
         "- Before its first measured step a process sent "
         f"{min(start) / 1e6:.0f} to {max(start) / 1e6:.0f} MB: start-up, probing, and the window of warm-up",
         "  (`start_bytes` of each run).",
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
         "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
+        "  `paper-begun` begins after two windows, and its ranks may move by 128 a window. `paper-not-aligned` is the",
+        "  same without alignment of the stages.",
         "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
@@ -272,13 +275,13 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
 
 
 def over_time(points: Sequence[Point]) -> bytes:
-    """Step time in each measured window, a panel for each kind of change, a line for each run of the newest code."""
+    """Step time in each measured window, a panel for each change of links, a line for each run of the newest code."""
     newest = max(points, key=lambda point: point.started).commit
     points = [point for point in points if point.commit == newest]
-    kinds = [kind for kind in CHANGING if any(point.links == kind for point in points)]
-    figure, several = panels(1, len(kinds), width=4.8, height=3.2)
-    for kind, axes in zip(kinds, several, strict=True):
-        own = [point for point in points if point.links == kind]
+    changes = sorted({(point.links, _order(point.mbit)) for point in points})
+    figure, several = panels(-(-len(changes) // 2), min(len(changes), 2), width=4.8, height=3.0)
+    for change, axes in zip(changes, several, strict=False):
+        own = [point for point in points if (point.links, _order(point.mbit)) == change]
         for contender in CONTENDERS:
             for point in _of(own, contender):
                 windows = range(1, 1 + len(point.window_seconds))
@@ -319,10 +322,10 @@ def loss_over_time(curves: Sequence[Curve]) -> bytes:
 
 
 def picture(points: Sequence[Point]) -> bytes:
-    """Step time against rate, a panel for each mode that was timed at several, a line for each contender; unlimited
-    links at the right edge.
+    """Step time against rate, a panel for each mode that was timed at three or more, a line for each contender;
+    unlimited links at the right edge.
     """
-    modes = [mode for mode in MODES if len({point.mbit for point in sweep(points, mode)}) > 1] or ["plain"]
+    modes = [mode for mode in MODES if len({point.mbit for point in sweep(points, mode)}) > 2] or ["plain"]
     figure, places = panels(1, len(modes), width=4.8, height=3.4)
     for mode, axes in zip(modes, places, strict=True):
         own = sweep(points, mode)
