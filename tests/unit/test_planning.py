@@ -269,6 +269,14 @@ def test_points_are_predicted_from_others() -> None:
     dense_again = {**point("balanced", 800.0, 1.0 + on_link(10e6, 800), on_link(10e6, 800), 10e6), "ranks": [None]}
     (found,) = (one for one in check([*points, dense_again]) if one.mbit == 800)
     assert abs(found.error) < 1e-6
+    # messages that wait for each other keep the link longer than their bytes; only a run without a limit can tell
+    waiting = [point("bf16", None, 1.1, 0.1, 5e6)]
+    for mbit in (20.0, 135.0):
+        waiting.append(point("bf16", mbit, 1.1 + 1.5 * on_link(5e6, mbit), 0.1 + 1.5 * on_link(5e6, mbit), 5e6))
+    (found,) = (one for one in check([*points, *waiting]) if one.contender == "bf16")
+    assert abs(found.error) < 1e-6
+    (found,) = (one for one in check([*points, *waiting[1:]]) if one.contender == "bf16")
+    assert found.error < -0.1
     points[1]["step_seconds"] = 2 * points[1]["step_seconds"]  # type: ignore[operator]
     assert {one.contender: one for one in check(points)}["dense"].error == pytest.approx(-0.5)
 

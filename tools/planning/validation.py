@@ -33,7 +33,7 @@ class Checked:
 def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     """Predict the points of limited links, other than those at ``FITTED_AT``.
 
-    From those, and from dense steps without a limit, come what a step computes without a network, what each contender
+    From those, and from steps without a limit, come what a step computes without a network, what each contender
     computes to compress, and how many bytes interfaces count for one of ours.
     """
     # later repetitions and other code may be of other days, on which the machine computed at another speed
@@ -57,13 +57,25 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
             fitted = of_mode.get((contender, FITTED_AT))
             if mbit in (None, FITTED_AT) or fitted is None:
                 continue
-            compressing = max(fitted["communication_seconds"] - alone.seconds(fitted["counted_bytes"]), 0.0)
+            compressing, idle = _compressing(fitted, of_mode.get((contender, None)), alone)
             if set(point["ranks"]) == {None}:  # dense, or EDGC has found that compressing does not pay
-                compressing = 0.0
-            link = Link(mbit / 1e3, headers=headers)
+                compressing, idle = 0.0, 1.0
+            link = Link(mbit / 1e3, headers=headers * idle)
             predicted = _step(computing, compressing, point["counted_bytes"], link, overlapped)
             found.append(Checked(mbit, mode, contender, point["step_seconds"], predicted))
     return found
+
+
+def _compressing(fitted: Mapping[str, Any], free: Mapping[str, Any] | None, link: Link) -> tuple[float, float]:
+    """What a reduction computes, and how many times as long as its bytes need it keeps the link.
+
+    Only a run that also compresses without a limit can tell the two apart. Without one the link is taken to be busy.
+    """
+    nbytes = link.seconds(fitted["counted_bytes"])
+    if free is None or set(free["ranks"]) == {None}:
+        return max(fitted["communication_seconds"] - nbytes, 0.0), 1.0
+    compressing = free["communication_seconds"]
+    return compressing, max((fitted["communication_seconds"] - compressing) / nbytes, 1.0)
 
 
 def _step(computing: float, compressing: float, nbytes: float, link: Link, overlapped: bool) -> float:
@@ -82,7 +94,8 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         "Made by `python tools/plan.py --validate docs/network/points.json --output docs/network/predicted`.",
         "The simulation of a step (`tools/planning/simulation.py`) against",
         f"[measured points]({source}) on limited links of a CPU. It knows what a step computes from dense runs without",
-        f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. The points below are others.",
+        f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s. Of a contender that compresses",
+        "without a limit, too, it knows from both how long the link is kept. The points below are others.",
         "All are first repetitions of the code that was timed at most rates, the newest of several. The simulation is",
         "told how many bytes a point has sent, and whether it compressed.",
         "",
