@@ -58,11 +58,12 @@ def step_seconds(log: str) -> tuple[float, ...]:
 
 def page(runs: Sequence[Run], machine: str, commit: str) -> str:
     """A row for each repetition and one for all."""
+    repetitions = sorted({run.repetition for run in runs})
     lines = [
         "# What EDGC costs where it can save nothing",
         "",
-        f"Made by `bash scripts/bench_network.sh --overhead` (commit {commit}; {machine}).",
-        "The time of every step is in [overhead.json](overhead.json).",
+        f"Made by `bash scripts/bench_network.sh --overhead --repetitions {len(repetitions)}`",
+        f"(commit {commit}; {machine}). The time of every step is in [overhead.json](overhead.json).",
         "",
         "The model and the processes are those of [time on limited links](README.md), plain, without a limit. There a",
         "dense reduction is so short that no compression pays. A step's time is what Megatron prints after each one.",
@@ -75,7 +76,7 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
         *header(["repetition", f"{ALONE}, s", *(f"{name}, {kind}" for name in COMPARED[1:] for kind in _KINDS)]),
     ]
     table = []
-    for repetition in sorted({run.repetition for run in runs}):
+    for repetition in repetitions:
         steps = {run.contender: run.steps for run in runs if run.repetition == repetition}
         if set(steps) == set(COMPARED):
             alone = steps[ALONE]

@@ -79,7 +79,7 @@ CONTENDERS = {
     "powersgd-int8": f"--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025 {_EIGHT_BITS}",
     "optimus": "--edgc-preset optimus --edgc-static-rank 64 --edgc-warmup-fraction 0.025",
     "paper": "--edgc-preset paper",
-    # begins to compress after one window, from a given rank, and may change it by more in one of the few windows
+    # begins to compress after two windows, at a given rank, which may move by more than the paper's 8 a window
     "paper-begun": f"--edgc-preset paper {_BEGUN}",
     "paper-not-aligned": f"--edgc-preset paper {_BEGUN} --edgc-no-align",
     "safe": "--edgc-preset safe",
