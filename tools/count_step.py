@@ -90,7 +90,7 @@ def _cells(one: Count) -> list[Any]:
     seconds = (one.host_seconds, one.device_seconds, messages, max(one.host_seconds, one.device_seconds) + messages)
     return [
         f"`{one.method}`",
-        ", ".join(map(str, one.ranks)),
+        ", ".join(map(str, one.ranks)) if any(one.ranks) else "",
         "units" if one.units else "by matrix",
         f"{one.launches:,}",
         one.collectives,

@@ -26,14 +26,14 @@ if __name__ == "__main__":
 
 from tools._root import REPOSITORY
 from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_costs import gradient_bytes, ways_in_units
+from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 
-METHODS = ("paper", "balanced")
+METHODS = ("paper", "balanced", *ROUNDED)
 COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
 GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 

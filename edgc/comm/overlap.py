@@ -19,8 +19,8 @@ class Overlap:
     started, and the rest when one is waited for, of all reductions in turn. So one computes while the message of
     another is under way, and messages leave in the order of the program, which is the same on every process of a group.
 
-    On CUDA the host waits for no message: all kernels are queued on one side stream, which does. Two reductions at most
-    are under way, since the memory of each lasts to its end.
+    On CUDA the host waits for no message: all kernels are queued on one side stream, which does. The memory of a
+    reduction lasts to its end. So two reductions at most are under way, or fewer where they hold much.
     """
 
     def __init__(self, device: torch.device):
@@ -32,7 +32,7 @@ class Overlap:
         reduction: Steps[None],
         reads: Callable[[], Iterable[Tensor]] = tuple,
         spans: Spans | None = None,
-        alone: bool = False,
+        memory: float = 0.0,
     ) -> "Handle":
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
@@ -41,16 +41,17 @@ class Overlap:
         early.
 
         ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.
-        ``alone``: it needs so much memory that those under way have to end before it starts.
+        ``memory``: what it holds to its end, as a share of what all under way may hold together. Where they would hold
+        more, those under way have to end before it starts. Every process must give the same.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
             for tensor in reads():
                 if tensor.is_cuda:
                     tensor.record_stream(self.stream)
-        while alone and self._under_way:
+        while self._under_way and sum(handle.memory for handle in self._under_way) + memory > 1:
             self.advance()
-        handle = Handle(reduction, self, spans)
+        handle = Handle(reduction, self, spans, memory=memory)
         handle.advance()  # before the others: it has no message to wait for
         self.advance()
         self._under_way.append(handle)
@@ -97,9 +98,21 @@ def _one_message(collective: Callable[[], Work]) -> Steps[None]:
 
 
 class Handle:
-    """A reduction under way. ``kept``: what must not be dropped before it has ended, with the memory that it owns."""
+    """A reduction under way.
 
-    def __init__(self, reduction: Steps[None] | None, overlap: Overlap, spans: Spans | None, kept: Work | None = None):
+    ``kept``: what must not be dropped before it has ended, with the memory that it owns. ``memory``: as of
+    ``Overlap.start``.
+    """
+
+    def __init__(
+        self,
+        reduction: Steps[None] | None,
+        overlap: Overlap,
+        spans: Spans | None,
+        kept: Work | None = None,
+        memory: float = 0.0,
+    ):
+        self.memory = memory
         self._reduction = reduction
         self._overlap = overlap
         self._spans = spans

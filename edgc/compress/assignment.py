@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from edgc.compress import routes
 from edgc.compress.batch import triton_kernels
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
@@ -13,6 +14,12 @@ from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Redu
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
+
+# By all reductions under way, over the gradients of one of them in fp32. Of a stage with three units it is 4/9. Writing
+# the errors of a matrix takes the rest, up to half.
+MOST_HELD = 4 / 3
+ROUNDING = 8  # times the memory of a portion that rounding and summing it takes
+LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold
 
 
 class Assignment:
@@ -90,10 +97,24 @@ class Assignment:
         """Whether all sums are those of fp32."""
         return not self.ranks and all(self.elementwise(name).exact for name in self.specs)
 
-    def errors_at_once(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Whether a reduction holds the new errors of all these gradients at once, not of one matrix after another."""
-        one_by_one = isinstance(self.engine, LowRank) and bool(self.ranks)
-        return not self.exact and not (one_by_one and all(one.dtype == torch.float32 for one in gradients.values()))
+    def memory(self, gradients: Mapping[str, Tensor]) -> float:
+        """What a reduction of these holds to its end beside gradients and state, as a share of ``MOST_HELD``.
+
+        That is about the new errors of all that is rounded, what rounding a portion takes, and two pairs of factors of
+        each matrix in low rank. Errors of low rank come one matrix after another. 0 where it is little in any case.
+        """
+        if self.exact:
+            return 0.0
+        elements = rounded = factors = 0
+        for name, gradient in gradients.items():
+            elements += gradient.numel()
+            low_rank = name in self.ranks and isinstance(self.engine, LowRank)
+            if low_rank:
+                factors += self.ranks[name] * (self.specs[name].rows + self.specs[name].cols)
+            if not low_rank or gradient.dtype != torch.float32:
+                rounded += gradient.numel()
+        held = rounded + ROUNDING * min(rounded, routes.PORTION) + 2 * factors
+        return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
     def routes(self, gradients: Mapping[str, Tensor], reduction: Reduction, measured: bool) -> list[Route]:
         """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""

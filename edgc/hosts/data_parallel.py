@@ -247,8 +247,8 @@ class EDGCState:
         reducer.observer.measure(gradients, step.iteration, step.loss_scale)
         torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
-        alone = reducer.errors_at_once(gradients)
-        self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, alone))
+        memory = reducer.memory(gradients)
+        self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, memory))
 
     @torch.no_grad()
     def end(self) -> None:

@@ -64,7 +64,7 @@ class StageSums:
             reducer, shards = unit.reducer, self.shards if scatter else None
             reduction = reducer.reduce(unit.gradients, step.iteration, step.loss_scale, shards)
             self._handles[unit] = self.overlap.start(
-                reduction, reducer.state.tensors, self.spans, reducer.errors_at_once(unit.gradients)
+                reduction, reducer.state.tensors, self.spans, reducer.memory(unit.gradients)
             )
 
     def end(self, overlapped: bool) -> None:

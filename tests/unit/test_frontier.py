@@ -366,7 +366,10 @@ def test_a_model_may_have_a_corpus_of_its_own(tmp_path: Path) -> None:
 def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     lines = [seen("dense", 10, [None, None]), seen("r4", 10, [4, 4]), seen("r16", 5, [16, 16])]
     if study == "replay":
-        lines = [replayed("dense", 1.0), replayed("sampled", 0.1)]
+        compressed = {**replayed("paper", 0.1), "engine": "powersgd"}
+        longer = {**replayed("dense", 0.1), "seed": 2}
+        longer["windows"] = longer["windows"][9::10]
+        lines = [replayed("dense", 1.0), replayed("sampled", 0.1), compressed, longer]
     page, picture = studies.page(
         "mine", "A title", study, [*lines, {**lines[0], "seed": 9, "defect": "it slept"}], ["r9"]
     )
@@ -374,6 +377,9 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     assert picture.startswith(b"\x89PNG") and page.startswith("# A title") and "configs/frontier/mine.yaml" in page
     blocks = page.partition("## Left out")[0].split("\n\n")
     tables = [block.splitlines() for block in blocks if block.startswith("|")]
+    if study == "replay":
+        paper = page.count("| paper |")
+        assert "| sampled |" in page and not paper, "entropies are those of dense runs"
     assert tables and all(len(rows) > 2 and len({row.count("|") for row in rows}) == 1 for rows in tables)
     assert "nan" not in page
 
@@ -407,7 +413,7 @@ def replayed(name: str, rate: float, noise: float = 0.0) -> dict[str, Any]:
         for end, value in zip(ends, fall, strict=True)
     ]
     shapes = {"matrices": [[[512, 128], [128, 512]]], "iteration_sampling_rate": rate, "iterations": 2000}
-    return {**line(name, 1, 2.0, 100, windows=windows), **shapes}
+    return {**line(name, 1, 2.0, 100, windows=windows), **shapes, "engine": "dense"}
 
 
 def test_a_replay_decides_as_the_controller_does_by_what_a_window_has_shown() -> None:

@@ -59,12 +59,16 @@ def test_reductions_take_turns_and_two_at_most_are_under_way() -> None:
     assert log[-1] == "c ends" and len(log) == 3 * 9
 
 
-def test_a_reduction_that_needs_much_memory_starts_when_those_under_way_have_ended() -> None:
+def test_a_reduction_starts_when_those_under_way_leave_the_memory_that_it_holds() -> None:
     log: list[str] = []
     overlap = Overlap(torch.device("cpu"))
-    a = overlap.start(reduction(log, "a", 2))
-    overlap.start(reduction(log, "b", 2), alone=True).wait()
-    assert a.done and log.index("a ends") < log.index("b0 leaves")
+    a = overlap.start(reduction(log, "a", 2), memory=0.5)
+    b = overlap.start(reduction(log, "b", 9), memory=0.4)
+    assert not a.done, "both have room"
+    overlap.start(reduction(log, "c", 9), memory=0.6)
+    assert a.done and log.index("a ends") < log.index("c0 leaves") and not b.done
+    overlap.start(reduction(log, "d", 2), memory=1.2).wait()
+    assert b.done and log.index("c ends") < log.index("d0 leaves"), "more than there is: by itself"
 
 
 def test_a_reduction_that_has_ended_is_left_alone() -> None:

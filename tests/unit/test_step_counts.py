@@ -59,7 +59,8 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_of_a_papers_stage_takes_at_most_half_of_the_gradients_in_memory(model: str) -> None:
     stage = Stage.of(model, None)
-    for ranks in (None, [64], [rank_of_volume(stage, BALANCED_RANKS, 24.0)]):
+    of_volume = rank_of_volume(stage, BALANCED_RANKS, 24.0)
+    for ranks in (None, [64], [of_volume], [of_volume, of_volume, of_volume, "int3"]):
         assert 0 < transient_bytes(stage, BALANCED_RANKS, ranks) <= gradient_bytes(stage) / 2, ranks
 
 

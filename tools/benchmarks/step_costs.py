@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import PowerSGD
 from edgc.config import EDGCConfig
+from edgc.plan.rank_plan import NO_RANK
 from edgc.presets import PRESETS
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
@@ -18,6 +19,7 @@ RANK = 64
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
 PAPER_AT_RANK = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
 BALANCED_AT_RANK = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
+ROUNDED = {name: EDGCConfig.of(engine=name) for name in ("int8", "int4")}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Count:
     gpu: str
     link_gbps: float
     method: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # 0 where the method has none
     units: bool
     launches: int
     collectives: int
@@ -66,10 +68,13 @@ def all_ways(name: str) -> Iterator[Count]:
                 continue
             memory = transient_bytes(stage, config, ranks) if units else None
             yield _count(title, stage, cluster, method, config, ranks, units, memory, warm_up)
+    for method, config in ROUNDED.items():
+        memory = transient_bytes(stage, config, (NO_RANK,))
+        yield _count(title, stage, cluster, method, config, (NO_RANK,), True, memory, warm_up)
 
 
 def ways_in_units(name: str, cluster_name: str | None, replicas: int) -> Iterator[Count]:
-    """What a planner needs of a model: one rank for all matrices, in units, without their memory.
+    """What a planner needs of a model: one rank for all matrices, or none, in units, without their memory.
 
     ``replicas``: of a stage on that cluster; what one alone would send says nothing of the messages.
     """
@@ -78,6 +83,8 @@ def ways_in_units(name: str, cluster_name: str | None, replicas: int) -> Iterato
     yield _count(title, stage, cluster, "paper", PAPER_AT_RANK, (RANK,))
     for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
         yield _count(title, stage, cluster, "balanced", BALANCED_AT_RANK, (rank,))
+    for method, config in ROUNDED.items():
+        yield _count(title, stage, cluster, method, config, (NO_RANK,))
 
 
 def balanced_rank(stage: Stage) -> int:

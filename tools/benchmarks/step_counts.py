@@ -139,10 +139,10 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
         return counted
 
 
-def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int] | None) -> int:
+def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None) -> int:
     """The most that a step in units takes beside gradients and state, as the hosts overlap them.
 
-    ``ranks``: as of ``count_step``; None: not compressed yet.
+    ``ranks``: as of ``count_step``, or formats in the place of some; None: not compressed yet.
     """
     with _reducers(stage, config, ranks, by_matrix=False) as (_, reducers), torch.no_grad(), TensorMemory() as memory:
         overlap = Overlap(META)
@@ -152,7 +152,7 @@ def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int] | Non
             handles = []
             for reducer, own in reducers:
                 reducer.begin(iteration)
-                handles.append(overlap.start(reducer.reduce(own, iteration), alone=reducer.errors_at_once(own)))
+                handles.append(overlap.start(reducer.reduce(own, iteration), memory=reducer.memory(own)))
             for handle in handles:
                 handle.wait()
             most = memory.peak - memory.now
@@ -161,7 +161,7 @@ def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int] | Non
 
 @contextmanager
 def _reducers(
-    stage: Stage, config: EDGCConfig, ranks: Sequence[int] | None, by_matrix: bool
+    stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None, by_matrix: bool
 ) -> Iterator[tuple[Traffic, list[tuple[GradientReducer, dict[str, Tensor]]]]]:
     """What counts the bytes, and reducers with their gradients."""
     listed = parameters(stage)
@@ -184,20 +184,25 @@ def _reducers(
         reducers = []
         for unit in units:
             # built on the CPU: a device without values has no random numbers
-            allocation = allocate(unit, config, min(ranks or [1]))
+            numbers = [one for one in ranks or () if isinstance(one, int)]
+            allocation = allocate(unit, config, min(numbers, default=1))
             reducer = GradientReducer(allocation, config, communicator, torch.device("cpu"))
             reducer.device = META
             if isinstance(reducer.engine, LowRank):
                 reducer.engine.device, reducer.engine._orthonormalise = META, lowrank.cholesky_basis
             if ranks is not None:
-                reducer.set_rank(max(ranks), _by_layer(stage, ranks))
+                travel = _by_layer(stage, ranks)
+                rounded = {name: one for name, one in travel.items() if isinstance(one, str)}
+                reducer.set_rank(
+                    max(numbers), {name: one for name, one in travel.items() if isinstance(one, int)}, rounded
+                )
             reducers.append((reducer, {parameter.name: gradients[parameter.name] for parameter in unit}))
         yield traffic, reducers
     finally:
         dist.destroy_process_group()
 
 
-def _by_layer(stage: Stage, ranks: Sequence[int]) -> dict[str, int]:
+def _by_layer(stage: Stage, ranks: Sequence[int | str]) -> dict[str, int | str]:
     layers = list(dict.fromkeys(matrix.name.partition(".")[0] for matrix in stage.matrices))
     turn = {layer: ranks[place % len(ranks)] for place, layer in enumerate(layers)}
     return {matrix.name: turn[matrix.name.partition(".")[0]] for matrix in stage.matrices}

@@ -210,7 +210,10 @@ def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 
 def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """What windows and sampling make of the same run: the paper's algorithm fed with the entropies of dense runs."""
-    lines = [line for line in lines if "matrices" in line and any(cases(line))]
+    lines = [line for line in lines if line["engine"] == "dense" and "matrices" in line and any(cases(line))]
+    # the reference: all that the run with most measurements knows, under its shortest window
+    reference = max(lines, key=lambda line: line["iteration_sampling_rate"], default=None)
+    lines = [line for line in lines if reference is not None and _same_gradients(line, reference)]
     figure, (entropies, ranks) = _panels(2)
     table = header(
         [
@@ -225,8 +228,6 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             "equal",
         ]
     )
-    # the reference: all that the run with most measurements knows, under its shortest window
-    reference = max(lines, key=lambda line: line["iteration_sampling_rate"], default=None)
     for stage in range(len(reference["windows"][0]["entropy"]) if reference else 0):
         assert reference is not None
         truth = replays(reference, stage, *next(cases(reference)))
@@ -253,6 +254,15 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "either compresses the ranks are the same. Stages are not aligned here.",
     ]
     return figure, table
+
+
+def _same_gradients(one: Line, other: Line) -> bool:
+    """Whether two dense runs see the same gradients, in windows of the same iterations."""
+    return (
+        setting(one) == setting(other)
+        and one["seed"] == other["seed"]
+        and [window["iteration"] for window in one["windows"]] == [window["iteration"] for window in other["windows"]]
+    )
 
 
 def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
+from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
@@ -296,7 +297,7 @@ def _chunks(flags: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
-    counted steps; ``rank``: a rank, None: that of the ``volume``.
+    counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``.
     """
 
     name: str
@@ -310,6 +311,8 @@ class Contender:
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
     Contender("dense bf16", "--edgc-engine bf16", bits=16),
+    Contender("int8", "--edgc-engine int8", method="int8", rank=NO_RANK),
+    Contender("int4", "--edgc-engine int4", method="int4", rank=NO_RANK),
     Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
     Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0),
     Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0),
@@ -319,8 +322,8 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Compressing:
-    """Seconds that a stage of so many parameters computes at a rank, and the bytes of its messages, before they are
-    sent round: lines of docs/bench/steps.json, or measured ones of the same fields.
+    """Seconds that a stage of so many parameters computes at a rank, if the method has one, and the bytes of its
+    messages, before they are sent round: lines of docs/bench/steps.json, or measured ones of the same fields.
     """
 
     elements: float
@@ -363,6 +366,8 @@ class Compressing:
 
     def bytes_at(self, rank: float) -> float:
         """Of the messages at a rank. One counted rank says nothing of what has none: then all go with the rank."""
+        if self.ranks == (NO_RANK,):
+            return self.sent[0]
         if len(self.ranks) == 1:
             return rank * self.sent[0] / self.ranks[0]
         return _on_line(rank, self.ranks, self.sent)

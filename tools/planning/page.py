@@ -56,7 +56,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
                     [
                         f"{gbps:g}",
                         one.contender.name,
-                        "" if not one.contender.method else one.rank if one.compresses else "dense",
+                        "" if not one.contender.method else (one.rank or "") if one.compresses else "dense",
                         f"{one.seconds:.2f}",
                         "" if first else f"{one.seconds / dense.seconds - 1:+.0%}",
                         f"{one.exposed:.3f}",
