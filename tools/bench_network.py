@@ -1,6 +1,6 @@
 """Time real Megatron runs between processes whose links are limited.
 
-    bash scripts/bench_network.sh [--quick | --overhead] [--rates 20 60 135 400 0] [--modes plain ...]
+    bash scripts/bench_network.sh [--quick | --overhead | --stage-ends] [--rates 20 60 135 400 0] [--modes plain ...]
         [--contenders dense balanced ...] [--links even ...] [--repetitions 1] [--to-the-end] [--output docs/network]
 
 Every process has a network namespace of its own; a token bucket filter limits its link (tools/network/links.py). Runs
@@ -17,6 +17,9 @@ from a straight line.
 With --overhead, steps of Megatron without EDGC are timed beside those of runs with EDGC, without a limit, into
 OUTPUT/overhead.json and OUTPUT/overhead.md.
 
+With --stage-ends, pipelines tell when each stage has its sums, with ranks aligned and without, into
+OUTPUT/stage_ends.json and OUTPUT/stage_ends.md.
+
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
 
@@ -24,17 +27,16 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
-from tools.network import linear, overhead
+from tools.network import linear, overhead, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import loss_over_time, markdown, over_time, picture, rate_name, table
 from tools.network.runs import (
@@ -78,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
     what.add_argument("--to-the-end", action="store_true", help="train whole runs, for their loss over time")
     what.add_argument("--overhead", action="store_true", help="time steps with EDGC and without it, on fast links")
+    what.add_argument("--stage-ends", action="store_true", help="time when the stages of pipelines have their sums")
     what.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit (default: 20 60 135 400 0)"
@@ -108,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
             fit_lines(options.output, options.report)
         elif options.overhead:
             compare_with_megatron(options.output, options.repetitions, options.report)
+        elif options.stage_ends:
+            compare_stages(options.output, options.repetitions, options.report)
         else:
             if options.to_the_end and not options.report:
                 whole_runs(options.rates, options.modes, options.contenders)
@@ -217,21 +222,41 @@ def fit_lines(output: Path, report: bool) -> None:
 
 def compare_with_megatron(output: Path, repetitions: int, report: bool) -> None:
     """The page of what EDGC costs on fast links; with ``report`` of the runs that are there."""
-    raw_file = output / "overhead.json"
     if not report:
-        check()
-        output.mkdir(parents=True, exist_ok=True)
-        measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE)}
-        runs: list[overhead.Run] = []
-        for repetition in range(repetitions):
-            for contender in overhead.COMPARED[:: -1 if repetition % 2 else 1]:
-                runs.append(overhead.measure(contender, repetition, corpus_flags(str(CORPUS))))
-                print(f"{contender}: {median(runs[-1].steps):.2f} s a step", flush=True)
-                write_json(raw_file, {**measured, "runs": [asdict(run) for run in runs]}, indent=1)
-    raw = json.loads(raw_file.read_text())
+        _measure(output / "overhead.json", overhead.COMPARED, overhead.measure, repetitions)
+    raw = json.loads((output / "overhead.json").read_text())
     runs = [overhead.Run(one["contender"], one["repetition"], tuple(one["steps"])) for one in raw["runs"]]
     write(output / "overhead.md", overhead.page(runs, raw["machine"], raw["commit"]).encode())
     print(f"written: {output}/overhead.md, overhead.json")
+
+
+def compare_stages(output: Path, repetitions: int, report: bool) -> None:
+    """The page of when the stages of pipelines end; with ``report`` of the runs that are there."""
+    if not report:
+        _measure(output / "stage_ends.json", stage_ends.COMPARED, stage_ends.measure, repetitions)
+    raw = json.loads((output / "stage_ends.json").read_text())
+    runs = [stage_ends.Run(**one) for one in raw["runs"]]
+    write(output / "stage_ends.md", stage_ends.page(runs, raw["machine"], raw["commit"]).encode())
+    print(f"written: {output}/stage_ends.md, stage_ends.json")
+
+
+def _measure(
+    file: Path,
+    contenders: Sequence[str],
+    measure: Callable[[str, int, Sequence[str]], overhead.Run | stage_ends.Run],
+    repetitions: int,
+) -> None:
+    """Runs that follow each other, in turn forwards and backwards, into a file."""
+    check()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    measured = {"machine": device_name(on_gpu=False), "commit": commit(REPOSITORY, *CODE)}
+    runs: list[dict[str, Any]] = []
+    for repetition in range(repetitions):
+        for contender in contenders[:: -1 if repetition % 2 else 1]:
+            begun = time.time()
+            runs.append(asdict(measure(contender, repetition, corpus_flags(str(CORPUS)))))
+            print(f"{contender}, repetition {repetition + 1}: {time.time() - begun:.0f} s", flush=True)
+            write_json(file, {**measured, "runs": runs}, indent=1)
 
 
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools import bench_network
-from tools.network import linear, overhead, runs
+from tools.network import linear, overhead, runs, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
 from tools.network.page import (
@@ -244,6 +244,15 @@ def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetitio
         ["2", "2.00", "+0.0%", "+0.0%", "+0.0%", "+0.0%"],
         ["median", "1.50", "**+5.0%**", "**-5.6%**", "**+10.0%**", "**+4.2%**"],
     ]
+
+
+def test_the_page_of_stage_ends_has_the_slowest_process_of_each_stage() -> None:
+    first = (((1.0, 1.5), (11.0, 11.5)), ((1.2, 1.7), (11.2, 11.4)))  # two processes, two steps
+    second = (((0.5, 1.9), (10.5, 11.0)), ((0.7, 1.8), (10.7, 11.1)))
+    run = stage_ends.Run("paper-begun", 0, (None, 40), (*first, *second))
+    assert run.begins(1) == pytest.approx([0.6, 10.6]) and run.ends(0) == [1.7, 11.5]
+    (row,) = cells(stage_ends.page([run], "a machine", "abc1234").splitlines()[-3:])
+    assert row == ["1", "paper-begun", "dense, 40", "0.50", "0.50", "0.90", "**-0.10** (-0.40 to +0.20)"]
 
 
 def test_what_is_measured_is_of_the_steps_after_a_warm_up_of_any_length() -> None:

@@ -77,7 +77,7 @@ def measure(name: str) -> list[Fit]:
     setup = SETUPS[name]
     with Links(setup.rates) as links, tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "seconds.json")
-        command = [sys.executable, "-m", "tools.network.linear", str(setup.groups), str(output)]
+        command = ["-m", "tools.network.linear", str(setup.groups), str(output)]
         places = [place for place in range(len(setup.rates)) for _ in range(setup.groups)]
         with started(links, [(place, command) for place in places], Path(folder)) as processes:
             while under_way(processes):

@@ -287,14 +287,16 @@ def seconds_of_training(windows: Sequence[Mapping[str, Any]]) -> tuple[float, ..
 def started(
     links: Links, commands: Sequence[tuple[int, Sequence[str]]], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One process for each (namespace, command), with a log in the folder; those that run at the end are ended."""
+    """One Python process for each (namespace, arguments of Python), with a log in the folder; those that run at
+    the end are ended.
+    """
     processes = []
     try:
         for number, (place, command) in enumerate(commands):
             with (folder / f"{number}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        links.command(place, command),
+                        links.command(place, [sys.executable, *command]),
                         cwd=REPOSITORY,
                         env={**os.environ, **environment(links, number, len(commands))},
                         stdin=subprocess.DEVNULL,
@@ -313,7 +315,7 @@ def training(
     links: Links, mode: Mode, given: Sequence[str], folder: Path
 ) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """The processes of a run, each in its namespace."""
-    command = [sys.executable, "pretrain_gpt.py", *given]
+    command = ["pretrain_gpt.py", *given]
     return started(links, [(number // mode.sharing, command) for number in range(mode.processes)], folder)
 
 
