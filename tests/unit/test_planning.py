@@ -10,7 +10,7 @@ from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, LaunchError
-from tools.planning.cluster import CONTENDERS, Compressing, Training, predict
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
 from tools.planning.page import networks, recommended, timeline
 from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
@@ -247,12 +247,18 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
 
 def test_rounding_sends_a_byte_or_half_a_byte_of_each_value(training: Training) -> None:
     found = costs("gpt2_12.1b", training)
-    links = training.apart(100.0)
-    of = {one.name: predict(training, one, found.get(one.method), links) for one in CONTENDERS}
+
+    def predictions(on: Training) -> dict[str, Prediction]:
+        return {one.name: predict(on, one, found.get(one.method), on.apart(100.0)) for one in CONTENDERS}
+
+    of, scattered = predictions(training), predictions(replace(training, scatters=True))
     whole = of["dense fp32"].gradient_bytes
     for name, least, most in (("int8", 3.8, 4.0), ("int4", 7.4, 8.0)):
         assert least < whole / of[name].gradient_bytes < most, "with the scales of its groups"
         assert of[name].exposed < of["dense bf16"].exposed
+        assert scattered[name].gradient_bytes == pytest.approx(of[name].gradient_bytes / 2)
+    low_rank = "PowerSGD, rank 64"
+    assert scattered[low_rank].gradient_bytes == pytest.approx(of[low_rank].gradient_bytes)
 
 
 def test_points_are_predicted_from_others() -> None:
