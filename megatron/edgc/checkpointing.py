@@ -382,7 +382,13 @@ class Checkpoints:
         resolved = kept["resolved"] if self.requested.pipeline.messages.follows and then == now else {}
         if not self.requested.pipeline.messages.follows:  # and so has what stays uncompressed
             ranks = kept["controller"]["plan"]["ranks"]
-            controller.dense = frozenset(place for place, rank in enumerate(ranks) if rank is None)
+            timed, controller.dense = controller.dense, frozenset(p for p, rank in enumerate(ranks) if rank is None)
+            if controller.dense != timed:
+                stay = ", ".join(kept["boundaries"][place] for place in sorted(controller.dense)) or "none"
+                warn(
+                    f"messages between stages go on as in {os.path.basename(folder)}, whatever was timed now: "
+                    f"uncompressed stay {stay}"
+                )
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _load_stage(

@@ -24,6 +24,30 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
     assert (resolved["rmin"], resolved["rmax"]) == (16, 64)
 
 
+@pytest.mark.parametrize("kept", [(None, 0), (None, None)])
+def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are_timed(
+    kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.edgc import checkpointing
+
+    boundaries = ["gradients from stage 2 to 1", "gradients from stage 3 to 2"]
+    messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
+    controller = SimpleNamespace(dense=frozenset({0, 1}))
+    config = EDGCConfig.of(pp="auto:int4")
+    own: Any = checkpointing.Checkpoints(Namespace(), config, config, [], [], None, messages, controller)  # type: ignore[arg-type]
+    monkeypatch.setattr(own, "_same_replicas", lambda index: False)
+    loaded: list[Any] = []
+    monkeypatch.setattr(own, "_load_controller", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
+    plan = {"boundaries": boundaries, "requested": config.only(("pp", *checkpointing.RANKS)), "resolved": {}}
+    index = {"bytes": {}, "messages": {**plan, "controller": {"plan": {"ranks": kept}}}}
+    own._load_messages(index, {}, "/checkpoints/iter_0000007")
+    assert loaded and controller.dense == {place for place, rank in enumerate(kept) if rank is None}
+    said = capsys.readouterr().out
+    assert ("messages between stages go on as in iter_0000007" in said) == (kept == (None, 0))
+    assert said.endswith("uncompressed stay gradients from stage 2 to 1\n") or not said
+
+
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that imported Megatron's save_checkpoint by itself, before EDGC was attached."""
     from megatron.training import checkpointing as megatron_checkpointing

@@ -186,6 +186,8 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  NVLink. Reductions go round rings. A ring is as fast as its slowest link, whose speed is in the column",
         "  *reductions*. What crosses between racks shares the uplink of its rack evenly. A sum goes twice round its",
         "  ring, and waits for the latency of each crossing.",
+        "- A preset gives every matrix the one rank that its volume pays for. In training EDGC's planner also sends",
+        "  some in few bits.",
         f"- A volume's reduction takes at most {WORTH_IT:.0%} of the time of a dense one. Where it",
         "  cannot, gradients are reduced dense.",
         "",
