@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from tools.experiments.entries import Interval, Key, Line, entries, key, old, percent, setting
 from tools.experiments.page import not_shown, provenance
-from tools.experiments.replay import cases, compare, replays
+from tools.experiments.replay import WINDOWS, cases, compare, replays
 from tools.experiments.series import (
     Series,
     correlation,
@@ -38,6 +38,7 @@ Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
 # a gap below this is what a user would accept: it decides the smallest rank that the study of ranks suggests
 ACCEPTED_GAP = 0.01
 QUARTERS = 4
+STYLES = "-", "--", "-.", ":"
 
 
 def has_lines(study: str, lines: Sequence[Line]) -> bool:
@@ -90,11 +91,13 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             places[0].plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
             table.append(_trend(_label(line, lines), stage_name(line, stage), entropies))
     places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
-    places[0].legend(frameon=False)
+    places[0].legend(frameon=False, fontsize=7)
+    colors = {kind: f"C{place}" for place, kind in enumerate(dict.fromkeys(k for one in by_layer for k in kinds(*one)))}
     for line, stage in by_layer:
         for kind in kinds(line, stage):
             entropies = statistic(line, stage, kind, "gaussian_entropy")
-            places[1].plot(*entropies, linewidth=1, label=f"{stage_name(line, stage)}: {kind}")
+            label, style = f"{stage_name(line, stage)}: {kind}", STYLES[stage % len(STYLES)]
+            places[1].plot(*entropies, style, color=colors[kind], linewidth=1, label=label)
             table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
     if by_layer:
         places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
@@ -235,18 +238,18 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             for window, kept in cases(line):
                 one = replays(line, stage, window, kept)
                 found = compare(one, truth)
-                label = f"{line['name']}, windows of {one.window}"
                 if kept == 1:
-                    entropies.plot(one.ends, one.entropy, linewidth=1, label=f"{stage_name(line, stage)}: {label}")
-                    ranks.step(one.ends, one.ranks, linewidth=1, label=f"{stage_name(line, stage)}: {label}")
+                    label = f"{stage_name(line, stage)}: {line['name']}, windows of {one.window}"
+                    color, style = f"C{len(lines) * stage + lines.index(line)}", STYLES[WINDOWS.index(window)]
+                    entropies.plot(one.ends, one.entropy, style, color=color, linewidth=1)
+                    ranks.step(one.ends, one.ranks, style, color=color, linewidth=1, label=label)
                 mean, own = found.mean_ranks
                 cells = [f"{one.measured:g}", f"{found.correlation:.3f}", f"{found.difference:.3f}"]
                 cells += [f"{mean:.1f}", f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
                 table.append(row([line["name"], stage_name(line, stage), one.window, *cells]))
     entropies.set(xlabel="iteration", ylabel="entropy that is known (nats)")
     ranks.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
-    for axes in (entropies, ranks):
-        axes.legend(frameon=False, fontsize=6)
+    ranks.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     table += [
         "",
         "Measured: iterations of a window. Each row is compared, at all times, with the row of its stage that has the "
