@@ -113,7 +113,7 @@ class Assignment:
                 factors += self.ranks[name] * (self.specs[name].rows + self.specs[name].cols)
             if not low_rank or gradient.dtype != torch.float32:
                 rounded += gradient.numel()
-        held = rounded + ROUNDING * min(rounded, routes.PORTION) + 2 * factors
+        held = rounded + ROUNDING * min(rounded, routes.portion_of(rounded)) + 2 * factors
         return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
     def routes(self, gradients: Mapping[str, Tensor], reduction: Reduction, measured: bool) -> list[Route]:

@@ -33,8 +33,8 @@ from edgc.compress.lowrank import Product, squared_norms_of
 from edgc.specs import MatrixSpec, ShardBounds
 from edgc.stacking import batches, map_stacked
 
-# Values that travel in one message: rounding and summing takes several times their memory, whatever the bucket's size.
-PORTION = 2**22
+# Values that are rounded and sent at once: that takes several times their memory. Of very many, a 24th: fewer messages.
+PORTION, MOST_PORTIONS = 2**22, 24
 SquaredNorms = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the columns of sums, by name
 
 
@@ -211,7 +211,7 @@ class ElementwiseRoute(Route):
         self.sharded = bool(sizes) and engine.shards_pay(sizes)
         whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
         finite = []
-        for portion in _portions(by_process if self.sharded else whole):
+        for portion in _portions(by_process if self.sharded else whole, portion_of(_size(whole[0]))):
             values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
             own = values[communicator.process if self.sharded else 0]
             if self.sharded:
@@ -409,9 +409,14 @@ def _size(pieces: Sequence[Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-def _portions(parts: Sequence[Sequence[Piece]]) -> Iterator[list[list[Piece]]]:
-    """Cut every part into portions, the same number of each; one portion of all holds at most ``PORTION`` values."""
-    return map(list, zip_longest(*(_cut(pieces, PORTION // len(parts)) for pieces in parts), fillvalue=[]))
+def portion_of(elements: int) -> int:
+    """How many of so many values are rounded and sent at once, at most."""
+    return max(PORTION, -(-elements // MOST_PORTIONS))
+
+
+def _portions(parts: Sequence[Sequence[Piece]], size: int) -> Iterator[list[list[Piece]]]:
+    """Cut every part into portions, the same number of each; one portion of all holds at most ``size`` values."""
+    return map(list, zip_longest(*(_cut(pieces, size // len(parts)) for pieces in parts), fillvalue=[]))
 
 
 def _cut(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:

@@ -1,16 +1,19 @@
 """What a step of the paper's models asks of a GPU: launches, messages, memory. No GPU is needed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from edgc.config import EDGCConfig
+from edgc.plan.rank_plan import NO_RANK
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import device_seconds
 from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_costs import gradient_bytes, rank_of_volume
+from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, rank_of_volume
 from tools.benchmarks.step_counts import META, StepCounts, count_step, transient_bytes
 from tools.shared.gpus import GPU
 
@@ -54,6 +57,14 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
     assert paper.launches <= 1_150 and balanced.launches <= 2_000
     assert paper.collectives <= 9 and balanced.collectives <= 15
     assert not dist.is_initialized()
+
+
+def test_rounding_a_whole_stage_takes_more_messages_only_up_to_a_size() -> None:
+    stage = Stage.of("gpt2_12.1b", None)
+    twice = replace(stage, matrices=(*stage.matrices, *(replace(one, name=f"9{one.name}") for one in stage.matrices)))
+    once, again = (count_step(one, ROUNDED["int8"], (NO_RANK,)) for one in (stage, twice))
+    assert once.collectives <= 150 and once.launches <= 4_000
+    assert again.collectives <= once.collectives + 6 and again.launches < 1.5 * once.launches
 
 
 @pytest.mark.parametrize("model", MODELS)
