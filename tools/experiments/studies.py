@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -91,18 +92,34 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             places[0].plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
             table.append(_trend(_label(line, lines), stage_name(line, stage), entropies))
     places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
-    places[0].legend(frameon=False, fontsize=7)
-    colors = {kind: f"C{place}" for place, kind in enumerate(dict.fromkeys(k for one in by_layer for k in kinds(*one)))}
+    places[0].legend(fontsize=6)
+    of_kind = _KindLines()
     for line, stage in by_layer:
         for kind in kinds(line, stage):
             entropies = statistic(line, stage, kind, "gaussian_entropy")
-            label, style = f"{stage_name(line, stage)}: {kind}", STYLES[stage % len(STYLES)]
-            places[1].plot(*entropies, style, color=colors[kind], linewidth=1, label=label)
+            places[1].plot(*entropies, **of_kind.style(line, stage, kind))
             table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
     if by_layer:
         places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
         places[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure, table
+
+
+class _KindLines:
+    """How lines of kinds of layers look: a colour for each kind, dashes by stage, and one entry in the legend for all
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self._colors: dict[str, str] = {}
+        self._labels: set[str] = set()
+
+    def style(self, line: Line, stage: int, kind: str) -> dict[str, Any]:
+        label = f"{stage_name(line, stage)}, {kind}"
+        shown = None if label in self._labels else label
+        self._labels.add(label)
+        color = self._colors.setdefault(kind, f"C{len(self._colors)}")
+        return {"color": color, "linestyle": STYLES[stage % len(STYLES)], "linewidth": 1, "label": shown}
 
 
 def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
@@ -272,10 +289,11 @@ def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Whether gradients are normal: moments, and the Gaussian formula against a histogram."""
     figure, places = _panels(3)
     table = header(["run", "kind", "skewness", "excess kurtosis", "Gaussian minus histogram entropy (nats)"])
+    of_kind = _KindLines()
     for line in lines:
         for stage in range(len(line["windows"][-1]["statistics"])):
             for kind in kinds(line, stage):
-                label = f"{stage_name(line, stage)}, {kind}"
+                style = of_kind.style(line, stage, kind)
                 cells = []
                 gaussian = statistic(line, stage, kind, "gaussian_entropy")
                 histogram = statistic(line, stage, kind, "histogram_entropy")
@@ -289,9 +307,9 @@ def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
                     ),
                     strict=True,
                 ):
-                    axes.plot(iterations, values, linewidth=1, label=label)
+                    axes.plot(iterations, values, **style)
                     cells.append(f"{values[0]:+.2f} → {values[-1]:+.2f}")
-                table.append(row([_label(line, lines), label, *cells]))
+                table.append(row([_label(line, lines), f"{stage_name(line, stage)}, {kind}", *cells]))
     for axes, title in zip(places, ("skewness", "excess kurtosis", "Gaussian minus histogram entropy"), strict=True):
         axes.set(xlabel="iteration", title=title)
         axes.set_yscale("symlog", linthresh=1)
