@@ -226,7 +226,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
         "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
         "  `paper-begun` begins after two windows, and its ranks may move by 128 a window. `paper-not-aligned` is the",
-        "  same without alignment of the stages.",
+        "  same without alignment of the stages. [When each stage ends](stage_ends.md) was measured apart.",
         "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
         "  window.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
