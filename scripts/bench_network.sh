@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Time real runs on limited links:  bash scripts/bench_network.sh [--quick | --overhead | --stage-ends] [flags of tools/bench_network.py]
+# Time real runs on limited links:
+#     bash scripts/bench_network.sh [--quick | --overhead | --stage-ends] [flags of tools/bench_network.py]
 # Needs root and iproute2: each process gets a network namespace whose link is limited.
 set -euo pipefail
 
