@@ -430,10 +430,10 @@ def predict(
             units = _dense(sent)
         else:
             sent = round_trip * share * compressing.bytes_at(rank)
-            messages = compressing.messages // UNITS
+            count = compressing.messages // UNITS
             if rank == NO_RANK:  # a rounded sum goes to the process that needs it, one of factors to all
-                sent, messages = sent * half, int(messages * half)
-            each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(messages, 1))
+                sent, count = sent * half, int(count * half)
+            each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(count, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
     stages = [
