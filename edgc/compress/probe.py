@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,9 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.allocation import Allocation, largest_rank
+from edgc.plan.candidates import ROUNDED, ROUNDED_FINE
 from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.specs import shard_bounds
 
@@ -53,6 +56,12 @@ def cost_in_bytes(
     return StageCost(CommCost(rest, all_reduce_bytes(factors, processes)), uncompressed, host)
 
 
+def rank_of_volume(allocation: Allocation, config: EDGCConfig, volume: float) -> int:
+    """The mean rank at which a step sends ``volume`` times fewer bytes than an all-reduce in fp32."""
+    cost = cost_in_bytes(allocation, config, 2)  # of any number of processes: all messages are sent round alike
+    return int(cost.compressed.rank(cost.host_seconds / volume))
+
+
 def probe(
     allocations: Sequence[Allocation],
     config: EDGCConfig,
@@ -63,6 +72,7 @@ def probe(
     overlapped: bool = False,
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
+    With a volume also of rounded ones.
 
     ``allocations``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
     gradient while it runs, beside the state that training will have. The smallest of a few repetitions
@@ -86,14 +96,24 @@ def probe(
 
         return fastest(reduce) * _host_share(scatters)
 
-    def at_rank(rank: int | None) -> float:
+    def reduced() -> float:
         def reduce() -> None:
             for handle in [group.start(overlap, scatters) for group in groups]:
                 handle.wait()
 
+        return fastest(reduce)
+
+    def at_rank(rank: int | None) -> float:
         for reducer in reducers:
             reducer.set_rank(rank)
-        return fastest(reduce)
+        return reduced()
+
+    def rounded() -> float:
+        for reducer in reducers:
+            low_rank = {matrix.name for matrix in reducer.allocation.matrices}
+            formats = {name: ROUNDED if name in low_rank else ROUNDED_FINE for name in reducer.specs}
+            reducer.set_rank(NO_RANK, {}, formats)
+        return reduced()
 
     host = host_alone()
     dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
@@ -101,7 +121,13 @@ def probe(
         [matrix for allocation in allocations for matrix in allocation.matrices], config.study.min_saving
     )
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
-    return StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
+    cost = StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
+    if config.ranks.volume is None:
+        return cost
+    matrices = tuple(matrix for allocation in allocations for matrix in allocation.matrices)
+    others = tuple(other for allocation in allocations for other in allocation.others)
+    rank = rank_of_volume(Allocation(matrices, others), config, config.ranks.volume)
+    return replace(cost, volume_seconds=cost.seconds(rank), rounded_seconds=rounded())
 
 
 class _Group:

@@ -29,7 +29,7 @@ from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-VERSION = 8
+VERSION = 9
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
@@ -342,8 +342,9 @@ class EDGCState:
         if same:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in ASKED}})
         self._build(config, timed=not same)
-        if same:  # the settled ranks look as if they had been asked for
-            self.plan = replace(self.plan, tries=state["controller"]["trials"] is not None)
+        if same:  # the settled ranks look as if they had been asked for, and nothing was timed
+            trials, budget = state["controller"]["trials"], state["controller"]["budget"]
+            self.plan = replace(self.plan, tries=trials is not None, rounds=budget is not None and budget["rounds"])
         self.steps = state["steps"]
         load_stage(
             self.stage,

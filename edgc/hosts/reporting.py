@@ -52,7 +52,7 @@ class Reporter:
         self.log_interval, self.scalars, self.packages = log_interval, scalars, packages
         self.group, self.prints = group, process(group) == 0
         self._by_host = False  # in the plan of the window before
-        self._host_summed = False  # but for trials
+        self._unbudgeted = False  # whether the link has made some steps send more than the volume, trials aside
         self._tried: tuple[float, ...] = ()
         self._relief = 1.0
         self.events = EventLog(config.job.log_dir if self.prints else None)
@@ -71,7 +71,7 @@ class Reporter:
         ``embedding_bytes``: of the gradient of a tied embedding whose copies the host itself sums, if there is one;
         ``embedding_apart``: why EDGC cannot sum them.
         """
-        self._by_host = plan.tries and not plan.compresses
+        self._by_host, self._unbudgeted = plan.tries and not plan.compresses, plan.rounds
         self.parameters = [
             stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
             for stage in plan.stages
@@ -120,6 +120,8 @@ class Reporter:
         if config.engine == "dense":
             return "dense all-reduce, counted"
         if ranks.volume is not None:
+            if self._unbudgeted:
+                return f"all gradients rounded, window {ranks.window}"
             how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
             return how + (", once compression is faster" if self._by_host else "")
         if not config.dynamic:
@@ -153,7 +155,7 @@ class Reporter:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._by_host, self._tried, self._relief = plan.by_host, plan.tried, plan.relief
         budget = None if controller is None else controller.budget
-        self._host_summed = budget is not None and budget.ledger.counts.idle > 0
+        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.idle > 0)
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""
@@ -176,7 +178,7 @@ class Reporter:
             lines.append(f"updated weights: sent {sent} of {dense} so far")
         for line in lines:
             self._print(f"edgc | {report.iteration}/{self.iterations} | {line}")
-        self._host_summed |= self._by_host or report.plan.by_host
+        self._unbudgeted |= self._by_host or report.plan.by_host
         self._by_host, self._tried = report.plan.by_host, report.plan.tried
         if last:
             for line in (*self._memory(report), *_totals(report, self.run)):
@@ -282,9 +284,9 @@ class Reporter:
                 writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
 
     def _warn_of_volume(self, report: WindowReport) -> None:
-        """A whole run that ends above its budget; steps that the host has summed are no part of it."""
+        """A whole run that ends above its budget."""
         volume, sent = self.config.ranks.volume, report.dp_bytes
-        if volume is None or not sent or self._host_summed or report.iteration < self.iterations:
+        if volume is None or not sent or self._unbudgeted or report.iteration < self.iterations:
             return
         if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
             message = (

@@ -102,6 +102,7 @@ class BudgetPlanner:
             ``ENOUGH`` times.
         least_worth: steps that are worth no more than this are not guarded so.
         window: iterations between two decisions.
+        rounds: every parameter is rounded, whatever the budget, because that takes less time.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class BudgetPlanner:
         least_fidelity: float = 0.0,
         least_worth: float = 0.0,
         window: int = 1,
+        rounds: bool = False,
     ):
-        self.volume, self.iterations, self.first = volume, iterations, first
+        self.volume, self.iterations, self.first, self.rounds = volume, iterations, first, rounds
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
         self.guarded = [one > least_worth for one in worth or [1.0] * iterations]
         self.places = [place for place in range(len(stages)) if place not in never]
@@ -178,7 +180,8 @@ class BudgetPlanner:
             self.candidates[place] = [
                 one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
             ]
-        self.ledger.observe(sent, host_bytes, in_fp32, host_share, idle)
+        # what a step sends because the link asks for it is no part of the budget
+        self.ledger.observe(sent, host_bytes, in_fp32, *((1.0, True) if self.rounds else (host_share, idle)))
         nothing = (math.nan, math.nan)
         seen = {
             place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
@@ -210,6 +213,23 @@ class BudgetPlanner:
             self.choices = self._best(iteration)
             return
         self.ledger.learn(self._size(self.choices) + self.never_bytes)
+        before = self.choices
+        if self.rounds:
+            self.relief, self.choices = 1.0, self._best(iteration)
+        else:
+            self._spend_on(iteration)
+        self.changed = {
+            place: [
+                one.matrix.name
+                for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
+                if way_of(old) != way_of(new)
+            ]
+            for place in self.places
+        }
+        self.ledger.grant(iteration, self.relief)
+
+    def _spend_on(self, iteration: int) -> None:
+        """The choices that spend the budget from ``iteration`` on."""
         if not self.guarded[iteration]:
             self.relief = 1.0
         elif self.fidelity < self.least_fidelity:
@@ -223,18 +243,8 @@ class BudgetPlanner:
         size, noise = self._size(self.choices), self._noise(self.choices)
         # the best plan may need less than the budget
         fits = LEAST_USED * min(budget, self._size(best)) <= size <= min(budget, self._size(best) / LEAST_USED)
-        before = self.choices
         if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
             self.choices = best
-        self.changed = {
-            place: [
-                one.matrix.name
-                for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
-                if way_of(old) != way_of(new)
-            ]
-            for place in self.places
-        }
-        self.ledger.grant(iteration, self.relief)
 
     def little(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
@@ -243,6 +253,8 @@ class BudgetPlanner:
         return float(LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations))
 
     def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
+        if self.rounds:
+            return {place: [one.rounded for one in self.candidates[place]] for place in self.places}
         budget = self.budget(iteration)
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         if self.choices:
@@ -293,6 +305,8 @@ class BudgetPlanner:
     @property
     def reason(self) -> str:
         """Why the choices are as they are."""
+        if self.rounds:
+            return "rounding is faster"
         if self.relief > 1:
             return f"too little of the gradient arrived: {self.relief:g} times the budget"
         return "the budget is too small" if self.short else "link" if self.bounded else "budget"
@@ -307,10 +321,18 @@ class BudgetPlanner:
             for place in self.places
         }
         changed = {str(place): names for place, names in self.changed.items()}
-        return {"ledger": self.ledger.state_dict(), "relief": self.relief, "changed": changed, "stages": stages}
+        return {
+            "ledger": self.ledger.state_dict(),
+            "rounds": self.rounds,
+            "relief": self.relief,
+            "changed": changed,
+            "stages": stages,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Raises ValueError if it is of other parameters or another release."""
+        """Go on where ``state_dict`` was taken, but round as this planner does. Raises ValueError if the state is of
+        other parameters or another release.
+        """
         if state.keys() != self.state_dict().keys():
             raise ValueError("the budget's state is of another release of EDGC")
         # a stage of which nothing was to be compressed then starts anew

@@ -12,6 +12,8 @@ from edgc.specs import MatrixSpec
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
 FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
+# Where all are rounded: the format of those that low rank could take, and of others.
+ROUNDED, ROUNDED_FINE = "int4", "int8"
 Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
 
 
@@ -61,6 +63,11 @@ class Candidate:
     @property
     def elements(self) -> int:
         return self.matrix.rows * self.matrix.cols
+
+    @property
+    def rounded(self) -> Choice:
+        """Its choice where all parameters are rounded."""
+        return ROUNDED_FINE if self.directions is None else ROUNDED
 
     def choices(self, formats: Collection[str], same_way: bool = False) -> list[Choice]:
         """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -71,15 +71,21 @@ class StageCost:
     Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
     what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
     fp32, which compression has to beat. Of a message between stages both are of its values.
+
+    With a volume also ``volume_seconds``, of low rank at the mean rank that the volume pays for, and
+    ``rounded_seconds``, of rounding every value to few bits instead; NaN where that was not timed.
     """
 
     compressed: CommCost
     dense_seconds: float
     host_seconds: float
+    volume_seconds: float = math.nan
+    rounded_seconds: float = math.nan
 
     def scaled(self, factor: float) -> "StageCost":
         """The same link under other traffic."""
-        return StageCost(self.compressed.scaled(factor), self.dense_seconds * factor, self.host_seconds * factor)
+        scaled = {one.name: factor * getattr(self, one.name) for one in fields(self) if one.name != "compressed"}
+        return StageCost(self.compressed.scaled(factor), **scaled)
 
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)

@@ -198,11 +198,20 @@ class Controller:
         shared = dict(zip(places, found, strict=True))
         return tuple(shared.get(place) for place in range(len(ranks)))
 
-    def settle(self, **ranks: Any) -> None:
-        """Use these settings of ranks, as the probe of an earlier run has settled them."""
+    @property
+    def rounds(self) -> bool:
+        """Whether all gradients are rounded, because that takes less time than low rank."""
+        return self.budget is not None and self.budget.rounds
+
+    def settle(self, state: Mapping[str, Any], **ranks: Any) -> None:
+        """Use these settings of ranks, as the probe of an earlier run has settled them, and round if it had to.
+
+        ``state``: of that run's controller.
+        """
         self.config = self.entropy.config = self.config.but(**ranks)
         if self.budget is not None:
             self.budget.bound(self.config.ranks.largest)
+            self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain numbers and lists."""

@@ -24,6 +24,7 @@ DIRECTIONS, ROWS = 1.7, 1.3
 # With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
 # longer amid training than it did before.
 WORTH_IT = 0.75
+CLEARLY_FASTER = 0.9  # of the time of low rank, which rounding may take to be used instead: it sends more bytes
 VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
@@ -151,8 +152,9 @@ class RunPlan:
 
     ``config`` has its ranks settled. ``compresses``: false where the link makes low rank slower than the host's own
     reduction at every rank. ``tries``: whether steps of the run decide if compression is worth its time
-    (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``warnings``: for the user,
-    one line each.
+    (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume,
+    every gradient is rounded, because on this link that takes less time than low rank. ``warnings``: for the user, one
+    line each.
     """
 
     config: EDGCConfig
@@ -160,6 +162,7 @@ class RunPlan:
     compresses: bool = True
     warnings: tuple[str, ...] = ()
     tries: bool = False
+    rounds: bool = False
 
     @property
     def keys(self) -> list[StageKey]:
@@ -185,6 +188,7 @@ class RunPlan:
                 least_fidelity=self.config.study.least_fidelity,
                 least_worth=LEAST_RATE**power if rate and power else 0.0,
                 window=self.config.ranks.window,
+                rounds=self.rounds,
             )
         trials = None
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
@@ -232,17 +236,19 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     )
     _check_ranks(config, usable)
     known = [stage for own in processes for stage in own]
-    compresses, tries = True, False
+    compresses, tries, rounds = True, False, False
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
-        config, compresses, tries, warnings = _settled(config, run, known, usable)
+        rounding = _rounding_is_faster(config, run, known)
+        rounds = bool(rounding)
+        config, compresses, tries, warnings = _settled(config, run, known, usable, rounding)
     if compresses or tries:
         warnings += _too_short(config, run, compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.but(dense_wire="fp32", param_wire=None)
-    return RunPlan(config, stages, compresses, tuple(warnings), tries)
+    return RunPlan(config, stages, compresses, tuple(warnings), tries, rounds)
 
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
@@ -273,17 +279,17 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
 
 
 def _settled(
-    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int
+    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, rounding: str
 ) -> tuple[EDGCConfig, bool, bool, list[str]]:
     """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
-    and warnings.
+    and warnings. ``rounding``: that of a run that rounds; else empty.
     """
     volume = config.ranks.volume
-    warnings: list[str] = []
+    warnings = [rounding] if rounding else []
     lowest = usable if run.alone else _lowest_break_even(config, run, known)
     asked = config.ranks.largest is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
-    rounds = volume is not None and all(stage.cost is None for stage in known)
+    rounds = bool(rounding) or (volume is not None and all(stage.cost is None for stage in known))
     compresses = asked or rounds or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
     # a link that is only computed is not there to be timed
     tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
@@ -297,12 +303,33 @@ def _settled(
             config = config.but(pp="off")
     if compresses or tries:
         # where steps will try, the link of now is no bound for that of later
-        bound = lowest if compresses else usable
+        bound = lowest if compresses and not rounding else usable
         matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
         return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
     formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
     dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
     return dense, compresses, tries, warnings
+
+
+def _rounding_is_faster(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> str:
+    """A warning with the times if rounding all gradients takes clearly less time than low rank as the volume pays for
+    it, and than the host's own sum; else empty. The slowest stage counts.
+    """
+    costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
+    if config.ranks.largest is not None or not costs:  # who gives a rank wants it
+        return ""
+    lowest = _lowest_break_even(config, run, known)
+    rounded, host = max(cost.rounded_seconds for cost in costs), max(cost.host_seconds for cost in costs)
+    low_rank = math.inf
+    if lowest >= RANK_MULTIPLE:
+        low_rank = max(min(cost.volume_seconds, cost.compressed.seconds(lowest)) for cost in costs)
+    if not (rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank):
+        return ""
+    than = f"{low_rank:.2g} s in low rank" if math.isfinite(low_rank) else "more than the dense reduction in low rank"
+    return (
+        f"on this link gradients take {rounded:.2g} s rounded to 4 bits, {than} and {host:.2g} s dense: rounding "
+        f"them, although that sends more bytes than the volume. Give {flag('rmax')} a rank to keep low rank"
+    )
 
 
 def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:

@@ -40,7 +40,7 @@ from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-VERSION = 10
+VERSION = 11
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
@@ -353,8 +353,13 @@ class Checkpoints:
         folder: str,
     ) -> bool:
         """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
-        controller.settle(**settings)
-        return resume_controller(controller, state, os.path.basename(folder), GO_ON)
+        name, rounded = os.path.basename(folder), controller.rounds
+        if settings:
+            controller.settle(state, **settings)
+        if controller.rounds != rounded:
+            how = "rounded" if controller.rounds else "in low rank"
+            warn(f"gradients go on {how} as in {name}, whatever was timed now")
+        return resume_controller(controller, state, name, GO_ON)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone."""
