@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,19 +73,19 @@ class StageCost:
     fp32, which compression has to beat. Of a message between stages both are of its values.
 
     With a volume also ``volume_seconds``, of low rank at the mean rank that the volume pays for, and
-    ``rounded_seconds``, of rounding every value to few bits instead; NaN where that was not timed.
+    ``rounded_seconds``, of rounding every value to few bits instead; None where that was not timed.
     """
 
     compressed: CommCost
     dense_seconds: float
     host_seconds: float
-    volume_seconds: float = math.nan
-    rounded_seconds: float = math.nan
+    volume_seconds: float | None = None
+    rounded_seconds: float | None = None
 
     def scaled(self, factor: float) -> "StageCost":
         """The same link under other traffic."""
-        scaled = {one.name: factor * getattr(self, one.name) for one in fields(self) if one.name != "compressed"}
-        return StageCost(self.compressed.scaled(factor), **scaled)
+        others = {name: value and factor * value for name, value in vars(self).items() if name != "compressed"}
+        return StageCost(self.compressed.scaled(factor), **others)
 
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)

@@ -316,14 +316,15 @@ def _rounding_is_faster(config: EDGCConfig, run: Run, known: Sequence[ProcessSta
     it, and than the host's own sum; else empty. The slowest stage counts.
     """
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
-    if config.ranks.largest is not None or not costs:  # who gives a rank wants it
-        return ""
-    lowest = _lowest_break_even(config, run, known)
-    rounded, host = max(cost.rounded_seconds for cost in costs), max(cost.host_seconds for cost in costs)
-    low_rank = math.inf
+    timed = [(one, one.rounded_seconds, one.volume_seconds) for one in costs]
+    rounded = max((seconds for _, seconds, _ in timed if seconds is not None), default=math.inf)
+    host = max((cost.host_seconds for cost in costs), default=0.0)
+    lowest, low_rank = _lowest_break_even(config, run, known), math.inf
     if lowest >= RANK_MULTIPLE:
-        low_rank = max(min(cost.volume_seconds, cost.compressed.seconds(lowest)) for cost in costs)
-    if not (rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank):
+        of_volume = [min(one.compressed.seconds(lowest), seconds) for one, _, seconds in timed if seconds is not None]
+        low_rank = max(of_volume, default=0.0)
+    asked = config.ranks.largest is not None
+    if asked or rounded > WORTH_IT * host or rounded > CLEARLY_FASTER * low_rank:
         return ""
     than = f"{low_rank:.2g} s in low rank" if math.isfinite(low_rank) else "more than the dense reduction in low rank"
     return (

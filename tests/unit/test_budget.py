@@ -631,6 +631,40 @@ def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had() -> None:
     assert under_test.config.ranks.rmax == under_test.entropy.config.ranks.rmax == 8
 
 
+def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> None:
+    under_test, step = controller(volume=20.0), 4.0 * 2 * (128 * 256 + 128)
+    budget = under_test.budget
+    assert budget is not None
+    under_test.decide(10)
+    budget.rounds, budget.least_fidelity = True, 0.1  # no bytes are added to those of rounding
+    for end in range(20, 110, 10):
+        dense = end * step
+        under_test.observe(observed(12.0), None, (dense / 7, dense, dense))
+        plan = under_test.decide(end)
+        if end > 10:
+            assert plan.formats == ({"0": "int4", "bias": "int8"}, {"1": "int4", "bias": "int8"}) and not any(
+                plan.ranks
+            )
+            assert plan.reasons == ("rounding is faster",) * 2 and plan.relief == 1
+    budget.rounds = False
+    assert budget.budget(100) == pytest.approx(step / 20)
+    assert all(under_test.decide(100).ranks)
+
+
+def test_a_resumed_run_rounds_if_the_run_before_had_to() -> None:
+    rounding, own = controller(), controller()
+    assert rounding.budget is not None
+    rounding.budget.rounds = True
+    state = json.loads(json.dumps(rounding.state_dict()))
+    assert own.load_state_dict(state) and not own.rounds, "other ranks were asked for: its own link decides"
+    own.settle(state)
+    assert own.rounds
+    own.settle(controller().state_dict())
+    assert not own.rounds
+    own.settle({**state, "budget": None})
+    assert not own.rounds
+
+
 def test_a_stage_that_is_never_compressed_has_no_choices() -> None:
     plan = controller(dense=(1,)).plan
     assert plan.ranks[1] is None and plan.matrix_ranks[1] is None and plan.formats[1] is None

@@ -48,6 +48,30 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     assert said.endswith("uncompressed stay gradients from stage 2 to 1\n") or not said
 
 
+@pytest.mark.parametrize(("before", "now"), [(True, False), (False, True), (True, True)])
+def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
+    before: bool, now: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.edgc import checkpointing
+
+    class Controller:
+        rounds = now
+
+        def settle(self, state: dict[str, Any], **ranks: Any) -> None:
+            self.rounds = state["rounds"]
+
+    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], None)
+    monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
+    monkeypatch.setattr(checkpointing, "resume_controller", lambda *arguments: True)
+    for settings, rounds in (({"rmax": 64}, before), ({}, now)):  # nothing is settled where other ranks are asked for
+        controller = Controller()
+        assert own._load_controller(controller, {"rounds": before}, settings, "/checkpoints/iter_0000007")
+        assert controller.rounds == rounds
+        how = "rounded" if rounds else "in low rank"
+        said = f"gradients go on {how} as in iter_0000007, whatever was timed now\n"
+        assert capsys.readouterr().out == (said if rounds != now else "")
+
+
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that imported Megatron's save_checkpoint by itself, before EDGC was attached."""
     from megatron.training import checkpointing as megatron_checkpointing

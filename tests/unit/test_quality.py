@@ -19,7 +19,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
 from edgc.presets import PRESETS
-from edgc.specs import MatrixSpec
+from edgc.specs import MatrixSpec, Parameter
 
 MATRIX = MatrixSpec("w", 128, 256)
 CPU = torch.device("cpu")
@@ -219,3 +219,27 @@ def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch
     cost = probe.probe([Allocation((MATRIX,), ())], EDGCConfig(), communicator(), CPU)
     assert (cost.compressed.intercept, cost.compressed.slope) == pytest.approx((1, 0.01))
     assert cost.host_seconds == 1
+
+
+@pytest.mark.parametrize("volume", [None, 24.0])
+def test_the_probe_times_rounding_and_the_rank_of_the_volume_where_there_is_one(
+    volume: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(work: Any, groups: Any, *rest: Any) -> float:
+        reducer = groups[0].reducer
+        if reducer.formats:
+            assert not reducer.ranks and reducer.formats == {MATRIX.name: "int4", "bias": "int8"}
+            return 0.25
+        return 1 + 0.01 * max(reducer.ranks.values(), default=0)
+
+    monkeypatch.setattr(probe, "_seconds", seconds)
+    allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
+    config = EDGCConfig.from_preset({"preset": "balanced", "volume": volume} if volume else {"preset": "paper"})
+    cost = probe.probe([allocation], config, communicator(), CPU)
+    if volume is None:
+        assert cost.volume_seconds is None and cost.rounded_seconds is None
+        return
+    rank = probe.rank_of_volume(allocation, config, volume)
+    in_bytes = probe.cost_in_bytes(allocation, config, 8)
+    assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
+    assert (cost.rounded_seconds, cost.volume_seconds) == pytest.approx((0.25, 1 + 0.01 * rank))

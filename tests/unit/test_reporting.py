@@ -16,7 +16,7 @@ from edgc.observe.events import read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import Part, Run, StageKey
+from edgc.plan.run import Part, Run, RunPlan, StageKey
 
 ITERATIONS, VOLUME = 1000, 24
 PLAN = RankPlan(1, 100, ranks=(56,), reasons=("entropy",))
@@ -72,6 +72,23 @@ def test_a_volume_may_be_missed_by_three_percent_without_a_word(
     assert ("--edgc-volume 24 was asked for, and the run sent" in capsys.readouterr().err) == warned
 
 
+def test_a_run_that_rounds_has_missed_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reporting, "processes", lambda group: 2)
+    config = EDGCConfig.from_preset({"volume": VOLUME})
+    for resumed in (False, True):
+        under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
+        under_test.start(RunPlan(config, (), rounds=not resumed))
+        assert ("all gradients rounded" in capsys.readouterr().out) != resumed
+        under_test.parameters = [1500]
+        if resumed:
+            budget = SimpleNamespace(rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(idle=0.0)))
+            under_test.resume(PLAN, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
+        under_test.window(replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=8e6), last=True)
+        assert "was asked for" not in capsys.readouterr().err
+
+
 def test_a_run_that_ends_early_has_missed_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     reporter().window(replace(REPORT, dp_bytes_fp32=2e6), last=True)
     assert "was asked for" not in capsys.readouterr().err
@@ -97,7 +114,7 @@ def test_a_resumed_run_knows_whether_the_host_has_summed_before(
     idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = SimpleNamespace(counts=SimpleNamespace(idle=idle))
-    under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(ledger=ledger))
+    under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(rounds=False, ledger=ledger))
     under_test.resume(PLAN, controller)  # type: ignore[arg-type]
     under_test.window(replace(REPORT, iteration=ITERATIONS, plan=PLAN, dp_bytes_fp32=2e6), last=True)
     assert ("was asked for" in capsys.readouterr().err) == warned

@@ -7,6 +7,7 @@ import pytest
 
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import Part, ProcessStage, ReductionSizes, Run, StageKey, plan_run
 from edgc.specs import Parameter
@@ -180,6 +181,38 @@ def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     assert (computed.compresses, computed.tries, computed.config.engine) == (False, False, "dense")
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, "rmax": 16}), RUN, known)
     assert plan.compresses and not plan.tries and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
+
+
+# the host takes 20 ms, the smallest rank 4 ms; low rank is bounded to 15 ms
+ROUNDED = replace(CHEAP, volume_seconds=0.012, rounded_seconds=0.010)
+
+
+@pytest.mark.parametrize(
+    ("cost", "settings", "rounds"),
+    [
+        pytest.param(ROUNDED, {}, True, id="faster"),
+        pytest.param(replace(ROUNDED, rounded_seconds=0.011), {}, False, id="not clearly faster than low rank"),
+        pytest.param(replace(ROUNDED, volume_seconds=1, rounded_seconds=0.014), {}, False, id="nor worth it"),
+        pytest.param(replace(DEAR, volume_seconds=1, rounded_seconds=0.014), {}, True, id="no rank pays"),
+        pytest.param(replace(DEAR, volume_seconds=1, rounded_seconds=0.016), {}, False, id="nothing pays"),
+        pytest.param(ROUNDED, {"rmax": 16}, False, id="a rank is asked for"),
+        pytest.param(CHEAP, {}, False, id="not timed"),
+    ],
+)
+def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
+    cost: StageCost, settings: dict[str, int], rounds: bool
+) -> None:
+    faster = replace(cost, rounded_seconds=cost.rounded_seconds and cost.rounded_seconds / 2)
+    known = processes(faster, cost)  # the slower stage counts
+    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, **settings}), RUN, known)
+    assert plan.rounds == rounds
+    assert any("although that sends more bytes than the volume" in line for line in plan.warnings) == rounds
+    controller = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25}))
+    formats = {"embedding.weight": "int4", "fc1.weight": "int4", "fc1.bias": "int8", "small.weight": "int8"}
+    assert ((controller.plan.matrix_ranks, controller.plan.formats) == (({}, {}), (formats, formats))) == rounds
+    if rounds:
+        assert plan.compresses and plan.tries and not controller.plan.by_host
+        assert controller.plan.ranks == (NO_RANK, NO_RANK) and controller.plan.reasons[0] == "rounding is faster"
 
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:
