@@ -46,7 +46,7 @@ def predict_all(
     training: Training, compressing: Mapping[str, Compressing], links: Sequence[StageLinks]
 ) -> list[Prediction]:
     """A step of each contender."""
-    return [predict(training, one, compressing.get(one.method), links) for one in CONTENDERS]
+    return [predict(training, one, compressing, links) for one in CONTENDERS]
 
 
 def costs_of(name: str, cluster: str | None, training: Training, costs: Path | None) -> dict[str, Compressing]:

@@ -304,7 +304,9 @@ class Reporter:
     def _rank(self, rank: int | None) -> str:
         if rank is None:
             return "dense" if self.config.formats.dense_wire == "fp32" else self.config.formats.dense_wire
-        return self.config.engine if rank == NO_RANK else f"rank {rank}"
+        if rank == NO_RANK:
+            return "rounded" if self.config.low_rank else self.config.engine
+        return f"rank {rank}"
 
     def _message_rank(self, rank: int | None) -> str:
         if rank is None:

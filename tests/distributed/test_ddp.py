@@ -723,3 +723,45 @@ def test_the_steps_of_a_run_decide_who_sums(
     assert (middle, end) == (before, after), found
     tried = [e["plan"]["tried"] for e in read_events(tmp_path) if e["event"] == "window"]
     assert len(tried[-1]) == 2, "the log says what was measured"
+
+
+ROUNDING_IS_FASTER = StageCost(CommCost(0.1, 0.1), 1.0, 1.0, volume_seconds=0.5, rounded_seconds=0.1)
+
+
+def rounds(rank: int, folder: str) -> dict[str, Any]:
+    """A run that rounds by its probe, one that goes on from it on another link, and one with a rank asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_parallel, "reduction_cost", lambda *_: ROUNDING_IS_FASTER)
+        before, alone = Training(rank, TRIED.but(log_dir=folder), iterations=40), net()
+        most = 0.0
+        for _ in range(12):
+            most = max(most, lost_in_step(before, alone))
+            before.optimizer.step()
+        assert before.state is not None
+        state = before.state.state_dict()
+        before.state.close()
+    found = {}
+    for name, config, cost in (("same", TRIED, NONE_PAYS), ("asked", TRIED.but(rmax=8), ROUNDING_IS_FASTER)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(data_parallel, "reduction_cost", lambda *_, cost=cost: cost)
+            after = Training(rank, config, iterations=40)
+            assert after.state is not None
+            after.state.load_state_dict(state)
+            after.train(12)
+            found[name] = (
+                set(after.state.driver.plan.formats[0] or {}),
+                len(after.state.driver.plan.matrix_ranks[0] or {}),
+            )
+    return {"lost": most, "parameters": set(before.parameters), **found}
+
+
+def test_a_run_that_rounds_loses_nothing_and_goes_on_so_until_a_rank_is_asked_for(tmp_path: Path) -> None:
+    for found in run_on_ranks(rounds, 2, str(tmp_path)):
+        assert found["lost"] < 1e-4
+        assert found["same"] == (found["parameters"], 0)
+        assert found["asked"][1] > 0
+    windows = {event["iteration"]: event for event in read_events(tmp_path) if event["event"] == "window"}
+    first, then = windows[4], windows[8]  # before the host's own sum is tried
+    assert then["plan"]["reasons"] == ["rounding is faster"]
+    ratio = (then["dp_bytes_dense"] - first["dp_bytes_dense"]) / (then["dp_bytes"] - first["dp_bytes"])
+    assert 7 < ratio < 8, "4 bits, and samples"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from edgc.plan.rank_plan import NO_RANK
 from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
@@ -137,7 +138,7 @@ def test_a_users_own_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["balanced"].elements == found["paper"].elements == training.stage_elements + norms
     assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (64.0,)
     for one in CONTENDERS:
-        assert predict(training, one, found.get(one.method), training.apart(1.0)).seconds > 0
+        assert predict(training, one, found, training.apart(1.0)).seconds > 0
     own.write_text(LLAMA.replace("h100_64", "laptop"))  # meant for fewer processes than it is planned for
     assert plan.costs_of(str(own), "h100_64", training, None)["balanced"].sent == found["balanced"].sent
 
@@ -184,7 +185,7 @@ def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Train
     size = gradient_bytes(Stage.of("gpt2_12.1b", None))
     assert Compressing.read(plan.COSTS, training.title, size, "paper", GPUS["v100"]) is None, "no V100"
     assert Compressing.read(plan.COSTS, training.title, 2 * size, "paper", training.gpu) is None, "another shape"
-    paper = costs("gpt2_12.1b", training)["paper"]
+    paper = {"paper": costs("gpt2_12.1b", training)["paper"]}
     (rank_64,) = (one for one in CONTENDERS if one.rank == 64)
     fewer = replace(training, replicas=2)
     sent = [predict(one, rank_64, paper, one.apart(100.0)).gradient_bytes for one in (training, fewer)]
@@ -213,7 +214,7 @@ def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_the
     assert apart.expert_seconds(link) == pytest.approx(to_and_fro * 8 / 100e9)
     assert training.expert_seconds(link) == with_experts(1).expert_seconds(link) == 0
     dense = CONTENDERS[0]
-    steps = [predict(one, dense, None, one.apart(100.0)) for one in (apart, training)]
+    steps = [predict(one, dense, {}, one.apart(100.0)) for one in (apart, training)]
     assert steps[0].gradient_bytes == pytest.approx(steps[1].gradient_bytes / 3)
     assert steps[0].exposed < steps[1].exposed and steps[0].seconds > steps[1].seconds
     for parallel, message in ((3, "--num-experts 8 does not divide"), (16, "--num-experts 8 does not divide")):
@@ -224,7 +225,7 @@ def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_the
 
 
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
-    compressing = costs("gpt2_12.1b", training)["balanced"]
+    compressing = {"balanced": costs("gpt2_12.1b", training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}
     slow, fast = (
         {
@@ -245,11 +246,23 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
     assert not chosen.contender.method and "would be faster than dense bf16 by 1 %" in why
 
 
+@pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])
+def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, gbps: float, rounds: bool) -> None:
+    found, links = costs("gpt2_12.1b", training), training.apart(gbps)
+    by_name = {one.name: predict(training, one, found, links) for one in CONTENDERS}
+    balanced = by_name["balanced"]
+    assert (balanced.rank == NO_RANK) == rounds
+    assert (balanced.gradient_bytes == by_name["int4"].gradient_bytes) == rounds
+    del found["int4"]
+    low_rank = predict(training, balanced.contender, found, links)
+    assert low_rank.rank != NO_RANK and (balanced.seconds < low_rank.seconds) == rounds
+
+
 def test_rounding_sends_a_byte_or_half_a_byte_of_each_value(training: Training) -> None:
     found = costs("gpt2_12.1b", training)
 
     def predictions(on: Training) -> dict[str, Prediction]:
-        return {one.name: predict(on, one, found.get(one.method), on.apart(100.0)) for one in CONTENDERS}
+        return {one.name: predict(on, one, found, on.apart(100.0)) for one in CONTENDERS}
 
     of, scattered = predictions(training), predictions(replace(training, scatters=True))
     whole = of["dense fp32"].gradient_bytes

@@ -15,7 +15,7 @@ from edgc.hosts.reporting import Reporter, warn_of_budget
 from edgc.observe.events import read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Part, Run, RunPlan, StageKey
 
 ITERATIONS, VOLUME = 1000, 24
@@ -85,8 +85,12 @@ def test_a_run_that_rounds_has_missed_nothing(
         if resumed:
             budget = SimpleNamespace(rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(idle=0.0)))
             under_test.resume(PLAN, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
-        under_test.window(replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=8e6), last=True)
-        assert "was asked for" not in capsys.readouterr().err
+        plan = replace(PLAN, ranks=(NO_RANK,), reasons=("rounding is faster",), formats=({"w": "int4"},))
+        report = replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=8e6, ranks=(NO_RANK,), plan=plan)
+        under_test.window(report, last=True)
+        said = capsys.readouterr()
+        assert "was asked for" not in said.err
+        assert "rounded -> rounded (rounding is faster; 1 in int4)" in said.out
 
 
 def test_a_run_that_ends_early_has_missed_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
+from edgc.plan.rank_plan import NO_RANK
 from tools.network.runs import (
     CHANGING,
     CONTENDERS,
@@ -101,7 +102,7 @@ def _dated(run: Point | Curve) -> str:
 
 
 def _ranks(point: Point) -> str:
-    return ", ".join("dense" if rank is None else str(rank) for rank in point.ranks)
+    return ", ".join("dense" if rank is None else "rounded" if rank == NO_RANK else str(rank) for rank in point.ranks)
 
 
 def repeated(points: Sequence[Point]) -> list[str]:
@@ -227,8 +228,10 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
         "  `paper-begun` begins after two windows, and its ranks may move by 128 a window. `paper-not-aligned` is the",
         "  same without alignment of the stages. [When each stage ends](stage_ends.md) was measured apart.",
-        "- EDGC's probe, and later its trials in training, decide whether to compress. *Ranks* are those of the last",
-        "  window.",
+        "- EDGC's probe, and later its trials in training, decide whether to compress, and whether to round all",
+        "  gradients instead of low rank. *Ranks* are those of the last window.",
+        "- `balanced-low-rank` is `balanced` without that choice (`--edgc-rmax 1024`).",
+        "- *Width 2048* is another model: one layer, sequences of 16 tokens, 512 tokens a process and step.",
         "- Repetitions may be hours apart. This machine is shared, and its speed changes between them. So *against",
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
         "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",

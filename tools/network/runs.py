@@ -67,6 +67,10 @@ MODES = {
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
     "four workers": Mode("", replicas=4),
     "two racks of two workers": Mode("", replicas=4, sharing=2),
+    # where low rank computes long: short sequences, so that the passes do not
+    "width 2048": Mode(
+        "--num-layers 1 --hidden-size 2048 --num-attention-heads 16 --seq-length 16 --max-position-embeddings 16"
+    ),
 }
 _BEGUN = "--edgc-warmup-fraction 0.025 --edgc-study entropy_stability=9 --edgc-rmax 64 --edgc-rank-step 128"
 _EIGHT_BITS = "--edgc-basis-wire int8 --edgc-wire int8 --edgc-rest-wire int8 --edgc-dense-wire int8"
@@ -84,6 +88,7 @@ CONTENDERS = {
     "paper-not-aligned": f"--edgc-preset paper {_BEGUN} --edgc-no-align",
     "safe": "--edgc-preset safe",
     "balanced": "--edgc-preset balanced",
+    "balanced-low-rank": "--edgc-preset balanced --edgc-rmax 1024",  # whatever the probe says
     "fast": "--edgc-preset fast",
 }
 

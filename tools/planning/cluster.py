@@ -2,18 +2,21 @@
 
 import argparse
 import json
+import math
 import shlex
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
+from edgc.plan.candidates import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.run import WORTH_IT
+from edgc.plan.run import CLEARLY_FASTER, WORTH_IT
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -403,9 +406,10 @@ class Prediction:
 
 
 def predict(
-    training: Training, contender: Contender, compressing: Compressing | None, links: Sequence[StageLinks]
+    training: Training, contender: Contender, methods: Mapping[str, Compressing], links: Sequence[StageLinks]
 ) -> Prediction:
-    """One step on these links."""
+    """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
+    compressing = methods.get(contender.method)
     half = 0.5 if training.scatters else 1.0
     whole = training.dense_bytes
     slowest = max((ring for _, ring in links), key=lambda ring: ring.seconds(whole))
@@ -415,24 +419,31 @@ def predict(
         round_trip = all_reduce_bytes(1.0, training.replicas)
         share = training.reduced_elements / compressing.elements
 
-        def alone(rank: int) -> float:
-            latencies = (compressing.messages - 1) * slowest.latency
-            messages = slowest.seconds(round_trip * share * compressing.bytes_at(rank))
-            return share * compressing.at(rank) + latencies + messages
+        def sent_by(way: Compressing, rank: int) -> float:
+            # a rounded sum goes to the process that needs it, one of factors to all
+            return round_trip * share * way.bytes_at(rank) * (half if rank == NO_RANK else 1.0)
+
+        def alone(way: Compressing, rank: int) -> float:
+            latencies = (way.messages - 1) * slowest.latency
+            return share * way.at(rank) + latencies + slowest.seconds(sent_by(way, rank))
 
         if contender.rank is not None:
             rank = contender.rank
         else:
             most = compressing.rank_of(whole / contender.volume / share / round_trip)
-            rank = _worth_it(most, alone, WORTH_IT * slowest.seconds(whole * half))
+            rounding = methods.get(ROUNDED)
+            rounded = math.inf if rounding is None else alone(rounding, NO_RANK)
+            rank = _worth_it(most, partial(alone, compressing), rounded, slowest.seconds(whole * half))
+            if rounding is not None and rank == NO_RANK:
+                compressing = rounding
         if rank is None:
             sent = whole * half
             units = _dense(sent)
         else:
-            sent = round_trip * share * compressing.bytes_at(rank)
+            sent = sent_by(compressing, rank)
             count = compressing.messages // UNITS
-            if rank == NO_RANK:  # a rounded sum goes to the process that needs it, one of factors to all
-                sent, count = sent * half, int(count * half)
+            if rank == NO_RANK:
+                count = int(count * half)
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(count, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
@@ -468,11 +479,16 @@ def _on_line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[end] + (x - xs[end]) * slope
 
 
-def _worth_it(rank: int, seconds: Callable[[int], float], limit: float) -> int | None:
-    """The largest rank up to this one that takes no longer than the limit; None: no rank does."""
+def _worth_it(rank: int, seconds: Callable[[int], float], rounded: float, host: float) -> int | None:
+    """What EDGC settles on: the largest rank up to this one that is worth its time; ``NO_RANK`` where rounding, which
+    takes ``rounded`` seconds, is clearly faster; None where the host's own sum, of ``host`` seconds, is.
+    """
+    limit = WORTH_IT * host
     while rank >= RANK_MULTIPLE and seconds(rank) > limit:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
-    return rank if rank >= RANK_MULTIPLE else None
+    if rank < RANK_MULTIPLE:
+        return NO_RANK if rounded <= limit else None
+    return NO_RANK if rounded <= min(limit, CLEARLY_FASTER * seconds(rank)) else rank
 
 
 def _dense(sent: float) -> tuple[Unit, ...]:
