@@ -196,7 +196,8 @@ class Ranks:
         "of bits, by the noise that was measured in what the optimizer got. --edgc-rest-wire, "
         "--edgc-compress-embeddings and --edgc-allocation are refused beside it. --edgc-static-rank, "
         "--edgc-rank-model, --edgc-rmin and --edgc-rank-step replace the volume of a preset: ranks then follow them. "
-        "No step sends more than --edgc-rmax in all matrices would",
+        "No step sends more than --edgc-rmax in all matrices would. Where no --edgc-rmax is given, and rounding every "
+        "gradient to 4 bits is clearly faster on this link than low rank, they are rounded, whatever the volume",
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )

@@ -1,5 +1,6 @@
 """What DAC knows of the link: probed before training, and corrected by what reductions take in it."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from tests.distributed.megatron_runs import REPOSITORY, train
 
 SLOW_LINK = REPOSITORY / "tests" / "distributed" / "slow_link_run.py"
+PROBED = REPOSITORY / "tests" / "distributed" / "probed_run.py"
 FOUR_CHUNKS = shlex.split(
     "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --train-iters 12"
 )
@@ -41,3 +43,22 @@ def test_a_stage_of_four_chunks_takes_in_training_what_was_probed(overlap: list[
             assert seconds is not None and 0.6 < seconds / cost.seconds(rank) < 1.6
             corrected = stage_cost(window["costs"][stage])
             assert corrected != cost and corrected.seconds(rank) == pytest.approx(seconds)
+
+
+def test_a_run_that_rounds_goes_on_so_where_low_rank_is_faster_now(tmp_path: Path) -> None:
+    edgc = shlex.split("--edgc --edgc-window 2 --edgc-iteration-sampling-rate 0.5 --edgc-warmup-fraction 0.1")
+    flags = ["--train-iters", "8", "--ckpt-format", "torch", "--attention-dropout", "0", "--hidden-dropout", "0", *edgc]
+    found = {}
+    for name, seconds, more in (
+        ("whole", ["0.1", "0.5"], ["--save", str(tmp_path / "other"), "--save-interval", "4"]),
+        ("first", ["0.1", "0.5"], ["--exit-interval", "4", "--save", str(tmp_path), "--save-interval", "1000"]),
+        ("then", ["0.5", "0.1"], ["--load", str(tmp_path)]),
+    ):
+        log = tmp_path / name
+        output = train(["--probed", *seconds, *flags, *more, "--edgc-log-dir", str(log)], 2, PROBED)
+        *_, end = read_events(log)
+        assert end["plan"]["reasons"] == ["rounding is faster"] and end["ranks"] == [0]
+        found[name] = re.findall(r"lm loss: ([0-9.E+-]+)", output)[-1], end["dp_bytes"], output
+    assert found["whole"][:2] == found["then"][:2]
+    assert "rounding them, although that sends more bytes than the volume" in found["first"][2]
+    assert "gradients go on rounded as in iter_0000004, whatever was timed now" in found["then"][2]

@@ -1,0 +1,25 @@
+"""Pretraining whose probe has found these seconds of a reduction: rounded, and in low rank.
+
+    python tests/distributed/probed_run.py --probed ROUNDED LOW_RANK MEGATRON'S FLAGS
+
+Megatron's own takes 1 s.
+"""
+
+import sys
+
+from edgc.plan.comm_cost import CommCost, StageCost
+from megatron.edgc.recipes import cpu
+
+cpu.redirect()
+
+from megatron.edgc import training  # noqa: E402
+from megatron.edgc.recipes.pretrain import pretrain_gpt  # noqa: E402
+
+place = sys.argv.index("--probed")
+rounded, low_rank = map(float, sys.argv[place + 1 : place + 3])
+del sys.argv[place : place + 3]
+cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, volume_seconds=low_rank, rounded_seconds=rounded)
+training.reduction_cost = lambda *_: cost  # type: ignore[assignment]
+
+if __name__ == "__main__":
+    pretrain_gpt(True)
