@@ -14,7 +14,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.allocation import Allocation, largest_rank
-from edgc.plan.candidates import ROUNDED, ROUNDED_FINE
+from edgc.plan.candidates import ROUNDED, rounded_format
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
@@ -72,7 +72,7 @@ def probe(
     overlapped: bool = False,
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
-    With a volume also of rounded ones.
+    With a volume also of rounded ones, if these send more than it allows: else its plans may round in finer formats.
 
     ``allocations``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
     gradient while it runs, beside the state that training will have. The smallest of a few repetitions
@@ -111,7 +111,7 @@ def probe(
     def rounded() -> float:
         for reducer in reducers:
             low_rank = {matrix.name for matrix in reducer.allocation.matrices}
-            formats = {name: ROUNDED if name in low_rank else ROUNDED_FINE for name in reducer.specs}
+            formats = {name: rounded_format(name in low_rank) for name in reducer.specs}
             reducer.set_rank(NO_RANK, {}, formats)
         return reduced()
 
@@ -122,12 +122,15 @@ def probe(
     )
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     cost = StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
-    if config.ranks.volume is None:
+    value_bytes = wire(ROUNDED).bytes_per_value() * _host_share(scatters and not half)
+    if config.ranks.volume is None or value_bytes * config.ranks.volume <= 4:
         return cost
     matrices = tuple(matrix for allocation in allocations for matrix in allocation.matrices)
     others = tuple(other for allocation in allocations for other in allocation.others)
     rank = rank_of_volume(Allocation(matrices, others), config, config.ranks.volume)
-    return replace(cost, volume_seconds=cost.seconds(rank), rounded_seconds=rounded())
+    # what is not compressed travels in the same way but for small parameters
+    seconds = dense if config.formats.dense_wire == ROUNDED else rounded()
+    return replace(cost, rounded_seconds=seconds, volume_rank=rank)
 
 
 class _Group:

@@ -76,7 +76,7 @@ class Reporter:
             stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
             for stage in plan.stages
         ]
-        lines = [f"engine {self.config.engine}: {self._policy()}"]
+        lines = [f"engine {self.config.engine}: {self._policy(plan)}"]
         lines += [line for stage in plan.stages for line in self._described(stage)]
         if embedding_bytes is not None:
             what = f"by the host, counted, not compressed: {_bytes(embedding_bytes)} a step"
@@ -114,13 +114,13 @@ class Reporter:
             },
         )
 
-    def _policy(self) -> str:
+    def _policy(self, plan: RunPlan) -> str:
         """What sets the ranks, or how much is sent."""
         config, ranks = self.config, self.config.ranks
         if config.engine == "dense":
             return "dense all-reduce, counted"
         if ranks.volume is not None:
-            if self._unbudgeted:
+            if plan.rounds:
                 return f"all gradients rounded, window {ranks.window}"
             how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
             return how + (", once compression is faster" if self._by_host else "")

@@ -67,7 +67,7 @@ class Candidate:
     @property
     def rounded(self) -> Choice:
         """Its choice where all parameters are rounded."""
-        return ROUNDED_FINE if self.directions is None else ROUNDED
+        return rounded_format(low_rank=self.directions is not None)
 
     def choices(self, formats: Collection[str], same_way: bool = False) -> list[Choice]:
         """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing.
@@ -187,6 +187,11 @@ def _grown(other: Parts | None, before: Parts, after: Parts, sent: int) -> Parts
     if other is None or not before.spread.times or not known > 0:
         return other
     return replace(other, spread=other.spread.harder(now / known))
+
+
+def rounded_format(low_rank: bool) -> str:
+    """In which a parameter travels where all are rounded; ``low_rank``: low rank could take it."""
+    return ROUNDED if low_rank else ROUNDED_FINE
 
 
 def bits_of(name: str) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,20 +72,25 @@ class StageCost:
     what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
     fp32, which compression has to beat. Of a message between stages both are of its values.
 
-    With a volume also ``volume_seconds``, of low rank at the mean rank that the volume pays for, and
-    ``rounded_seconds``, of rounding every value to few bits instead; None where that was not timed.
+    ``rounded_seconds``: of the same with every value rounded to few bits, None where that was not timed;
+    ``volume_rank``: the mean rank that the volume pays for, where low rank has to be compared with it.
     """
 
     compressed: CommCost
     dense_seconds: float
     host_seconds: float
-    volume_seconds: float | None = None
     rounded_seconds: float | None = None
+    volume_rank: int | None = None
 
     def scaled(self, factor: float) -> "StageCost":
         """The same link under other traffic."""
-        others = {name: value and factor * value for name, value in vars(self).items() if name != "compressed"}
-        return StageCost(self.compressed.scaled(factor), **others)
+        return replace(
+            self,
+            compressed=self.compressed.scaled(factor),
+            dense_seconds=self.dense_seconds * factor,
+            host_seconds=self.host_seconds * factor,
+            rounded_seconds=None if self.rounded_seconds is None else self.rounded_seconds * factor,
+        )
 
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)

@@ -240,9 +240,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
-        rounding = _rounding_is_faster(config, run, known)
-        rounds = bool(rounding)
-        config, compresses, tries, warnings = _settled(config, run, known, usable, rounding)
+        rounds = _rounding_pays(config, run, known, warnings)
+        config, compresses, tries = _settled(config, run, known, usable, rounds, warnings)
     if compresses or tries:
         warnings += _too_short(config, run, compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
@@ -279,18 +278,17 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
 
 
 def _settled(
-    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, rounding: str
-) -> tuple[EDGCConfig, bool, bool, list[str]]:
-    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
-    and warnings. ``rounding``: that of a run that rounds; else empty.
+    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, rounds: bool, warnings: list[str]
+) -> tuple[EDGCConfig, bool, bool]:
+    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it.
+    ``rounds``: without low rank. Adds to the ``warnings``.
     """
     volume = config.ranks.volume
-    warnings = [rounding] if rounding else []
     lowest = usable if run.alone else _lowest_break_even(config, run, known)
     asked = config.ranks.largest is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
-    rounds = bool(rounding) or (volume is not None and all(stage.cost is None for stage in known))
-    compresses = asked or rounds or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
+    untimed = volume is not None and all(stage.cost is None for stage in known)
+    compresses = asked or rounds or untimed or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
     # a link that is only computed is not there to be timed
     tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
     if not compresses:
@@ -303,34 +301,37 @@ def _settled(
             config = config.but(pp="off")
     if compresses or tries:
         # where steps will try, the link of now is no bound for that of later
-        bound = lowest if compresses and not rounding else usable
+        bound = lowest if compresses and not rounds else usable
         matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
-        return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
+        return resolve_ranks(config, bound, width(matrices)), compresses, tries
     formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
     dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
-    return dense, compresses, tries, warnings
+    return dense, compresses, tries
 
 
-def _rounding_is_faster(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> str:
-    """A warning with the times if rounding all gradients takes clearly less time than low rank as the volume pays for
-    it, and than the host's own sum; else empty. The slowest stage counts.
-    """
+def rounding_pays(rounded: float, low_rank: float, host: float) -> bool:
+    """Whether rounding all gradients takes clearly less time than low rank and than the host's own sum; in seconds."""
+    return rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank
+
+
+def _rounding_pays(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], warnings: list[str]) -> bool:
+    """Whether a run rounds all gradients, by the times of its slowest stages; if so, adds to the ``warnings``."""
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
-    timed = [(one, one.rounded_seconds, one.volume_seconds) for one in costs]
+    timed = [(cost, cost.rounded_seconds, cost.volume_rank) for cost in costs]
     rounded = max((seconds for _, seconds, _ in timed if seconds is not None), default=math.inf)
     host = max((cost.host_seconds for cost in costs), default=0.0)
     lowest, low_rank = _lowest_break_even(config, run, known), math.inf
-    if lowest >= RANK_MULTIPLE:
-        of_volume = [min(one.compressed.seconds(lowest), seconds) for one, _, seconds in timed if seconds is not None]
-        low_rank = max(of_volume, default=0.0)
-    asked = config.ranks.largest is not None
-    if asked or rounded > WORTH_IT * host or rounded > CLEARLY_FASTER * low_rank:
-        return ""
-    than = f"{low_rank:.2g} s in low rank" if math.isfinite(low_rank) else "more than the dense reduction in low rank"
-    return (
-        f"on this link gradients take {rounded:.2g} s rounded to 4 bits, {than} and {host:.2g} s dense: rounding "
-        f"them, although that sends more bytes than the volume. Give {flag('rmax')} a rank to keep low rank"
+    if lowest >= RANK_MULTIPLE:  # else no rank is worth its time
+        low_rank = max(cost.seconds(lowest if rank is None else min(rank, lowest)) for cost, _, rank in timed)
+    if config.ranks.rmax is not None or not rounding_pays(rounded, low_rank, host):  # who gives a rank wants low rank
+        return False
+    instead = f"Low rank takes {low_rank:.2g} s" if math.isfinite(low_rank) else "No rank is worth its time"
+    warnings.append(
+        f"on this link reductions take {rounded:.2g} s with every gradient rounded to 4 bits, {host:.2g} s dense. "
+        f"{instead}. So gradients are rounded, although that sends more bytes than {flag('volume')} "
+        f"{config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
     )
+    return True
 
 
 def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:

@@ -358,7 +358,7 @@ class Checkpoints:
             controller.settle(state, **settings)
         if controller.rounds != rounded:
             how = "rounded" if controller.rounds else "in low rank"
-            warn(f"gradients go on {how} as in {name}, whatever was timed now")
+            warn(f"compressed gradients go on {how} as in {name}, whatever was timed now")
         return resume_controller(controller, state, name, GO_ON)
 
     def _load_messages(self, index: Mapping[str, Any], state: Mapping[str, Any], folder: str) -> None:

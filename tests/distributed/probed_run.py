@@ -18,7 +18,7 @@ from megatron.edgc.recipes.pretrain import pretrain_gpt  # noqa: E402
 place = sys.argv.index("--probed")
 rounded, low_rank = map(float, sys.argv[place + 1 : place + 3])
 del sys.argv[place : place + 3]
-cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, volume_seconds=low_rank, rounded_seconds=rounded)
+cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, rounded_seconds=rounded, volume_rank=8)
 training.reduction_cost = lambda *_: cost  # type: ignore[assignment]
 
 if __name__ == "__main__":

@@ -60,5 +60,5 @@ def test_a_run_that_rounds_goes_on_so_where_low_rank_is_faster_now(tmp_path: Pat
         assert end["plan"]["reasons"] == ["rounding is faster"] and end["ranks"] == [0]
         found[name] = re.findall(r"lm loss: ([0-9.E+-]+)", output)[-1], end["dp_bytes"], output
     assert found["whole"][:2] == found["then"][:2]
-    assert "rounding them, although that sends more bytes than the volume" in found["first"][2]
-    assert "gradients go on rounded as in iter_0000004, whatever was timed now" in found["then"][2]
+    assert "So gradients are rounded, although that sends more bytes than --edgc-volume 24 allows" in found["first"][2]
+    assert "compressed gradients go on rounded as in iter_0000004, whatever was timed now" in found["then"][2]

@@ -484,10 +484,10 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
     assert planner.choices == (best if moves else usual)
 
 
-def controller(volume: float = 20.0, dense: tuple[int, ...] = ()) -> Controller:
+def controller(volume: float = 20.0, dense: tuple[int, ...] = (), rounds: bool = False) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
-    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0)
+    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0, rounds=rounds)
     matrices = [[own[0].matrix] for own in stages]
     return Controller(config, 200, matrices, [None, None], dense, budget=planner)
 
@@ -652,9 +652,7 @@ def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> No
 
 
 def test_a_resumed_run_rounds_if_the_run_before_had_to() -> None:
-    rounding, own = controller(), controller()
-    assert rounding.budget is not None
-    rounding.budget.rounds = True
+    rounding, own = controller(rounds=True), controller()
     state = json.loads(json.dumps(rounding.state_dict()))
     assert own.load_state_dict(state) and not own.rounds, "other ranks were asked for: its own link decides"
     own.settle(state)

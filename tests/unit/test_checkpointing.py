@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
+from tests.unit.test_budget import controller
 
 
 def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its_own_probe(
@@ -54,21 +55,15 @@ def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
 ) -> None:
     from megatron.edgc import checkpointing
 
-    class Controller:
-        rounds = now
-
-        def settle(self, state: dict[str, Any], **ranks: Any) -> None:
-            self.rounds = state["rounds"]
-
     own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], None)
     monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
-    monkeypatch.setattr(checkpointing, "resume_controller", lambda *arguments: True)
+    state = controller(rounds=before).state_dict()
     for settings, rounds in (({"rmax": 64}, before), ({}, now)):  # nothing is settled where other ranks are asked for
-        controller = Controller()
-        assert own._load_controller(controller, {"rounds": before}, settings, "/checkpoints/iter_0000007")
-        assert controller.rounds == rounds
+        resumed = controller(rounds=now)
+        assert own._load_controller(resumed, state, settings, "/checkpoints/iter_0000007")
+        assert resumed.rounds == rounds
         how = "rounded" if rounds else "in low rank"
-        said = f"gradients go on {how} as in iter_0000007, whatever was timed now\n"
+        said = f"compressed gradients go on {how} as in iter_0000007, whatever was timed now\n"
         assert capsys.readouterr().out == (said if rounds != now else "")
 
 

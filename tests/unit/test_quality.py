@@ -221,9 +221,12 @@ def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch
     assert cost.host_seconds == 1
 
 
-@pytest.mark.parametrize("volume", [None, 24.0])
-def test_the_probe_times_rounding_and_the_rank_of_the_volume_where_there_is_one(
-    volume: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("volume", "scatters", "timed"),
+    [(None, False, False), (24.0, False, True), (24.0, True, True), (8.0, False, True), (8.0, True, False)],
+)
+def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
+    volume: float | None, scatters: bool, timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(work: Any, groups: Any, *rest: Any) -> float:
         reducer = groups[0].reducer
@@ -234,12 +237,14 @@ def test_the_probe_times_rounding_and_the_rank_of_the_volume_where_there_is_one(
 
     monkeypatch.setattr(probe, "_seconds", seconds)
     allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
-    config = EDGCConfig.from_preset({"preset": "balanced", "volume": volume} if volume else {"preset": "paper"})
-    cost = probe.probe([allocation], config, communicator(), CPU)
-    if volume is None:
-        assert cost.volume_seconds is None and cost.rounded_seconds is None
-        return
-    rank = probe.rank_of_volume(allocation, config, volume)
-    in_bytes = probe.cost_in_bytes(allocation, config, 8)
-    assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
-    assert (cost.rounded_seconds, cost.volume_seconds) == pytest.approx((0.25, 1 + 0.01 * rank))
+    given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
+    config = EDGCConfig.from_preset(given)
+    cost = probe.probe([allocation], config, communicator(), CPU, scatters=scatters)
+    assert cost.rounded_seconds == (0.25 if timed else None)
+    if volume is not None and timed:
+        rank = cost.volume_rank
+        in_bytes = probe.cost_in_bytes(allocation, config, 8)
+        assert rank is not None
+        assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
+        again = probe.probe([allocation], config.but(dense_wire="int4"), communicator(), CPU, scatters=scatters)
+        assert again.rounded_seconds == again.dense_seconds == 1, "the warm-up rounds alike"

@@ -183,8 +183,7 @@ def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     assert plan.compresses and not plan.tries and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
 
 
-# the host takes 20 ms, the smallest rank 4 ms; low rank is bounded to 15 ms
-ROUNDED = replace(CHEAP, volume_seconds=0.012, rounded_seconds=0.010)
+ROUNDED = replace(CHEAP, rounded_seconds=0.010, volume_rank=40)  # the link allows rank 12: 12 ms
 
 
 @pytest.mark.parametrize(
@@ -192,10 +191,11 @@ ROUNDED = replace(CHEAP, volume_seconds=0.012, rounded_seconds=0.010)
     [
         pytest.param(ROUNDED, {}, True, id="faster"),
         pytest.param(replace(ROUNDED, rounded_seconds=0.011), {}, False, id="not clearly faster than low rank"),
-        pytest.param(replace(ROUNDED, volume_seconds=1, rounded_seconds=0.014), {}, False, id="nor worth it"),
-        pytest.param(replace(DEAR, volume_seconds=1, rounded_seconds=0.014), {}, True, id="no rank pays"),
-        pytest.param(replace(DEAR, volume_seconds=1, rounded_seconds=0.016), {}, False, id="nothing pays"),
+        pytest.param(replace(ROUNDED, volume_rank=8), {}, False, id="nor than the rank that the volume pays for"),
+        pytest.param(replace(DEAR, rounded_seconds=0.014, volume_rank=40), {}, True, id="no rank pays"),
+        pytest.param(replace(DEAR, rounded_seconds=0.016, volume_rank=40), {}, False, id="nothing pays"),
         pytest.param(ROUNDED, {"rmax": 16}, False, id="a rank is asked for"),
+        pytest.param(ROUNDED, {"rmax": 0.2}, False, id="a share of the width is asked for"),
         pytest.param(CHEAP, {}, False, id="not timed"),
     ],
 )
@@ -206,13 +206,19 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
     known = processes(faster, cost)  # the slower stage counts
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, **settings}), RUN, known)
     assert plan.rounds == rounds
-    assert any("although that sends more bytes than the volume" in line for line in plan.warnings) == rounds
+    assert any("sends more bytes than --edgc-volume 20 allows" in line for line in plan.warnings) == rounds
     controller = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25}))
     formats = {"embedding.weight": "int4", "fc1.weight": "int4", "fc1.bias": "int8", "small.weight": "int8"}
     assert ((controller.plan.matrix_ranks, controller.plan.formats) == (({}, {}), (formats, formats))) == rounds
     if rounds:
         assert plan.compresses and plan.tries and not controller.plan.by_host
         assert controller.plan.ranks == (NO_RANK, NO_RANK) and controller.plan.reasons[0] == "rounding is faster"
+
+
+def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:
+    known = processes(ROUNDED, replace(ROUNDED, rounded_seconds=10.0))
+    for share, rounds in ((1.0, False), (0.5, True)):
+        assert plan_run(EDGCConfig.from_preset({"volume": 20.0, "stage_share": share}), RUN, known).rounds == rounds
 
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:

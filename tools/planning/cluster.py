@@ -16,7 +16,7 @@ from edgc.hosts.units import MOST as UNITS
 from edgc.plan.candidates import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.run import CLEARLY_FASTER, WORTH_IT
+from edgc.plan.run import WORTH_IT, rounding_pays
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -432,8 +432,9 @@ def predict(
         else:
             most = compressing.rank_of(whole / contender.volume / share / round_trip)
             rounding = methods.get(ROUNDED)
-            rounded = math.inf if rounding is None else alone(rounding, NO_RANK)
-            rank = _worth_it(most, partial(alone, compressing), rounded, slowest.seconds(whole * half))
+            more = rounding is not None and sent_by(rounding, NO_RANK) > whole / contender.volume
+            rounded = alone(rounding, NO_RANK) if rounding is not None and more else math.inf
+            rank = _settled_rank(most, partial(alone, compressing), rounded, slowest.seconds(whole * half))
             if rounding is not None and rank == NO_RANK:
                 compressing = rounding
         if rank is None:
@@ -479,16 +480,14 @@ def _on_line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[end] + (x - xs[end]) * slope
 
 
-def _worth_it(rank: int, seconds: Callable[[int], float], rounded: float, host: float) -> int | None:
+def _settled_rank(rank: int, seconds: Callable[[int], float], rounded: float, host: float) -> int | None:
     """What EDGC settles on: the largest rank up to this one that is worth its time; ``NO_RANK`` where rounding, which
     takes ``rounded`` seconds, is clearly faster; None where the host's own sum, of ``host`` seconds, is.
     """
-    limit = WORTH_IT * host
-    while rank >= RANK_MULTIPLE and seconds(rank) > limit:
+    while rank >= RANK_MULTIPLE and seconds(rank) > WORTH_IT * host:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
-    if rank < RANK_MULTIPLE:
-        return NO_RANK if rounded <= limit else None
-    return NO_RANK if rounded <= min(limit, CLEARLY_FASTER * seconds(rank)) else rank
+    found = rank if rank >= RANK_MULTIPLE else None
+    return NO_RANK if rounding_pays(rounded, math.inf if found is None else seconds(found), host) else found
 
 
 def _dense(sent: float) -> tuple[Unit, ...]:
