@@ -253,6 +253,9 @@ def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, 
     balanced = by_name["balanced"]
     assert (balanced.rank == NO_RANK) == rounds
     assert (balanced.gradient_bytes == by_name["int4"].gradient_bytes) == rounds
+    scattered = replace(training, scatters=True)
+    safe = next(one for one in CONTENDERS if one.name == "safe")
+    assert predict(scattered, safe, found, scattered.apart(gbps)).rank != NO_RANK, "int4 sends less than it allows"
     del found["int4"]
     low_rank = predict(training, balanced.contender, found, links)
     assert low_rank.rank != NO_RANK and (balanced.seconds < low_rank.seconds) == rounds
