@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
+# in time, of compressing a message between stages: the probe has the processor to itself, training has not
+MESSAGE_GAIN = 1.1
 _MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
 
 

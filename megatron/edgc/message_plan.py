@@ -6,13 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, flag
-from edgc.plan.comm_cost import StageCost
+from edgc.plan.comm_cost import MESSAGE_GAIN, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import link_rank
 from megatron.edgc.message_costs import largest_message_rank, message_shape
-
-LEAST_GAIN = 1.1  # in time, of compressing a message: the probe has the processor to itself, training has not
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def _slower(messages: Messages, costs: Mapping[int, StageCost]) -> frozenset[int
     others do.
     """
     rank = messages.rank or NO_RANK
-    slower = {sender for sender, cost in costs.items() if cost.dense_seconds < LEAST_GAIN * cost.seconds(rank)}
+    slower = {sender for sender, cost in costs.items() if cost.dense_seconds < MESSAGE_GAIN * cost.seconds(rank)}
     return frozenset({0, *slower} if slower and slower == set(costs) else slower)
 
 

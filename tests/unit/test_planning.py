@@ -246,6 +246,21 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
     assert not chosen.contender.method and "would be faster than dense bf16 by 1 %" in why
 
 
+def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
+    found = costs("gpt2_12.1b", training)
+    balanced = next(one for one in CONTENDERS if one.name == "balanced")
+    plain = replace(balanced, messages="")
+    for gbps, pays in ((10.0, True), (3000.0, False)):
+        steps = [predict(training, one, found, training.apart(gbps)) for one in (balanced, plain)]
+        spans = [[span for span in one.step.spans if span.stage == 2 and span.kind == "message"] for one in steps]
+        seconds = [min(span.seconds for span in own) for own in spans]  # those of gradients, if these are shorter
+        assert (seconds[0] < 0.3 * seconds[1]) == pays and (steps[0].seconds < steps[1].seconds) == pays
+    single = replace(training, pipeline=1)
+    assert predict(single, balanced, found, single.apart(10.0)) == replace(
+        predict(single, plain, found, single.apart(10.0)), contender=balanced
+    )
+
+
 @pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])
 def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, gbps: float, rounds: bool) -> None:
     found, links = costs("gpt2_12.1b", training), training.apart(gbps)
@@ -256,9 +271,11 @@ def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, 
     scattered = replace(training, scatters=True)
     safe = next(one for one in CONTENDERS if one.name == "safe")
     assert predict(scattered, safe, found, scattered.apart(gbps)).rank != NO_RANK, "int4 sends less than it allows"
-    del found["int4"]
-    low_rank = predict(training, balanced.contender, found, links)
-    assert low_rank.rank != NO_RANK and (balanced.seconds < low_rank.seconds) == rounds
+    plain = replace(balanced.contender, messages="")
+    chosen, low_rank = (
+        predict(training, plain, methods, links) for methods in (found, {"balanced": found["balanced"]})
+    )
+    assert low_rank.rank != NO_RANK and (chosen.seconds < low_rank.seconds) == rounds
 
 
 def test_rounding_sends_a_byte_or_half_a_byte_of_each_value(training: Training) -> None:

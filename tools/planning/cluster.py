@@ -14,6 +14,7 @@ from typing import Any
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
 from edgc.plan.candidates import ROUNDED
+from edgc.plan.comm_cost import MESSAGE_GAIN
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import WORTH_IT, rounding_pays
@@ -300,7 +301,8 @@ def _chunks(flags: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
-    counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``.
+    counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``; ``messages``:
+    the method that rounds gradients between stages, if any.
     """
 
     name: str
@@ -309,6 +311,7 @@ class Contender:
     method: str = ""
     rank: int | None = None
     volume: float = 1.0
+    messages: str = ""
 
 
 CONTENDERS = (
@@ -317,9 +320,9 @@ CONTENDERS = (
     Contender("int8", "--edgc-engine int8", method="int8", rank=NO_RANK),
     Contender("int4", "--edgc-engine int4", method="int4", rank=NO_RANK),
     Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
-    Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0),
-    Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0),
-    Contender("fast", "--edgc-preset fast", method="balanced", volume=48.0),
+    Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0, messages="int8"),
+    Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0, messages="int4"),
+    Contender("fast", "--edgc-preset fast", method="balanced", volume=48.0, messages="int4"),
 )
 
 
@@ -448,22 +451,35 @@ def predict(
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(count, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
+    sends = [_message(training, methods.get(contender.messages), link) for link, _ in links]
     stages = [
         StageTimes(
             forward=forward + (experts := training.expert_seconds(ring)),
-            backward=2 * forward + experts,
+            backward=2 * forward + experts + rounding,
             link=messages,
             ring=ring,
             activations=training.message_bytes,
-            gradients=training.message_bytes,
+            gradients=gradients,
             units=units,
             gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
-        for messages, ring in links
+        for (messages, ring), (gradients, rounding) in zip(links, sends, strict=True)
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)
+
+
+def _message(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:
+    """Bytes of a message with gradients to the stage before, and seconds of rounding it, if that is worth it."""
+    plain = training.message_bytes
+    if rounding is None or training.pipeline == 1:
+        return plain, 0.0
+    values = plain / 2 / rounding.elements
+    sent, seconds = values * rounding.sent[0], values * rounding.at(NO_RANK)
+    if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
+        return plain, 0.0
+    return sent, seconds
 
 
 def _ring(row: Mapping[str, Any]) -> float:
