@@ -150,8 +150,8 @@ class ReductionSizes:
 class RunPlan:
     """What holds for the whole run; the same on every process.
 
-    ``config`` has its ranks settled. ``compresses``: false where the link makes low rank slower than the host's own
-    reduction at every rank. ``tries``: whether steps of the run decide if compression is worth its time
+    ``config`` has its ranks settled. ``compresses``: false where on this link neither low rank nor rounding is worth
+    its time. ``tries``: whether steps of the run decide if compression is worth its time
     (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume,
     every gradient is rounded, because on this link that takes less time than low rank. ``warnings``: for the user, one
     line each.
@@ -240,7 +240,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
-        rounds = _rounding_pays(config, run, known, warnings)
+        rounds = _rounds(config, run, known, warnings)
         config, compresses, tries = _settled(config, run, known, usable, rounds, warnings)
     if compresses or tries:
         warnings += _too_short(config, run, compresses)
@@ -314,7 +314,7 @@ def rounding_pays(rounded: float, low_rank: float, host: float) -> bool:
     return rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank
 
 
-def _rounding_pays(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], warnings: list[str]) -> bool:
+def _rounds(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], warnings: list[str]) -> bool:
     """Whether a run rounds all gradients, by the times of its slowest stages; if so, adds to the ``warnings``."""
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
     timed = [(cost, cost.rounded_seconds, cost.volume_rank) for cost in costs]
