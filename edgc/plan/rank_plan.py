@@ -7,6 +7,11 @@ from typing import Any
 NO_RANK = 0  # compressed by an engine that has no rank
 
 
+def rank_in_words(rank: int | None) -> str:
+    """For tables: ``dense``, ``rounded`` without a rank, or the rank."""
+    return "dense" if rank is None else "rounded" if rank == NO_RANK else str(rank)
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.

@@ -240,8 +240,12 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
-        rounds = _rounds(config, run, known, warnings)
-        config, compresses, tries = _settled(config, run, known, usable, rounds, warnings)
+        lowest = usable if run.alone else _lowest_break_even(config, run, known)
+        times = _seconds(config, run, known, lowest)
+        rounds = config.ranks.rmax is None and rounding_pays(*times)  # who gives a rank wants low rank
+        why = [_why_rounded(config, *times)] if rounds else []
+        config, compresses, tries, warnings = _settled(config, run, known, usable, lowest, rounds)
+        warnings = [*why, *warnings]
     if compresses or tries:
         warnings += _too_short(config, run, compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
@@ -278,13 +282,13 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
 
 
 def _settled(
-    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, rounds: bool, warnings: list[str]
-) -> tuple[EDGCConfig, bool, bool]:
-    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it.
-    ``rounds``: without low rank. Adds to the ``warnings``.
+    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, lowest: int, rounds: bool
+) -> tuple[EDGCConfig, bool, bool, list[str]]:
+    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
+    and warnings. ``lowest``: the break-even rank; ``rounds``: all gradients are rounded.
     """
     volume = config.ranks.volume
-    lowest = usable if run.alone else _lowest_break_even(config, run, known)
+    warnings: list[str] = []
     asked = config.ranks.largest is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
     untimed = volume is not None and all(stage.cost is None for stage in known)
@@ -303,10 +307,10 @@ def _settled(
         # where steps will try, the link of now is no bound for that of later
         bound = lowest if compresses and not rounds else usable
         matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
-        return resolve_ranks(config, bound, width(matrices)), compresses, tries
+        return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
     formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
     dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
-    return dense, compresses, tries
+    return dense, compresses, tries, warnings
 
 
 def rounding_pays(rounded: float, low_rank: float, host: float) -> bool:
@@ -314,24 +318,27 @@ def rounding_pays(rounded: float, low_rank: float, host: float) -> bool:
     return rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank
 
 
-def _rounds(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], warnings: list[str]) -> bool:
-    """Whether a run rounds all gradients, by the times of its slowest stages; if so, adds to the ``warnings``."""
+def _seconds(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> tuple[float, float, float]:
+    """Of the slowest stage's reductions: rounded, infinite where that was not timed; in low rank, infinite where no
+    rank is worth its time; and the host's own.
+    """
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
-    timed = [(cost, cost.rounded_seconds, cost.volume_rank) for cost in costs]
-    rounded = max((seconds for _, seconds, _ in timed if seconds is not None), default=math.inf)
-    host = max((cost.host_seconds for cost in costs), default=0.0)
-    lowest, low_rank = _lowest_break_even(config, run, known), math.inf
-    if lowest >= RANK_MULTIPLE:  # else no rank is worth its time
-        low_rank = max(cost.seconds(lowest if rank is None else min(rank, lowest)) for cost, _, rank in timed)
-    if config.ranks.rmax is not None or not rounding_pays(rounded, low_rank, host):  # who gives a rank wants low rank
-        return False
+    rounded = max((cost.rounded_seconds for cost in costs if cost.rounded_seconds is not None), default=math.inf)
+    low_rank = math.inf
+    if lowest >= RANK_MULTIPLE:
+        ranks = [(cost, lowest if cost.volume_rank is None else min(cost.volume_rank, lowest)) for cost in costs]
+        low_rank = max((cost.seconds(rank) for cost, rank in ranks), default=math.inf)
+    return rounded, low_rank, max((cost.host_seconds for cost in costs), default=0.0)
+
+
+def _why_rounded(config: EDGCConfig, rounded: float, low_rank: float, host: float) -> str:
+    """Why all gradients are rounded, with the times."""
     instead = f"Low rank takes {low_rank:.2g} s" if math.isfinite(low_rank) else "No rank is worth its time"
-    warnings.append(
+    return (
         f"on this link reductions take {rounded:.2g} s with every gradient rounded to 4 bits, {host:.2g} s dense. "
         f"{instead}. So gradients are rounded, although that sends more bytes than {flag('volume')} "
         f"{config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
     )
-    return True
 
 
 def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:

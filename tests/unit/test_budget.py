@@ -641,11 +641,8 @@ def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> No
         dense = end * step
         under_test.observe(observed(12.0), None, (dense / 7, dense, dense))
         plan = under_test.decide(end)
-        if end > 10:
-            assert plan.formats == ({"0": "int4", "bias": "int8"}, {"1": "int4", "bias": "int8"}) and not any(
-                plan.ranks
-            )
-            assert plan.reasons == ("rounding is faster",) * 2 and plan.relief == 1
+        assert plan.formats == ({"0": "int4", "bias": "int8"}, {"1": "int4", "bias": "int8"}) and not any(plan.ranks)
+        assert plan.reasons == ("rounding is faster",) * 2 and plan.relief == 1
     budget.rounds = False
     assert budget.budget(100) == pytest.approx(step / 20)
     assert all(under_test.decide(100).ranks)

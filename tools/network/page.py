@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.rank_plan import rank_in_words
 from tools.network.runs import (
     CHANGING,
     CONTENDERS,
@@ -102,7 +102,7 @@ def _dated(run: Point | Curve) -> str:
 
 
 def _ranks(point: Point) -> str:
-    return ", ".join("dense" if rank is None else "rounded" if rank == NO_RANK else str(rank) for rank in point.ranks)
+    return ", ".join(map(rank_in_words, point.ranks))
 
 
 def repeated(points: Sequence[Point]) -> list[str]:

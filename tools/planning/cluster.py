@@ -18,6 +18,7 @@ from edgc.plan.comm_cost import MESSAGE_GAIN
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import WORTH_IT, rounding_pays
+from edgc.presets import PRESETS
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -314,15 +315,20 @@ class Contender:
     messages: str = ""
 
 
+def _preset(name: str) -> Contender:
+    """One with a volume, which rounds gradients between stages."""
+    own = PRESETS[name]
+    messages = own["pp"].partition(":")[2]
+    return Contender(name, f"--edgc-preset {name}", method="balanced", volume=own["volume"], messages=messages)
+
+
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
     Contender("dense bf16", "--edgc-engine bf16", bits=16),
     Contender("int8", "--edgc-engine int8", method="int8", rank=NO_RANK),
     Contender("int4", "--edgc-engine int4", method="int4", rank=NO_RANK),
     Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
-    Contender("safe", "--edgc-preset safe", method="balanced", volume=8.0, messages="int8"),
-    Contender("balanced", "--edgc-preset balanced", method="balanced", volume=24.0, messages="int4"),
-    Contender("fast", "--edgc-preset fast", method="balanced", volume=48.0, messages="int4"),
+    *map(_preset, ("safe", "balanced", "fast")),
 )
 
 
@@ -435,8 +441,9 @@ def predict(
         else:
             most = compressing.rank_of(whole / contender.volume / share / round_trip)
             rounding = methods.get(ROUNDED)
-            more = rounding is not None and sent_by(rounding, NO_RANK) > whole / contender.volume
-            rounded = alone(rounding, NO_RANK) if rounding is not None and more else math.inf
+            rounded = math.inf
+            if rounding is not None and sent_by(rounding, NO_RANK) > whole / contender.volume:
+                rounded = alone(rounding, NO_RANK)
             rank = _settled_rank(most, partial(alone, compressing), rounded, slowest.seconds(whole * half))
             if rounding is not None and rank == NO_RANK:
                 compressing = rounding

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from edgc.plan.comm_cost import MESSAGE_GAIN
-from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.rank_plan import rank_in_words
 from edgc.plan.run import CLEARLY_FASTER, WORTH_IT
 from tools.planning import cluster
 from tools.planning.cluster import Prediction, Training
@@ -58,7 +58,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
                     [
                         f"{gbps:g}",
                         one.contender.name,
-                        _rank(one),
+                        rank_in_words(one.rank) if one.contender.method else "",
                         f"{one.seconds:.2f}",
                         "" if first else f"{one.seconds / dense.seconds - 1:+.0%}",
                         f"{one.exposed:.3f}",
@@ -68,12 +68,6 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
                 )
             )
     return lines
-
-
-def _rank(one: Prediction) -> str:
-    if not one.contender.method:
-        return ""
-    return "dense" if one.rank is None else "rounded" if one.rank == NO_RANK else str(one.rank)
 
 
 @dataclass(frozen=True)
