@@ -96,6 +96,12 @@ class Study:
     error_decay: float = _knob(
         1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
     )
+    error_gain: float = _knob(
+        1.0,
+        "share of the error feedback that low rank adds to a gradient in a step; the rest waits for later steps",
+        "fraction",
+        "docs/algorithm.md, 5",
+    )
     error_average: float = _knob(
         0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"
     )
@@ -162,6 +168,7 @@ class Study:
         _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
+        _require(0 < self.error_gain <= 1, "error_gain", self.error_gain, "must lie in (0, 1]")
         _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")

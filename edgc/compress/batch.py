@@ -102,7 +102,8 @@ def _where_known(
 class FusedBatch(Batch):
     """A batch whose first product also unscales each gradient and adds its error, in one pass of a Triton kernel.
 
-    ``errors``: fp32 or bf16, of the operands' shapes; a name may be missing. ``loss_scale``: 0-dimensional.
+    ``errors``: fp32 or bf16, of the operands' shapes; a name may be missing. ``loss_scale``: 0-dimensional. ``gain``:
+    the share of an error that is added.
     """
 
     def __init__(
@@ -111,17 +112,21 @@ class FusedBatch(Batch):
         operands: Mapping[str, Operand],
         errors: Mapping[str, Tensor],
         loss_scale: Tensor | None,
+        gain: float,
     ):
         super().__init__(operands)
         self._kernels = kernels
         self._errors = errors
         self._loss_scale = loss_scale
+        self._gain = gain
         self._unprepared = set(operands)  # shared with the transposed batch
 
     @property
     def T(self) -> "FusedBatch":  # noqa: N802 - as of a tensor
         errors = {name: error.T for name, error in self._errors.items()}
-        batch = FusedBatch(self._kernels, {name: one.T for name, one in self.items()}, errors, self._loss_scale)
+        batch = FusedBatch(
+            self._kernels, {name: one.T for name, one in self.items()}, errors, self._loss_scale, self._gain
+        )
         batch._unprepared = self._unprepared
         return batch
 
@@ -130,7 +135,8 @@ class FusedBatch(Batch):
         for (name, operand), factor in zip(self.items(), factors, strict=True):
             divided = factor if operand.scales is None else factor / operand.scales[0].T
             if name in self._unprepared:
-                product = self._kernels.project(operand.matrix, divided, self._errors.get(name), self._loss_scale)
+                error = self._errors.get(name)
+                product = self._kernels.project(operand.matrix, divided, error, self._loss_scale, self._gain)
                 self._unprepared.remove(name)
             else:
                 product = self._kernels.project(operand.matrix, divided)

@@ -44,8 +44,8 @@ class ErrorFeedback:
         self._seed = seed
         self._generator = torch.Generator(device)
 
-    def add_to(self, gradients: Mapping[str, Tensor], divisor: Tensor | None = None) -> None:
-        """gradient / divisor + error of each, in place; the default divisor, 0-dimensional, is 1.
+    def add_to(self, gradients: Mapping[str, Tensor], divisor: Tensor | None = None, gain: float = 1.0) -> None:
+        """gradient / divisor + gain * error of each, in place; the default divisor, 0-dimensional, is 1.
 
         The errors stay until ``store`` or ``clear``: a failed step loses nothing.
         """
@@ -59,12 +59,12 @@ class ErrorFeedback:
                 error.view_as(one) for error, one in zip(unpack_all([self.packed[n] for n in names]), own, strict=True)
             ]
             if divisor is None:
-                torch._foreach_add_(own, errors)
-            elif len(own) == 1:  # in one pass over what may be large
+                torch._foreach_add_(own, errors, alpha=gain)
+            elif len(own) == 1 and gain == 1:  # in one pass over what may be large
                 torch.addcdiv(errors[0], own[0], divisor, out=own[0])
             else:
                 torch._foreach_div_(own, divisor)
-                torch._foreach_add_(own, errors)
+                torch._foreach_add_(own, errors, alpha=gain)
 
     def store(
         self,

@@ -39,7 +39,7 @@ def _dot(a, b, sums):
 
 @triton.jit
 def _project_kernel(
-    matrix, factor, error, divisor, partials, row_count, col_count, rank, share,
+    matrix, factor, error, divisor, gain, partials, row_count, col_count, rank, share,
     CHANGED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Block x of the columns of factor @ matrix, summed over the share y of the rows."""
@@ -56,7 +56,7 @@ def _project_kernel(
         if divisor is not None:
             values = tl.div_rn(values, by)
         if error is not None:
-            values += tl.load(_at(error, rows, cols), mask=inside, other=0.0).to(tl.float32)
+            values += gain * tl.load(_at(error, rows, cols), mask=inside, other=0.0).to(tl.float32)
         if CHANGED:
             tl.store(_at(matrix, rows, cols), values, mask=inside)
         weights_inside = (ranks < rank)[:, None] & (rows < row_count)[None, :]
@@ -66,10 +66,16 @@ def _project_kernel(
     tl.store(places, sums, mask=(ranks < rank)[:, None] & (cols < col_count)[None, :])
 
 
-def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, divisor: Tensor | None = None) -> Tensor:
+def project(
+    matrix: Tensor,
+    factor: Tensor,
+    error: Tensor | None = None,
+    divisor: Tensor | None = None,
+    gain: float = 1.0,
+) -> Tensor:
     """factor @ M (rank x cols, contiguous), and M into ``matrix`` where that is not M already.
 
-    M (rows x cols) = matrix / divisor + error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256) are
+    M (rows x cols) = matrix / divisor + gain * error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256) are
     fp32, ``error`` fp32 or bf16 of the matrix's shape, all with any strides; ``divisor`` is 0-dimensional on the
     device, fp32. Reads the matrix and the error once and writes the matrix once, or not at all with neither of the
     two. Sums come in the same order for the same shapes. Raises ValueError for another shape or type. Source: PowerSGD
@@ -91,7 +97,7 @@ def project(matrix: Tensor, factor: Tensor, error: Tensor | None = None, divisor
     parts = triton.cdiv(rows, share)
     partials = torch.empty(parts, rank, cols, dtype=torch.float32, device=matrix.device)
     _project_kernel[(col_blocks, parts)](
-        _view(matrix), _view(factor), _view(error), divisor, partials, rows, cols, rank, share,
+        _view(matrix), _view(factor), _view(error), divisor, float(gain), partials, rows, cols, rank, share,
         CHANGED=error is not None or divisor is not None, **blocks,
     )  # fmt: skip
     return partials[0] if parts == 1 else partials.sum(dim=0)
@@ -143,9 +149,9 @@ def _bf16(values, rows, cols, seed):
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "seed"])
 def _write_back_kernel(
-    matrix, own_left, own_right, left, right, finite, older, error, loss_scale, excess,
+    matrix, own_left, own_right, left, right, finite, older, error, loss_scale, excess, waiting,
     row_count, col_count, rank, first_row, last_row, seed,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WAITS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One block of the matrix and of the error."""
     col_blocks = (col_count + COLS - 1) // COLS
@@ -158,6 +164,8 @@ def _write_back_kernel(
         values = tl.load(_at(matrix, rows, cols), mask=inside, other=0.0)
         tl.debug_barrier()  # another thread may write what this one reads
         values -= _product(own_left, own_right, rows, cols, row_count, col_count, rank, RANKS, ROWS, COLS)
+        if WAITS:
+            values += waiting * tl.load(_at(older, rows, cols), mask=inside, other=0.0).to(tl.float32)
         if excess is not None:
             values = tl.div_rn(values, tl.load(excess))
         if error[0].dtype.element_ty == tl.bfloat16:
@@ -188,15 +196,17 @@ def write_back(
     loss_scale: Tensor | None = None,
     seed: int = 0,
     excess: Tensor | None = None,
+    waiting: float = 0.0,
 ) -> None:
-    """error = (M - share) / excess, then these rows of ``matrix``, which held M, = product * loss_scale.
+    """error = (M - share + waiting * older) / excess, and these rows of ``matrix``, which held M, = product * loss_scale.
 
     Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of
     the same rank, are fp32; ``error``, new memory, and ``older`` have the matrix's shape and one type, fp32 or bf16;
     all have any strides. ``loss_scale`` and ``excess`` are 0-dimensional on the device, fp32. ``seed``, from 0 to
     2^31 - 1, draws the rounding to bf16, which is unbiased: a place is rounded in the same way whatever the strides.
-    Reads the matrix once and writes both once; reads ``older`` only for want of finite values. Raises ValueError for
+    Reads the matrix once and writes both once; reads ``older`` once where some of it is ``waiting``, the share that
+    ``project`` has not added, else only for want of finite values. Raises ValueError for
     another shape or type, rows with a step, or such a seed. Source: PowerSGD (arXiv 1905.13727), algorithms 1
     (decompress) and 2.
     """
@@ -219,9 +229,9 @@ def write_back(
     blocks = write_back_blocks(rank)
     _write_back_kernel[(triton.cdiv(row_count, blocks["ROWS"]) * triton.cdiv(col_count, blocks["COLS"]),)](
         _view(matrix), _view(share.left), _view(share.right), _view(product.left), _view(product.right),
-        finite, _view(older), _view(error), loss_scale, excess,
+        finite, _view(older), _view(error), loss_scale, excess, float(waiting),
         row_count, col_count, rank, first_row, last_row, seed,
-        **blocks,
+        WAITS=waiting > 0 and older is not None, **blocks,
     )  # fmt: skip
 
 

@@ -107,13 +107,13 @@ class GradientReducer(Assignment):
             samples = SampledEntries(state.fidelity, fed_back, reduction)
         for route in routes:
             route.prepare(excess)
-        matrices = {name: matrix for route in routes for name, matrix in route.matrices.items()}
-        energy = sum((matrices[name].square().sum() for name in gradients), torch.zeros(())) if measured else None
+        owed = {name: route.owed for route in routes for name in route.matrices}
+        energy = sum((owed[name](name).square().sum() for name in gradients), torch.zeros(())) if measured else None
         exchanges = [route.exchange() for route in routes]
         if rows:
             exchanges.append(self._sum_rows(rows))
         if samples is not None:
-            samples.prepare()
+            samples.prepare(lambda name: owed[name](name))
             exchanges.append(samples.exchange())
 
         yield from interleave(exchanges)

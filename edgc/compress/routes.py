@@ -69,6 +69,7 @@ class Route(ABC):
     """
 
     fed_back = True  # whether sums may leave errors
+    error_gain = 1.0  # the share of an error that ``prepare`` adds
 
     def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], reduction: Reduction):
         self.gradients = gradients
@@ -88,7 +89,19 @@ class Route(ABC):
         ``excess``: what to divide each new error by, by name: 0-dimensional, 1 unless the gradient is a spike.
         """
         self.excess = excess
-        self.reduction.feedback.add_to(self.matrices, self.reduction.loss_scale)
+        self.reduction.feedback.add_to(self.matrices, self.reduction.loss_scale, self.error_gain)
+
+    def owed(self, name: str) -> Tensor:
+        """After ``prepare``: the gradient with the whole of its error, (rows x cols)."""
+        waiting = self._waiting(name)
+        return self.matrices[name] if waiting is None else self.matrices[name] + waiting
+
+    def _waiting(self, name: str) -> Tensor | None:
+        """What ``prepare`` has not added of an error, (rows x cols); None: nothing."""
+        packed = self.reduction.feedback.packed
+        if self.error_gain == 1 or name not in packed:
+            return None
+        return packed[name].values().view_as(self.matrices[name]) * (1 - self.error_gain)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -257,6 +270,7 @@ class FactorRoute(Route):
         super().__init__(gradients, specs, reduction)
         self.specs = specs
         self.engine = engine
+        self.error_gain = engine.config.study.error_gain
         self.ranks = ranks
         self.first = first or {}
         self.first_sums: dict[str, tuple[Tensor, Tensor]] = {}  # indices of rows and their sums
@@ -287,7 +301,7 @@ class FactorRoute(Route):
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
-                self.errors[name] = factored.shares[name].residual_of(matrix)
+                self.errors[name] = factored.shares[name].residual_of(self.owed(name))
                 factored.sums[name].write(matrix, slice(None))
                 if name in self.first_sums:
                     rows, total = self.first_sums[name]
@@ -321,7 +335,8 @@ class FactorRoute(Route):
         for place, (name, matrix) in enumerate(self.matrices.items()):
             with record_function("edgc/residual"):
                 # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
-                error = torch.div(matrix, self.excess[name]).addmm_(divided[place], shares[place].right, alpha=-1)
+                error = torch.div(self.owed(name), self.excess[name])
+                error.addmm_(divided[place], shares[place].right, alpha=-1)
             self.reduction.feedback.store({name: error}, finite, self.reduction.iteration)
             with record_function("edgc/reconstruct"):
                 Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
@@ -372,7 +387,7 @@ class FusedRoute(FactorRoute):
             if name in packed:
                 error = packed[name].stored().view_as(self.matrices[name])
                 errors[name] = error.T if operand.transposed else error
-        return FusedBatch(self.kernels, operands, errors, self.reduction.loss_scale)
+        return FusedBatch(self.kernels, operands, errors, self.reduction.loss_scale, self.error_gain)
 
     def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
         feedback, loss_scale = self.reduction.feedback, self.reduction.loss_scale
@@ -387,7 +402,9 @@ class FusedRoute(FactorRoute):
                 self.excess[name],
             )
             with record_function("edgc/write back"):
-                self.kernels.write_back(matrix, share, total, finite, older, error, rows, loss_scale, seed, excess)
+                self.kernels.write_back(
+                    matrix, share, total, finite, older, error, rows, loss_scale, seed, excess, 1 - self.error_gain
+                )
             message = error.view(1, -1).view(torch.uint8)
             feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
 

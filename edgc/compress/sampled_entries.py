@@ -1,6 +1,6 @@
 """The sampled entries of one reduction, summed in fp32 beside it (``edgc.observe.fidelity``)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ class SampledEntries:
         self.true = self._unscaled(sampler.take(matrices))
         self.owed = self.true
 
-    def prepare(self) -> None:
-        """Once the routes have added errors."""
-        self.owed = self.sampler.take(self.matrices)
+    def prepare(self, owed: Callable[[str], Tensor]) -> None:
+        """Once the routes have added errors. ``owed``: of a name, the gradient with the whole of its error."""
+        self.owed = torch.cat([self.sampler.take({name: owed(name)}) for name in self.matrices])
 
     def exchange(self) -> Steps[None]:
         """Sum over the processes."""

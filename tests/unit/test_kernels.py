@@ -34,30 +34,44 @@ def assert_exact(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("error_type", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("error_type", "gain"), [(None, 1.0), (torch.float32, 0.5), (torch.bfloat16, 1.0)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_project_is_the_product_with_what_it_leaves_in_the_matrix(
-    kernels: ModuleType, rows: int, cols: int, rank: int, transposed: bool, scaled: bool, error_type: torch.dtype | None
+    kernels: ModuleType,
+    rows: int,
+    cols: int,
+    rank: int,
+    transposed: bool,
+    scaled: bool,
+    error_type: torch.dtype | None,
+    gain: float,
 ) -> None:
     matrix, factor = drawn(rows, cols, 0, transposed), drawn(rank, rows, 1, not transposed)
     error = None if error_type is None else drawn(rows, cols, 2, not transposed, error_type)
     expected = matrix / SCALE if scaled else matrix.clone()
     if error is not None:
-        expected += error
-    product = kernels.project(matrix, factor, error, SCALE if scaled else None)
+        expected += gain * error
+    product = kernels.project(matrix, factor, error, SCALE if scaled else None, gain)
     assert torch.equal(matrix, expected)
     assert product.shape == (rank, cols) and product.is_contiguous()
     assert_exact(product, factor.double() @ expected.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "waiting"), [(torch.float32, 0.0), (torch.float32, 0.5), (torch.bfloat16, 0.5)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_write_back_leaves_the_average_and_what_was_not_sent(
-    kernels: ModuleType, rows: int, cols: int, rank: int, transposed: bool, scaled: bool, dtype: torch.dtype
+    kernels: ModuleType,
+    rows: int,
+    cols: int,
+    rank: int,
+    transposed: bool,
+    scaled: bool,
+    dtype: torch.dtype,
+    waiting: float,
 ) -> None:
     original, matrix = drawn(rows, cols, 0), drawn(rows, cols, 0, transposed)
     share = Product(drawn(rows, rank, 1), drawn(rank, cols, 2, transposed))
@@ -65,8 +79,8 @@ def test_write_back_leaves_the_average_and_what_was_not_sent(
     older, error = drawn(rows, cols, 4, False, dtype), drawn(rows, cols, 5, not transposed, dtype)
     part = slice(7, rows - 9) if scaled else slice(None)  # the ends of it within blocks
     scale = SCALE if scaled else None
-    kernels.write_back(matrix, share, product, YES, older, error, part, scale, seed=6)
-    remainder = original.double() - share.left.double() @ share.right.double()
+    kernels.write_back(matrix, share, product, YES, older, error, part, scale, seed=6, waiting=waiting)
+    remainder = original.double() - share.left.double() @ share.right.double() + waiting * older.double()
     if dtype == torch.float32:
         assert_exact(error, remainder)
     else:  # a step is at most 2^-7 of a value

@@ -60,7 +60,7 @@ class _Driver:
 
 
 def compile_kernels(capability: int, rank: int) -> list[Compiled]:
-    """Both kernels, for a loss scale, errors in bf16 and row-major matrices. Triton must not be told to interpret."""
+    """Both kernels, for a loss scale, errors in bf16 of which a part waits, and row-major matrices. Triton must not be told to interpret."""
     driver.set_active(_Driver(capability))
     number = MockTensor(torch.float32)
 
@@ -68,13 +68,13 @@ def compile_kernels(capability: int, rank: int) -> list[Compiled]:
         return MockTensor(dtype), cols, 1
 
     project = kernels._project_kernel.warmup(
-        matrix(COLS), matrix(ROWS), matrix(COLS, torch.bfloat16), number, number, ROWS, COLS, rank, ROWS,
+        matrix(COLS), matrix(ROWS), matrix(COLS, torch.bfloat16), number, 0.5, number, ROWS, COLS, rank, ROWS,
         CHANGED=True, grid=(1,), **kernels.project_blocks(rank),
     )  # fmt: skip
     write_back = kernels._write_back_kernel.warmup(
         matrix(COLS), matrix(rank), matrix(COLS), matrix(rank), matrix(COLS), MockTensor(torch.bool),
-        matrix(COLS, torch.bfloat16), matrix(COLS, torch.bfloat16), number, number, ROWS, COLS, rank, 0, ROWS, 1,
-        grid=(1,), **kernels.write_back_blocks(rank),
+        matrix(COLS, torch.bfloat16), matrix(COLS, torch.bfloat16), number, number, 0.5, ROWS, COLS, rank, 0, ROWS, 1,
+        WAITS=True, grid=(1,), **kernels.write_back_blocks(rank),
     )  # fmt: skip
     return [
         _described(name, capability, rank, made) for name, made in (("project", project), ("write_back", write_back))
