@@ -100,7 +100,7 @@ class Study:
         1.0,
         "share of the error feedback that low rank adds to a gradient in a step; the rest waits for later steps",
         "fraction",
-        "docs/algorithm.md, 5",
+        "as in EControl: arXiv 2311.05645",
     )
     error_average: float = _knob(
         0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"

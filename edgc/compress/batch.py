@@ -124,9 +124,8 @@ class FusedBatch(Batch):
     @property
     def T(self) -> "FusedBatch":  # noqa: N802 - as of a tensor
         errors = {name: error.T for name, error in self._errors.items()}
-        batch = FusedBatch(
-            self._kernels, {name: one.T for name, one in self.items()}, errors, self._loss_scale, self._gain
-        )
+        operands = {name: one.T for name, one in self.items()}
+        batch = FusedBatch(self._kernels, operands, errors, self._loss_scale, self._gain)
         batch._unprepared = self._unprepared
         return batch
 

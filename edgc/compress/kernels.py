@@ -75,8 +75,8 @@ def project(
 ) -> Tensor:
     """factor @ M (rank x cols, contiguous), and M into ``matrix`` where that is not M already.
 
-    M (rows x cols) = matrix / divisor + gain * error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256) are
-    fp32, ``error`` fp32 or bf16 of the matrix's shape, all with any strides; ``divisor`` is 0-dimensional on the
+    M (rows x cols) = matrix / divisor + gain * error, in fp32. ``matrix`` and ``factor`` (rank x rows, rank up to 256)
+    are fp32, ``error`` fp32 or bf16 of the matrix's shape, all with any strides; ``divisor`` is 0-dimensional on the
     device, fp32. Reads the matrix and the error once and writes the matrix once, or not at all with neither of the
     two. Sums come in the same order for the same shapes. Raises ValueError for another shape or type. Source: PowerSGD
     (arXiv 1905.13727), algorithms 1 (compress) and 2.
@@ -198,7 +198,8 @@ def write_back(
     excess: Tensor | None = None,
     waiting: float = 0.0,
 ) -> None:
-    """error = (M - share + waiting * older) / excess, and these rows of ``matrix``, which held M, = product * loss_scale.
+    """error = (M - share + waiting * older) / excess; then these rows of ``matrix``, which held M, =
+    product * loss_scale.
 
     Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of

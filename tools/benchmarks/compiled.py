@@ -60,7 +60,10 @@ class _Driver:
 
 
 def compile_kernels(capability: int, rank: int) -> list[Compiled]:
-    """Both kernels, for a loss scale, errors in bf16 of which a part waits, and row-major matrices. Triton must not be told to interpret."""
+    """Both kernels, for a loss scale, errors in bf16 of which a part waits, and row-major matrices.
+
+    Triton must not be told to interpret.
+    """
     driver.set_active(_Driver(capability))
     number = MockTensor(torch.float32)
 
