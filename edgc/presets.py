@@ -3,10 +3,17 @@
 from typing import Any
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
-# equalised, a short warm-up in few bits, and gradients rounded on their way from stage to stage. What they say of
+# equalised, errors of which a half waits, a short warm-up in few bits, and gradients rounded on their way from stage to
+# stage. What they say of
 # embeddings and other parameters, and of how matrices share a rank, holds where ranks are given or set by entropy.
 # Evidence: docs/frontier, docs/convergence.md.
-_FRONT = {"equalise": True, "basis_cycle": 8, "allocation": "waterfill", "learning_rate_power": 0.7}
+_FRONT = {
+    "equalise": True,
+    "basis_cycle": 8,
+    "error_gain": 0.5,
+    "allocation": "waterfill",
+    "learning_rate_power": 0.7,
+}
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "dense_wire": "int8", "pp": "auto:int8"}
 _FEWER_BYTES = {"compress_embeddings": True, "dense_wire": "int4", "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {

@@ -92,16 +92,11 @@ class Route(ABC):
         self.reduction.feedback.add_to(self.matrices, self.reduction.loss_scale, self.error_gain)
 
     def owed(self, name: str) -> Tensor:
-        """After ``prepare``: the gradient with the whole of its error, (rows x cols)."""
-        waiting = self._waiting(name)
-        return self.matrices[name] if waiting is None else self.matrices[name] + waiting
-
-    def _waiting(self, name: str) -> Tensor | None:
-        """What ``prepare`` has not added of an error, (rows x cols); None: nothing."""
-        packed = self.reduction.feedback.packed
+        """After ``prepare``: the gradient with the whole of its error, (rows x cols); perhaps M itself."""
+        matrix, packed = self.matrices[name], self.reduction.feedback.packed
         if self.error_gain == 1 or name not in packed:
-            return None
-        return packed[name].values().view_as(self.matrices[name]) * (1 - self.error_gain)
+            return matrix
+        return torch.add(matrix, packed[name].values().view_as(matrix), alpha=1 - self.error_gain)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -335,7 +330,8 @@ class FactorRoute(Route):
         for place, (name, matrix) in enumerate(self.matrices.items()):
             with record_function("edgc/residual"):
                 # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
-                error = torch.div(self.owed(name), self.excess[name])
+                owed = self.owed(name)
+                error = torch.div(owed, self.excess[name], out=None if owed is matrix else owed)
                 error.addmm_(divided[place], shares[place].right, alpha=-1)
             self.reduction.feedback.store({name: error}, finite, self.reduction.iteration)
             with record_function("edgc/reconstruct"):
