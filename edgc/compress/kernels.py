@@ -164,10 +164,10 @@ def _write_back_kernel(
         values = tl.load(_at(matrix, rows, cols), mask=inside, other=0.0)
         tl.debug_barrier()  # another thread may write what this one reads
         values -= _product(own_left, own_right, rows, cols, row_count, col_count, rank, RANKS, ROWS, COLS)
-        if WAITS:
-            values += waiting * tl.load(_at(older, rows, cols), mask=inside, other=0.0).to(tl.float32)
         if excess is not None:
             values = tl.div_rn(values, tl.load(excess))
+        if WAITS:
+            values += waiting * tl.load(_at(older, rows, cols), mask=inside, other=0.0).to(tl.float32)
         if error[0].dtype.element_ty == tl.bfloat16:
             tl.store(_at(error, rows, cols), _bf16(values, rows, cols, seed), mask=inside)
         else:
@@ -198,7 +198,7 @@ def write_back(
     excess: Tensor | None = None,
     waiting: float = 0.0,
 ) -> None:
-    """error = (M - share + waiting * older) / excess; then these rows of ``matrix``, which held M, =
+    """error = (M - share) / excess + waiting * older; then these rows of ``matrix``, which held M, =
     product * loss_scale.
 
     Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for

@@ -93,10 +93,15 @@ class Route(ABC):
 
     def owed(self, name: str) -> Tensor:
         """After ``prepare``: the gradient with the whole of its error, (rows x cols); perhaps M itself."""
-        matrix, packed = self.matrices[name], self.reduction.feedback.packed
+        matrix, older = self.matrices[name], self._waiting(name)
+        return matrix if older is None else torch.add(matrix, older, alpha=1 - self.error_gain)
+
+    def _waiting(self, name: str) -> Tensor | None:
+        """The error of which ``prepare`` has added a part alone, (rows x cols); None: nothing waits."""
+        packed = self.reduction.feedback.packed
         if self.error_gain == 1 or name not in packed:
-            return matrix
-        return torch.add(matrix, packed[name].values().view_as(matrix), alpha=1 - self.error_gain)
+            return None
+        return packed[name].values().view_as(self.matrices[name])
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -296,7 +301,10 @@ class FactorRoute(Route):
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
-                self.errors[name] = factored.shares[name].residual_of(self.owed(name))
+                older = self._waiting(name)
+                if older is not None:  # what waits is no part of a spike: it is divided with the rest
+                    matrix.addcmul_(older, self.excess[name], value=1 - self.error_gain)
+                self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
                 if name in self.first_sums:
                     rows, total = self.first_sums[name]
@@ -330,9 +338,12 @@ class FactorRoute(Route):
         for place, (name, matrix) in enumerate(self.matrices.items()):
             with record_function("edgc/residual"):
                 # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
-                owed = self.owed(name)
-                error = torch.div(owed, self.excess[name], out=None if owed is matrix else owed)
-                error.addmm_(divided[place], shares[place].right, alpha=-1)
+                older, waiting = self._waiting(name), 1 - self.error_gain
+                if older is None:
+                    error, waiting = torch.div(matrix, self.excess[name]), 1.0
+                else:  # error = waiting * older + M / excess - share / excess
+                    error = torch.addcdiv(older, matrix, self.excess[name], value=1 / waiting)
+                error.addmm_(divided[place], shares[place].right, beta=waiting, alpha=-1)
             self.reduction.feedback.store({name: error}, finite, self.reduction.iteration)
             with record_function("edgc/reconstruct"):
                 Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))

@@ -128,7 +128,7 @@ def passes(made: GradientReducer) -> tuple[float, float]:
         ({}, (7, 4), (9, 5)),  # one of the reads measures norms, by which spikes are found
         ({"equalise": True}, (7, 4), (9, 5)),
         ({"engine": "alternating"}, (6, 4), (8, 5)),
-        ({"error_gain": 0.5}, (9, 5), (11, 6)),  # what waits of the older error
+        ({"error_gain": 0.5}, (8, 4), (10, 5)),  # what waits of the older error
         ({"error_dtype": "bf16"}, (16.25, 11.25), (16.25, 11.25)),  # with the random numbers that round it
     ],
     ids=str,
