@@ -126,7 +126,8 @@ def test_a_spike_is_not_replayed_by_error_feedback(spiked: dict[str, Any]) -> No
 def test_a_spike_in_one_corner_does_not_set_the_scales_of_later_steps(spiked: dict[str, Any]) -> None:
     for found in spiked["corner"].values():
         usual, after = sum(found[20:SPIKE_AT]) / 20, found[SPIKE_AT + 1 :]
-        assert min(sum(after[start : start + 4]) / 4 for start in range(len(after) - 3)) > 0.8 * usual
+        # the first: of where no part of an error waits, which makes the usual cosine 0.37 instead of 0.48
+        assert min(sum(after[start : start + 4]) / 4 for start in range(len(after) - 3)) > max(0.32, 0.75 * usual)
 
 
 def test_a_spike_just_under_the_limit_does_little_harm(spiked: dict[str, Any]) -> None:
@@ -145,7 +146,8 @@ def what_is_lost(rank: int) -> tuple[float, float]:
     for step in range(4):
         gradient = noisy(step, rank)
         kept = under_test.state.feedback.packed.get("w")
-        owed = gradient.double() + (0 if kept is None else kept.values().double())
+        older = torch.zeros_like(gradient).double() if kept is None else kept.values().double()
+        owed, waiting = gradient.double() + older, (1 - under_test.config.study.error_gain) * older
         excess = 1.0
         if step == 2 and rank == 1:
             norms = under_test.state.norms.values()
@@ -155,7 +157,7 @@ def what_is_lost(rank: int) -> tuple[float, float]:
             excess = float(gradient.norm() / norms[0]) / LIMIT
         dist.all_reduce(owed)
         run(under_test.reduce({"w": gradient}, step))
-        left = under_test.state.feedback.packed["w"].values().double() * excess
+        left = (under_test.state.feedback.packed["w"].values().double() - waiting) * excess + waiting
         dist.all_reduce(left)
         lost.append(float((owed - gradient.double() - left).abs().max() / owed.abs().max()))
     return lost[2], max(lost[:2] + lost[3:])
