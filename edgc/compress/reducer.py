@@ -107,13 +107,17 @@ class GradientReducer(Assignment):
             samples = SampledEntries(state.fidelity, fed_back, reduction)
         for route in routes:
             route.prepare(excess)
-        owed = {name: route.owed for route in routes for name in route.matrices}
-        energy = sum((owed[name](name).square().sum() for name in gradients), torch.zeros(())) if measured else None
+        route_of = {name: route for route in routes for name in route.matrices}
+
+        def owed(name: str) -> Tensor:
+            return route_of[name].owed(name)
+
+        energy = sum((owed(name).square().sum() for name in gradients), torch.zeros(())) if measured else None
         exchanges = [route.exchange() for route in routes]
         if rows:
             exchanges.append(self._sum_rows(rows))
         if samples is not None:
-            samples.prepare(lambda name: owed[name](name))
+            samples.prepare(owed)
             exchanges.append(samples.exchange())
 
         yield from interleave(exchanges)
