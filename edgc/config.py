@@ -98,7 +98,7 @@ class Study:
     )
     error_gain: float = _knob(
         1.0,
-        "share of the error feedback that low rank adds to a gradient in a step; the rest waits for later steps",
+        "share of the error feedback that a step adds to a gradient; the rest waits for later steps",
         "fraction",
         "as in EControl: arXiv 2311.05645",
     )

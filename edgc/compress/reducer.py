@@ -91,7 +91,15 @@ class GradientReducer(Assignment):
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
         state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
-        reduction = Reduction(iteration, loss_scale, shards or {}, self.communicator, state.feedback, equaliser)
+        reduction = Reduction(
+            iteration,
+            loss_scale,
+            shards or {},
+            self.communicator,
+            state.feedback,
+            equaliser,
+            self.config.study.error_gain,
+        )
         routes = self.routes(gradients, reduction, measured)
 
         # Norms are taken before errors are added. A sum in fp32 leaves no error: there the host's clipping is enough.

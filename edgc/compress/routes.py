@@ -43,7 +43,8 @@ class Reduction:
     """What the routes of one reduction share.
 
     ``shards``: by name, where in a flattened gradient the part of each process begins and ends; a process needs no more
-    of such a sum than its own part. ``equaliser``: None, and nothing is divided by scales.
+    of such a sum than its own part. ``equaliser``: None, and nothing is divided by scales. ``error_gain``: the share of
+    an error that a gradient takes with it, where its sum may leave a new one; the rest waits.
     """
 
     iteration: int
@@ -52,6 +53,7 @@ class Reduction:
     communicator: Communicator
     feedback: ErrorFeedback
     equaliser: Equaliser | None
+    error_gain: float
 
     def own_part(self, name: str) -> tuple[int, int]:
         """Where the part of a flattened sum that this process needs begins and ends."""
@@ -69,13 +71,13 @@ class Route(ABC):
     """
 
     fed_back = True  # whether sums may leave errors
-    error_gain = 1.0  # the share of an error that ``prepare`` adds
 
     def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], reduction: Reduction):
         self.gradients = gradients
         # view, not reshape: the sums have to reach the gradients; those in 16 bits are copied
         self.matrices = {name: gradient.view(specs[name].rows, -1).float() for name, gradient in gradients.items()}
         self.reduction = reduction
+        self.error_gain = reduction.error_gain if self.fed_back else 1.0  # the share of an error that ``prepare`` adds
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
         self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
         self.squared_norms: SquaredNorms = {}  # after the exchange; of sharded sums those of own parts
@@ -102,6 +104,12 @@ class Route(ABC):
         if self.error_gain == 1 or name not in packed:
             return None
         return packed[name].values().view_as(self.matrices[name])
+
+    def _add_waiting(self, name: str, error: Tensor) -> None:
+        """Add what waits to a new error, (rows x cols), that ``excess`` will divide: it is no part of a spike."""
+        older = self._waiting(name)
+        if older is not None:
+            error.addcmul_(older, self.excess[name], value=1 - self.error_gain)
 
     @abstractmethod
     def exchange(self) -> Steps[None]:
@@ -181,9 +189,9 @@ class ElementwiseRoute(Route):
         reduction: Reduction,
         engine: Elementwise,
     ):
-        super().__init__(gradients, specs, reduction)
         self.engine = engine
         self.fed_back = not engine.exact
+        super().__init__(gradients, specs, reduction)
 
     def exchange(self) -> Steps[None]:
         matrices, reduction = self.matrices, self.reduction
@@ -198,6 +206,8 @@ class ElementwiseRoute(Route):
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
+        for name, error in self.errors.items():
+            self._add_waiting(name, error)
         if reduction.equaliser is not None:
             self.squared_norms = {
                 name: squared_norms(matrix, reduction.own_part(name) if self.sharded else None)
@@ -270,7 +280,6 @@ class FactorRoute(Route):
         super().__init__(gradients, specs, reduction)
         self.specs = specs
         self.engine = engine
-        self.error_gain = engine.config.study.error_gain
         self.ranks = ranks
         self.first = first or {}
         self.first_sums: dict[str, tuple[Tensor, Tensor]] = {}  # indices of rows and their sums
@@ -301,9 +310,7 @@ class FactorRoute(Route):
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
-                older = self._waiting(name)
-                if older is not None:  # what waits is no part of a spike: it is divided with the rest
-                    matrix.addcmul_(older, self.excess[name], value=1 - self.error_gain)
+                self._add_waiting(name, matrix)
                 self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
                 if name in self.first_sums:

@@ -84,11 +84,11 @@ class Watch:
             scale = 1.0 if loss_scale is None else float(loss_scale)
             excess = _excess(reducer, gradients, loss_scale)
             put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
-            owed = _summed(reducer, put_in)
+            owed, waiting = _summed(reducer, put_in), _waiting(reducer, put_in)
             yield from reduce(reducer, gradients, iteration, loss_scale, shards)
             self.reductions += 1
             nothing = {name: torch.zeros_like(gradient) for name, gradient in put_in.items()}
-            left = _summed(reducer, nothing, excess)
+            left = _summed(reducer, nothing, waiting, excess)
             for name, own in gradients.items():
                 gradient = own if shards is None else _gathered(reducer, own, shards[name])
                 if bool(torch.isfinite(gradient).all()):
@@ -207,16 +207,34 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
     return {name: float(one) for name, one in reducer.state.norms.spikes(fed_back, loss_scale).by_name().items()}
 
 
+def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of each error that the next reduction does not send, in float64."""
+    share = 1 - reducer.config.study.error_gain
+    packed = reducer.state.feedback.packed
+    return {
+        name: share * packed[name].values().view_as(gradient).double()
+        for name, gradient in gradients.items()
+        if name in packed and (name in reducer.ranks or not reducer.elementwise(name).exact)
+    }
+
+
 def _summed(
-    reducer: GradientReducer, put_in: Mapping[str, Tensor], excess: Mapping[str, float] | None = None
+    reducer: GradientReducer,
+    put_in: Mapping[str, Tensor],
+    waiting: Mapping[str, Tensor] | None = None,
+    excess: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
-    """Over the group, in float64: what was put in and the errors kept now, before they were divided by ``excess``."""
+    """Over the group, in float64: what was put in and the errors kept now.
+
+    ``excess``: what they were divided by, but for what was ``waiting`` before.
+    """
     total = {}
     for name, tensor in put_in.items():
         kept = reducer.state.feedback.packed.get(name)
         part = tensor.double()
         if kept is not None:
-            part = part + kept.values().view_as(tensor).double() * (excess or {}).get(name, 1.0)
+            older = (waiting or {}).get(name, torch.zeros_like(part))
+            part = part + older + (kept.values().view_as(tensor).double() - older) * (excess or {}).get(name, 1.0)
         own_all_reduce(part, group=reducer.communicator.group)
         total[name] = part
     return total

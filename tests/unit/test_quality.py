@@ -126,8 +126,9 @@ def test_errors_of_which_a_part_waits_leave_room_for_the_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spike", [1.0, 1000.0])
-def test_what_waits_is_sent_in_the_end_and_no_spike_takes_of_it(dtype: torch.dtype, spike: float) -> None:
-    steps = Steps(error_gain=0.5, equalise=True)
+@pytest.mark.parametrize("engine", ["powersgd", "int4", "topk"])
+def test_what_waits_is_sent_in_the_end_and_no_spike_takes_of_it(dtype: torch.dtype, spike: float, engine: str) -> None:
+    steps = Steps(error_gain=0.5, equalise=True, engine=engine)
     sent, given = torch.zeros(MATRIX.rows, MATRIX.cols), torch.zeros(MATRIX.rows, MATRIX.cols)
     for _ in range(12):
         gradient = signal(0.5).to(dtype)
