@@ -29,7 +29,7 @@ from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-VERSION = 9
+VERSION = 10
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
@@ -284,7 +284,8 @@ class EDGCState:
 
     def close(self) -> None:
         """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
-        if self._started and not self._ended and self.steps < self.iterations:
+        stepped = bool(self.driver.usual)
+        if self._started and stepped and not self._ended and self.steps < self.iterations:
             self._report(last=True)
         self._close_log()
         self._ended = True

@@ -16,10 +16,13 @@ from edgc.plan.run import StageKey
 
 
 class ByteCounts(NamedTuple):
-    """Bytes so far: of gradients, of gradients in the host's own way, of updated weights, and in the host's way."""
+    """Bytes so far: of gradients, in the host's own way, and in an all-reduce in fp32; of updated weights, and in the
+    host's way.
+    """
 
     sent: float
     dense: float
+    fp32: float
     weights: float
     weights_dense: float
 
@@ -41,7 +44,7 @@ class Stage:
         self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and the host's own way
         self.spans = Spans(device)
         self.dense_bytes_per_step, self.fp32_bytes_per_step = dense_bytes_per_step, fp32_bytes_per_step
-        self.dense_bytes = 0.0
+        self.dense_bytes = self.fp32_bytes = 0.0
         self._window_start = (0.0, 0.0)
         self.units = Units([])  # those of its parameters, once they are known
 
@@ -63,6 +66,7 @@ class Stage:
     def end_step(self) -> None:
         """Once a step, when all its reductions have ended."""
         self.dense_bytes += self.dense_bytes_per_step
+        self.fp32_bytes += self.fp32_bytes_per_step
         self.spans.close()
 
     def take_window(self, micro_backward_seconds: float) -> StageWindow:
@@ -88,19 +92,14 @@ class Stage:
         self._window_start = (sent, dense)
         return window
 
-    @property
-    def fp32_bytes(self) -> float:
-        """Of all steps so far, if each were an all-reduce in fp32."""
-        share = self.fp32_bytes_per_step / self.dense_bytes_per_step if self.dense_bytes_per_step else 0.0
-        return share * self.dense_bytes
-
     def byte_counts(self) -> ByteCounts:
-        return ByteCounts(self.traffic.bytes, self.dense_bytes, self.weights.bytes, self.weights_dense.bytes)
+        weights = self.weights.bytes, self.weights_dense.bytes
+        return ByteCounts(self.traffic.bytes, self.dense_bytes, self.fp32_bytes, *weights)
 
     def restore_bytes(self, counts: ByteCounts) -> None:
         """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
         self.traffic.resume(counts.sent)
         self.weights.resume(counts.weights)
         self.weights_dense.resume(counts.weights_dense)
-        self.dense_bytes = counts.dense
+        self.dense_bytes, self.fp32_bytes = counts.dense, counts.fp32
         self._window_start = (counts.sent, counts.dense)

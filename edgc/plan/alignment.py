@@ -105,14 +105,16 @@ class StageTimes:
             "micro_backward_seconds": self.micro_backward_seconds,
             "costs": [None if cost is None else asdict(cost) for cost in self.costs],
             "message_costs": [None if cost is None else asdict(cost) for cost in self.message_costs],
+            "computed": self.computed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Computed costs stay: the link may be another one."""
+        """Go on where ``state_dict`` was taken. Where costs are or were computed, today's stay: the link is another."""
+        computed = self.computed or state["computed"]
         self.micro_backward_seconds = state["micro_backward_seconds"]
         self.costs, self.message_costs = (
             [
-                cost if saved is None or (self.computed and cost is not None) else _as_cost(saved)
+                cost if saved is None or (computed and cost is not None) else _as_cost(saved)
                 for cost, saved in zip(costs, state[name], strict=True)
             ]
             for name, costs in (("costs", self.costs), ("message_costs", self.message_costs))

@@ -11,8 +11,8 @@ from edgc.specs import MatrixSpec
 
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
-FINE = 5  # bits of a value, at least, of parameters that are too small for low rank
-# Where all are rounded: the format of those that low rank could take, and of others.
+# A parameter that is too small for low rank always travels in the second: it is a small part of the bytes, and noise in
+# it costs much. Where all are rounded, the others travel in the first.
 ROUNDED, ROUNDED_FINE = "int4", "int8"
 Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
 
@@ -70,13 +70,13 @@ class Candidate:
         return rounded_format(low_rank=self.directions is not None)
 
     def choices(self, formats: Collection[str], same_way: bool = False) -> list[Choice]:
-        """All ways to send it, with these formats; of a small parameter no rough ones: they save nothing.
+        """All ways to send it, with these formats.
 
         ``same_way``: only those of its present way. Rounding is one way, whatever the format.
         """
-        found: list[Choice] = [name for name in formats if self.directions is not None or bits_of(name) >= FINE]
-        if self.directions is not None:
-            found += ranks_to_try(self.directions.spread.parts)
+        if self.directions is None:
+            return [ROUNDED_FINE]
+        found: list[Choice] = [*formats, *ranks_to_try(self.directions.spread.parts)]
         if self.rows is not None:
             found += [f"rows:{share:g}" for share in ROW_SHARES]
         if same_way:

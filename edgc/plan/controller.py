@@ -235,15 +235,19 @@ class Controller:
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.matrices)}")
         if (state["budget"] is None) != (self.budget is None):
             return False
-        if self.budget is not None:
-            self.budget.load_state_dict(state["budget"])
-            self.budget.ledger.mixed = state["plan"]["trial"] is not None
         if self.trials is not None and state["trials"] is not None:
             self.trials.load_state_dict(state["trials"])
+        by_host = self.trials is not None and self.trials.by_host
+        tried = () if self.trials is None else self.trials.measured
+        before = RankPlan.from_dict(state["plan"])
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+            ledger = self.budget.ledger
+            ledger.mixed |= before.trial is not None
+            ledger.apart |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
-        by_host = self.trials is not None and self.trials.by_host
-        self._go_on(replace(RankPlan.from_dict(state["plan"]), by_host=by_host, trial=None), by_entropy)
+        self._go_on(replace(before, by_host=by_host, trial=None, tried=tried), by_entropy)
         return True
 
     def _go_on(self, plan: RankPlan, by_entropy: bool) -> None:
@@ -257,12 +261,15 @@ class Controller:
             assert least is not None and most is not None
             ranks = tuple(rank and min(max(rank, least), most) for rank in ranks)
         changed: dict[str, Any] = {"ranks": ranks}
+        shared = any(plan.matrix_ranks)
+        if by_entropy and shared and (ranks != plan.ranks or self.config.ranks.allocation == "uniform"):
+            changed["matrix_ranks"] = ()
         if self.budget is not None:
             self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now
             changed = {name: value for name, value in self._budgeted(self.budget).items() if name != "reasons"}
         elif not by_entropy and self.config.engine != "dense" and not self.config.study.rank_tilt:
             first = self._first_plan()
-            shared = any(plan.matrix_ranks)  # then its first iteration is the one at which they were
+            # of a plan with shared ranks it is the one at which they were shared
             begins = max(first.first_iteration, plan.first_iteration) if shared else first.first_iteration
             unwanted = shared and self.config.ranks.allocation == "uniform"
             if unwanted or (first.ranks, begins, first.reasons) != (ranks, plan.first_iteration, plan.reasons):

@@ -57,7 +57,9 @@ class Ledger:
         self.worth = each / each.mean()
         self.counts = Counts()
         self.beyond = 0.0  # the share that relief has of the bytes of this window's steps
-        self.mixed = False  # whether a resume has hidden which steps of this window the host has summed
+        # whether a resume in this window has hidden which of its steps the host has summed; whether it has changed who
+        # sums, or how: then the window is no part of the budget
+        self.mixed = self.apart = False
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense_bytes``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
@@ -68,6 +70,8 @@ class Ledger:
         ``host_share``: of the steps of this window, those that the host has summed; ``idle``: because nothing was to be
         compressed.
         """
+        if self.apart:
+            host_share, idle = 1.0, True
         counts = self.counts
         taken, of_host, fp32 = sent - counts.sent, by_host - counts.by_host, in_fp32 - counts.in_fp32
         counts.sent, counts.by_host, counts.in_fp32 = sent, by_host, in_fp32
@@ -79,7 +83,7 @@ class Ledger:
         counts.sent_beyond += self.beyond * (taken - taken_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
         unknown = host_share or self.mixed or not fp32 > 0 or not self.dense_bytes  # without messages nothing is learnt
-        self.mixed = False
+        self.mixed = self.apart = False
         self.per_step = None if unknown else taken / fp32 * self.dense_bytes
 
     def learn(self, predicted: float) -> None:
@@ -120,7 +124,13 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"counts": vars(self.counts).copy(), "beyond": self.beyond, "overhead": self.overhead}
+        return {
+            "counts": vars(self.counts).copy(),
+            "beyond": self.beyond,
+            "overhead": self.overhead,
+            "mixed": self.mixed,
+            "apart": self.apart,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of another release."""
@@ -128,3 +138,4 @@ class Ledger:
             raise ValueError("the budget's counts are of another release of EDGC")
         self.counts = Counts(**state["counts"])
         self.beyond, self.overhead = state["beyond"], state["overhead"]
+        self.mixed, self.apart = state["mixed"], state["apart"]

@@ -40,9 +40,10 @@ from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-VERSION = 11
+VERSION = 12
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
+ASKED = *RANKS, "link_gbps"  # those as given, by which it decides
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 GO_ON = "give --edgc-reset-state to go on without it"
@@ -217,7 +218,7 @@ class Checkpoints:
                 "iteration": iteration,
                 "parallel": parallel_sizes(self.args),
                 "engine": self.requested.engine,
-                "requested": self.requested.only(RANKS),
+                "requested": self.requested.only(ASKED),
                 "resolved": self.controller.config.only(RESOLVED),
                 "stages": [str(key) for key in self.keys],
                 "controller": kept,
@@ -234,7 +235,7 @@ class Checkpoints:
             return None
         return {
             "boundaries": [str(boundary) for boundary in self.messages.boundaries],
-            "requested": self.requested.only(("pp", *RANKS)),
+            "requested": self.requested.only(("pp", *ASKED)),
             "resolved": self.message_controller.config.only(RESOLVED),
             "controller": controller,
         }
@@ -338,12 +339,12 @@ class Checkpoints:
             warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
         resolved = {name: index["resolved"][name] for name in RANKS}
-        others = index["requested"] != self.requested.only(RANKS)
+        others = index["requested"] != self.requested.only(ASKED)
         # one process has no link that could bound ranks
         alike = before is not None and (before[0] == 1) == (dist.get_world_size(layers.process_group) == 1)
         settings = resolved if alike and not others else {}
         if self._load_controller(self.controller, index["controller"], settings, folder) and others:
-            warn(f"{os.path.basename(folder)} was written with other ranks asked for: those of now hold")
+            warn(f"{os.path.basename(folder)} was written with other ranks or another link given: those of now hold")
 
     def _load_controller(
         self,
@@ -379,7 +380,7 @@ class Checkpoints:
         if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
             warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
-        then, now = kept["requested"], self.requested.only(("pp", *RANKS))
+        then, now = kept["requested"], self.requested.only(("pp", *ASKED))
         if then["pp"] != now["pp"]:
             warn(f"{folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return

@@ -165,3 +165,14 @@ def test_costs_are_scaled_by_what_the_reductions_of_that_kind_took(
     times = StageTimes([cost])
     times.correct([StageObservation(reduce_seconds=3 * predicted)], [rank], by_host)
     assert times.costs == [cost.scaled(3.0)]
+
+
+@pytest.mark.parametrize(("before", "now", "kept"), [(False, False, 2.0), (True, False, 1.0), (False, True, 1.0)])
+def test_costs_of_a_checkpoint_are_for_a_link_that_was_timed_then_and_now(before: bool, now: bool, kept: float) -> None:
+    def cost(seconds: float) -> StageCost:
+        return StageCost(CommCost(0.0, seconds), seconds, seconds)
+
+    saved = StageTimes([cost(2.0)], [cost(2.0)], computed=before)
+    times = StageTimes([cost(1.0)], [cost(1.0)], computed=now)
+    times.load_state_dict(saved.state_dict())
+    assert times.costs == times.message_costs == [cost(kept)]

@@ -21,8 +21,10 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
     monkeypatch.setattr(checkpointing, "broadcast_object", lambda value: value)
     monkeypatch.setattr(checkpointing, "parallel_sizes", lambda args: {})
     monkeypatch.setattr(checkpointing, "mean_bytes", lambda counts: {})
-    resolved = own._index(7, {})["resolved"]
-    assert (resolved["rmin"], resolved["rmax"]) == (16, 64)
+    index = own._index(7, {})
+    assert (index["resolved"]["rmin"], index["resolved"]["rmax"]) == (16, 64)
+    # by which a run that is resumed with another link knows that these ranks are not for it
+    assert index["requested"]["link_gbps"] is None
 
 
 @pytest.mark.parametrize("kept", [(None, 0), (None, None)])
@@ -40,7 +42,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     loaded: list[Any] = []
     monkeypatch.setattr(own, "_load_controller", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
-    plan = {"boundaries": boundaries, "requested": config.only(("pp", *checkpointing.RANKS)), "resolved": {}}
+    plan = {"boundaries": boundaries, "requested": config.only(("pp", *checkpointing.ASKED)), "resolved": {}}
     index = {"bytes": {}, "messages": {**plan, "controller": {"plan": {"ranks": kept}}}}
     own._load_messages(index, {}, "/checkpoints/iter_0000007")
     assert loaded and controller.dense == {place for place, rank in enumerate(kept) if rank is None}

@@ -340,6 +340,17 @@ def test_a_resumed_run_keeps_to_the_bounds_of_now_at_once() -> None:
     assert same.plan == before.plan
 
 
+@pytest.mark.parametrize("changed", [{}, {"rmax": 32}, {"allocation": "uniform"}])
+def test_ranks_that_were_shared_out_end_with_the_bounds_that_they_kept_to(changed: dict[str, Any]) -> None:
+    before = controller(allocation="waterfill")
+    play(before, [*WARM, -5.0])
+    before.plan = replace(before.plan, matrix_ranks=({"a": 96, "b": 32},))
+    after = controller(**{"allocation": "waterfill", **changed})
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert any(after.plan.matrix_ranks) == (not changed)
+    assert (after.plan.version > before.plan.version) == bool(changed)
+
+
 def test_a_resumed_run_has_the_static_rank_and_the_warm_up_of_now() -> None:
     static = {"rmin": None, "rmax": None, "align": True}
     before = controller(static_rank=64, warmup_fraction=0.1, **static)

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from edgc.hosts.exchange import WindowExchange
+from edgc.hosts.stage import Stage
 from edgc.observe.fidelity import Agreement, Fidelity
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
@@ -79,3 +81,14 @@ def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_acti
     under_test: Any = SimpleNamespace(driver=driver, messages=SimpleNamespace(boundaries=boundaries))
     ranks = WindowExchange._gradient_message_ranks(under_test)
     assert ranks == {StageKey(Part.LAYERS, 1): 16, StageKey(Part.LAYERS, 2): None}
+
+
+def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
+    """A resumed run may have gradients of another type: what an all-reduce in fp32 took before stays."""
+    cpu = torch.device("cpu")
+    before, after = Stage(STAGE.stage, cpu, 50.0, 100.0), Stage(STAGE.stage, cpu, 100.0, 100.0)
+    before.end_step()
+    before.end_step()
+    after.restore_bytes(before.byte_counts())
+    after.end_step()
+    assert (after.dense_bytes, after.fp32_bytes) == (200.0, 300.0)

@@ -1,0 +1,37 @@
+"""A data-parallel module in one process: what needs no second one."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import edgc
+
+CONFIG = edgc.EDGCConfig.of(static_rank=4, window=4)
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: bool) -> None:
+    def attached() -> tuple[torch.nn.Module, edgc.EDGCState]:
+        net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+        return net, edgc.attach(net, CONFIG, iterations=20)
+
+    net, state = attached()
+    if resumed:
+        for _ in range(5):
+            net.zero_grad()
+            net(torch.randn(3, 32)).sum().backward()
+            state.step()
+        kept = state.state_dict()
+        state.close()
+        net, state = attached()
+        state.load_state_dict(kept)
+    state.close()
