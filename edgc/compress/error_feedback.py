@@ -73,11 +73,13 @@ class ErrorFeedback:
         iteration: int,
         rule: ErrorRule | None = None,
         divisors: Mapping[str, Tensor] | None = None,
+        waiting: float = 0.0,
     ) -> None:
         """Keep these errors, if all of the step's sums were ``finite``; the tensors become the store's own.
 
-        ``divisors``: what to divide each by, 0-dimensional. A format that rounds does so at random: to the nearest, an
-        error that grows by less than half a step at a time would never grow.
+        ``divisors``: what to divide each by, 0-dimensional. ``waiting``: the share of each error of before that was not
+        added to the gradient; it is added to the new one, undivided. A format that rounds does so at random: to the
+        nearest, an error that grows by less than half a step at a time would never grow.
         """
         rule = rule or self.rule
         listed = list(errors)
@@ -87,10 +89,14 @@ class ErrorFeedback:
             if divisors is not None:
                 new = map_stacked(_divided, new, [divisors[name] for name in names])
             older = [self._older(name, error, rule.wire) for name, error in zip(names, new, strict=True)]
+            values: list[Tensor] = []
+            if waiting or rule.average:
+                values = [was.view_as(error) for was, error in zip(unpack_all(older), new, strict=True)]
+            if waiting:
+                torch._foreach_add_(new, values, alpha=waiting)
             if rule.decay != 1:
                 new = [error * rule.decay for error in new]
             if rule.average:
-                values = [was.view_as(error) for was, error in zip(unpack_all(older), new, strict=True)]
                 new = [torch.lerp(error, was, rule.average) for error, was in zip(new, values, strict=True)]
             if rule.reset_every and (iteration + 1) % rule.reset_every == 0:
                 new = [torch.zeros_like(error) for error in new]

@@ -28,7 +28,7 @@ from edgc.compress.batch import Batch, FusedBatch, Operand
 from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
 from edgc.compress.engines.rows import Rows
 from edgc.compress.equaliser import Equaliser, squared_norms
-from edgc.compress.error_feedback import ErrorFeedback
+from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.compress.lowrank import Product, squared_norms_of
 from edgc.specs import MatrixSpec, ShardBounds
 from edgc.stacking import batches, map_stacked
@@ -71,6 +71,7 @@ class Route(ABC):
     """
 
     fed_back = True  # whether sums may leave errors
+    error_rule: ErrorRule | None = None  # by which an engine keeps them; None: by that of the run
 
     def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], reduction: Reduction):
         self.gradients = gradients
@@ -105,12 +106,6 @@ class Route(ABC):
             return None
         return packed[name].values().view_as(self.matrices[name])
 
-    def _add_waiting(self, name: str, error: Tensor) -> None:
-        """Add what waits to a new error, (rows x cols), that ``excess`` will divide: it is no part of a spike."""
-        older = self._waiting(name)
-        if older is not None:
-            error.addcmul_(older, self.excess[name], value=1 - self.error_gain)
-
     @abstractmethod
     def exchange(self) -> Steps[None]:
         """Sum over the processes."""
@@ -119,7 +114,8 @@ class Route(ABC):
         """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
         feedback = self.reduction.feedback
         if self.errors:
-            self._keep(self.errors, finite)
+            iteration, waiting = self.reduction.iteration, 1 - self.error_gain
+            feedback.store(self.errors, finite, iteration, self.error_rule, self.excess, waiting)
             self.errors = {}
         else:
             owing = [name for name in self.matrices if name in feedback.packed]
@@ -137,9 +133,6 @@ class Route(ABC):
     def digests(self) -> dict[str, Tensor]:
         """After ``commit``: hashes of what must be the same on all processes, by name."""
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
-
-    def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
-        self.reduction.feedback.store(errors, finite, self.reduction.iteration, divisors=self.excess)
 
     def _scale(self) -> Tensor | float:
         return 1.0 if self.reduction.loss_scale is None else self.reduction.loss_scale
@@ -190,7 +183,7 @@ class ElementwiseRoute(Route):
         engine: Elementwise,
     ):
         self.engine = engine
-        self.fed_back = not engine.exact
+        self.fed_back, self.error_rule = not engine.exact, engine.error_rule
         super().__init__(gradients, specs, reduction)
 
     def exchange(self) -> Steps[None]:
@@ -206,8 +199,6 @@ class ElementwiseRoute(Route):
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
-        for name, error in self.errors.items():
-            self._add_waiting(name, error)
         if reduction.equaliser is not None:
             self.squared_norms = {
                 name: squared_norms(matrix, reduction.own_part(name) if self.sharded else None)
@@ -215,9 +206,6 @@ class ElementwiseRoute(Route):
                 if matrix.shape[0] > 1
             }
         self._round_narrow()
-
-    def _keep(self, errors: Mapping[str, Tensor], finite: Tensor) -> None:
-        self.reduction.feedback.store(errors, finite, self.reduction.iteration, self.engine.error_rule, self.excess)
 
     def _sum_in_place(self) -> Steps[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
@@ -310,7 +298,6 @@ class FactorRoute(Route):
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
-                self._add_waiting(name, matrix)
                 self.errors[name] = factored.shares[name].residual_of(matrix)
                 factored.sums[name].write(matrix, slice(None))
                 if name in self.first_sums:
