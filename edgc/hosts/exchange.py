@@ -91,7 +91,7 @@ class WindowExchange:
         counts = RunBytes(
             gradients=sum(one.sent for one in own),
             gradients_dense=sum(one.dense for one in own),
-            gradients_fp32=sum(stage.fp32_bytes for stage in self.stages),
+            gradients_fp32=sum(one.fp32 for one in own),
             weights=sum(one.weights for one in own),
             weights_dense=sum(one.weights_dense for one in own),
             messages=piped[0],

@@ -325,7 +325,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "state_bytes": sum(reducer.state.bytes() for stage in stages for reducer in stage.reducers),
         "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
-            *(sum(counts) for counts in zip(*(stage.byte_counts() for stage in stages), strict=True)),
+            *(
+                sum(getattr(stage.byte_counts(), kind) for stage in stages)
+                for kind in ("sent", "dense", "weights", "weights_dense")
+            ),
             *((0.0, 0.0) if messages is None else messages.byte_counts()),
         ],
     }
