@@ -69,8 +69,8 @@ class Equaliser:
             torch.cat([stacked([own[place] for place in places]).sum(dim=-1) for places in groups])
             for own in (*sums, moments[0])
         )
-        # Squares may overflow, in the sums of rows, of columns or of both.
-        taken = finite & (of_rows + of_cols < math.inf)
+        # Squares may overflow, in the sums of rows, of columns or of both, and so may ``LARGEST`` times them below.
+        taken = finite & (of_rows + of_cols < torch.finfo(torch.float32).max / LARGEST)
         # Only ratios matter: there is no bias of a start at the first value to correct.
         known, most = before > 0, LARGEST * before
         fresh = torch.where(known, (1 - DECAY) * most / torch.maximum(of_rows, most), 1.0)

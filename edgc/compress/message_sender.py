@@ -155,7 +155,7 @@ class MessageSender:
             q = Packed(p.values() @ usable + torch.where(finite, 0.0, torch.nan), form.wire)
             body = [p.message[0], q.message[0]]
             learned = lowrank.orthonormalise(torch.where(finite, q.values(), 0.0).T)
-            basis = torch.where(finite & q.values().any(), learned, start)
+            basis = torch.where(finite & q.values().any() & torch.isfinite(learned).all(), learned, start)
         message = torch.cat([head, *body])
         if self.feedback:
             error = (total - form.decode(message).float()) / excess  # with all that rounding changes on the way

@@ -28,10 +28,12 @@ DECAY = 0.95  # of the running norm, per step
 def excess(norms: Tensor, running: Tensor, limit: float) -> Tensor:
     """Norms over ``limit`` times their running norms, at least 1; 1 where no running norm is known. All of one shape.
 
-    It is infinite where a norm overflows: no error of such a gradient is kept.
+    It is infinite where a norm overflows, also without a running norm: no error of such a gradient is kept. With an
+    infinite ``limit`` it is 1.
     """
     most = limit * running
-    return torch.where((running > 0) & (norms > most), norms / most, 1.0)
+    found = torch.where((running > 0) & (norms > most), norms / most, 1.0)
+    return torch.where(norms == math.inf, norms, found) if math.isfinite(limit) else found
 
 
 def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float) -> Tensor:

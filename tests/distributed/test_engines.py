@@ -207,6 +207,22 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_on_all_and_changes_no
     assert run_on_ranks(not_finite, 2) == [[], []]
 
 
+def overflowing(rank: int) -> list[str]:
+    """Engines that do not see that finite gradients have a sum that is not."""
+    wrong = []
+    for case, settings in CASES.items():
+        bench = Bench(**settings)
+        local = {name: torch.full_like(gradient, 2e38) for name, gradient in gradients(rank, 0).items()}
+        bench.step(local)
+        if bool(bench.reducer.finite) or not all(gradient.isnan().all() for gradient in local.values()):
+            wrong.append(case)
+    return wrong
+
+
+def test_a_sum_of_finite_gradients_that_overflows_is_seen() -> None:
+    assert run_on_ranks(overflowing, 2) == [[], []]
+
+
 def apart(rank: int) -> dict[bool, Tensor]:
     """How far this rank's error is from its gradient: what was taken off it."""
     taken = {}

@@ -130,3 +130,11 @@ def test_one_large_sum_does_not_set_the_scales() -> None:
     assert (scale(equaliser, usual) / before)[:2].max() < 2.5
     update(equaliser, squared_norms(2 * usual))  # a sum of twice the norm counts in full
     assert (scale(equaliser, usual) / before)[:2].max() < 2.5
+
+
+@pytest.mark.parametrize("size", [7e16, 8e16, 1e17, 2e17, 1e18])
+def test_first_sums_near_the_largest_squares_leave_finite_moments(size: float) -> None:
+    equaliser = Equaliser()
+    for factor in (size, 1.0, 1.0):
+        update(equaliser, squared_norms(factor * torch.randn(64, 64)))
+    assert all(bool(torch.isfinite(kept.values()).all()) for kept in equaliser.state_dict().values())

@@ -160,3 +160,12 @@ def test_headers_differ_wherever_messages_do() -> None:
         for place in range(3)
     ]
     assert len({tuple(header.tolist()) for header in headers}) == len(headers)
+
+
+@pytest.mark.parametrize("size", [1e36, 3e37, 1e38])
+def test_messages_go_on_after_a_finite_one_that_is_enormous(size: float) -> None:
+    torch.manual_seed(0)
+    how, sender = form(4, "bf16", torch.bfloat16), MessageSender(True, 1, spike_limit=5.0)
+    arrived = [send(sender, (factor * noise(0)).bfloat16(), how) for factor in (1.0, 1.0, size / 10, 1.0, 1.0)]
+    assert all(bool(torch.isfinite(one).all()) for one in arrived[3:])
+    assert sender.basis is not None and torch.isfinite(sender.basis).all()

@@ -110,3 +110,11 @@ def test_a_copy_goes_on_as_the_original() -> None:
     norms.set_values(values / 2)
     assert running(norms) == running(copy) / 2
     assert RunningNorms(LIMIT).values() is None
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(LIMIT, math.inf), (math.inf, 1.0)])
+def test_a_norm_that_overflows_is_a_spike_also_in_the_first_step(limit: float, expected: float) -> None:
+    """Else its whole error would be sent over the next steps, and hide their gradients."""
+    norms = RunningNorms(limit)
+    spikes = norms.spikes({"w": torch.full((6, 8), 1e20)})
+    assert float(spikes.by_name()["w"]) == expected

@@ -59,7 +59,7 @@ class TopK(Sparse):
             for value, place in zip(received, places, strict=True):  # in the same order on every process: the same bits
                 total.index_add_(0, place.long(), value)
             sums.append(total.view_as(tensor))
-        return Sums(sums, shares, all_finite(all_values))
+        return Sums(sums, shares, all_finite([*all_values, *sums]))
 
 
 class RandomK(Sparse):
@@ -84,7 +84,7 @@ class RandomK(Sparse):
         def spread(parts: Sequence[Tensor]) -> list[Tensor]:
             return [_spread(*one) for one in zip(tensors, chosen, parts, strict=True)]
 
-        return Sums(spread(totals), spread(own), all_finite([flag]))
+        return Sums(spread(totals), spread(own), all_finite([flag, *totals]))
 
     def _draw(self, elements: int) -> Tensor:
         indices: Tensor = torch.unique(torch.randint(elements, (self.kept(elements),), generator=self._generator))
