@@ -6,7 +6,6 @@ second moment of each entry is taken as the product of its row's and its column'
 arXiv 1804.04235), estimated from the *sums* of past steps: all processes know them, so no scale travels.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
