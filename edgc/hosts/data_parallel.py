@@ -29,7 +29,7 @@ from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
 from edgc.specs import Parameter
 
-VERSION = 10
+VERSION = 11
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.

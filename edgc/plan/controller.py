@@ -11,6 +11,7 @@ from edgc.plan.allocation import fewest_bytes_ranks, water_filled_over_stages, w
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.entropy_ranks import EntropyRanks
+from edgc.plan.link_times import LinkTimes
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
@@ -36,6 +37,7 @@ class Controller:
         budget: what sets ranks and formats where the run has a volume.
         prices: of the bytes of each stage (default: 1), where one rank is shared out over all of them.
         trials: what compares compressed steps with the host's; None: compress without comparing.
+        link_times: by which a run with a volume rounds all gradients, or does not; None: that never changes.
     """
 
     def __init__(
@@ -49,13 +51,14 @@ class Controller:
         budget: BudgetPlanner | None = None,
         prices: Sequence[float] = (),
         trials: Trials | None = None,
+        link_times: LinkTimes | None = None,
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
         if config.dynamic and (config.ranks.rmin is None or config.ranks.largest is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config, self.iterations = config, iterations
-        self.budget, self.trials = budget, trials
+        self.budget, self.trials, self.link_times = budget, trials, link_times
         self.prices = list(prices) or [1.0] * len(stages)
         self.dense = frozenset(dense)
         self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
@@ -125,10 +128,26 @@ class Controller:
             self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
         if self.trials is not None and step_seconds is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
-            self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
+            slower_by = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
+            if slower_by:
+                self._follow_link(self.trials.by_host, slower_by)
         # with a budget parameters travel in several ways, so that one rank predicts nothing
         if self.budget is None:
             self.times.correct(observations, used, self.plan.by_host)
+
+    def _follow_link(self, by_host: bool, slower_by: float) -> None:
+        """Round, or stop rounding, where a link that is slower by so many seconds speaks for it. On a faster one the
+        host's own sum is tried.
+        """
+        times, budget = self.link_times, self.budget
+        if times is None or budget is None:
+            return
+        compressed = times.rounded if budget.rounds else times.low_rank
+        times = self.link_times = times.slower(times.host if by_host else compressed, slower_by)
+        if by_host:
+            budget.rounds = times.rounding_pays
+        elif times.low_rank_is_faster:
+            budget.rounds = False
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
@@ -204,10 +223,11 @@ class Controller:
         return self.budget is not None and self.budget.rounds
 
     def settle(self, state: Mapping[str, Any], **ranks: Any) -> None:
-        """Use these settings of ranks, as the probe of an earlier run has settled them, and round if it had to.
+        """Use these settings of ranks, as the probe of an earlier run has settled them, and round if it did.
 
         ``state``: of that run's controller.
         """
+        self.link_times = _link_times(state)
         self.config = self.entropy.config = self.config.but(**ranks)
         if self.budget is not None:
             self.budget.bound(self.config.ranks.largest)
@@ -221,6 +241,7 @@ class Controller:
             "plan": self.plan.to_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
             "trials": None if self.trials is None else self.trials.state_dict(),
+            "link_times": None if self.link_times is None else self.link_times.to_list(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -237,6 +258,7 @@ class Controller:
             return False
         if self.trials is not None and state["trials"] is not None:
             self.trials.load_state_dict(state["trials"])
+        self.link_times = self.link_times or _link_times(state)
         by_host = self.trials is not None and self.trials.by_host
         tried = () if self.trials is None else self.trials.measured
         before = RankPlan.from_dict(state["plan"])
@@ -279,3 +301,7 @@ class Controller:
             self.plan = plan
         else:
             self.plan = replace(plan, version=plan.version + 1, **changed)
+
+
+def _link_times(state: Mapping[str, Any]) -> LinkTimes | None:
+    return None if state["link_times"] is None else LinkTimes.from_list(state["link_times"])

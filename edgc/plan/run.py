@@ -8,10 +8,11 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
 from edgc.plan.budget import LEAST_RATE, BudgetPlanner, worth_of
-from edgc.plan.candidates import Candidate, Parts, bits_of
+from edgc.plan.candidates import ROUNDED, Candidate, Parts, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.controller import Controller
 from edgc.plan.ledger import WINDOWS
+from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
 from edgc.plan.noise import Spread
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials
@@ -21,10 +22,6 @@ from edgc.specs import MatrixSpec, Parameter
 # are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
 # rows of an embedding may have a token that occurs in a step.
 DIRECTIONS, ROWS = 1.7, 1.3
-# With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
-# longer amid training than it did before.
-WORTH_IT = 0.75
-CLEARLY_FASTER = 0.9  # of the time of low rank, which rounding may take to be used instead: it sends more bytes
 VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
@@ -153,8 +150,8 @@ class RunPlan:
     ``config`` has its ranks settled. ``compresses``: false where on this link neither low rank nor rounding is worth
     its time. ``tries``: whether steps of the run decide if compression is worth its time
     (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume,
-    every gradient is rounded, because on this link that takes less time than low rank. ``warnings``: for the user, one
-    line each.
+    every gradient is rounded, because on this link that takes less time than low rank. ``link_times``: by which that
+    was decided; None where nothing was timed. ``warnings``: for the user, one line each.
     """
 
     config: EDGCConfig
@@ -163,6 +160,7 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
     tries: bool = False
     rounds: bool = False
+    link_times: LinkTimes | None = None
 
     @property
     def keys(self) -> list[StageKey]:
@@ -205,6 +203,7 @@ class RunPlan:
             budget=budget,
             prices=[sizes.price(stage.key.part) for stage in self.stages],
             trials=trials,
+            link_times=self.link_times,
         )
 
 
@@ -237,13 +236,15 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     _check_ranks(config, usable)
     known = [stage for own in processes for stage in own]
     compresses, tries, rounds = True, False, False
+    times: LinkTimes | None = None
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.asks_link and not (config.ranks.volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        times = _seconds(config, run, known, lowest)
-        rounds = config.ranks.rmax is None and rounding_pays(*times)  # who gives a rank wants low rank
-        why = [_why_rounded(config, *times)] if rounds else []
+        if config.ranks.volume is not None and config.ranks.rmax is None:  # who gives a rank wants low rank
+            times = _link_times(config, run, known, lowest)
+        rounds = times is not None and times.rounding_pays
+        why = [_why_rounded(config, times)] if times is not None and rounds else []
         config, compresses, tries, warnings = _settled(config, run, known, usable, lowest, rounds)
         warnings = [*why, *warnings]
     if compresses or tries:
@@ -251,7 +252,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.but(dense_wire="fp32", param_wire=None)
-    return RunPlan(config, stages, compresses, tuple(warnings), tries, rounds)
+    return RunPlan(config, stages, compresses, tuple(warnings), tries, rounds, times)
 
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
@@ -313,31 +314,38 @@ def _settled(
     return dense, compresses, tries, warnings
 
 
-def rounding_pays(rounded: float, low_rank: float, host: float) -> bool:
-    """Whether rounding all gradients takes clearly less time than low rank and than the host's own sum; in seconds."""
-    return rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank
+def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> LinkTimes | None:
+    """Of the slowest stage that may be compressed; None where rounding was not timed.
 
-
-def _seconds(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> tuple[float, float, float]:
-    """Of the slowest stage's reductions: rounded, infinite where that was not timed; in low rank, infinite where no
-    rank is worth its time; and the host's own.
+    Low rank is at the mean rank that the volume pays for, or at ``lowest``, the break-even rank, if there is one and it
+    is smaller.
     """
+    volume = config.ranks.volume
+    assert volume is not None
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
-    rounded = max((cost.rounded_seconds for cost in costs if cost.rounded_seconds is not None), default=math.inf)
-    low_rank = math.inf
-    if lowest >= RANK_MULTIPLE:
-        ranks = [(cost, lowest if cost.volume_rank is None else min(cost.volume_rank, lowest)) for cost in costs]
-        low_rank = max((cost.seconds(rank) for cost, rank in ranks), default=math.inf)
-    return rounded, low_rank, max((cost.host_seconds for cost in costs), default=0.0)
+    most = lowest if lowest >= RANK_MULTIPLE else math.inf
+    ways = [
+        (cost.rounded_seconds, cost.compressed.seconds(min(cost.volume_rank, most)))
+        for cost in costs
+        if cost.rounded_seconds is not None and cost.volume_rank is not None
+    ]
+    if not ways:
+        return None
+    rounded, low_rank = (max(column) for column in zip(*ways, strict=True))
+    return LinkTimes(
+        Timing(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
+        Timing(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
+        Timing(low_rank, 1 / volume),
+    )
 
 
-def _why_rounded(config: EDGCConfig, rounded: float, low_rank: float, host: float) -> str:
+def _why_rounded(config: EDGCConfig, times: LinkTimes) -> str:
     """Why all gradients are rounded, with the times."""
-    instead = f"Low rank takes {low_rank:.2g} s" if math.isfinite(low_rank) else "No rank is worth its time"
+    instead = f"Low rank takes {times.low_rank.seconds:.2g} s" if times.low_rank_pays else "No rank is worth its time"
     return (
-        f"on this link reductions take {rounded:.2g} s with every gradient rounded to 4 bits, {host:.2g} s dense. "
-        f"{instead}. So gradients are rounded, although that sends more bytes than {flag('volume')} "
-        f"{config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
+        f"on this link reductions take {times.rounded.seconds:.2g} s with every gradient rounded to 4 bits, "
+        f"{times.host.seconds:.2g} s dense. {instead}. So gradients are rounded, although that sends more bytes than "
+        f"{flag('volume')} {config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
     )
 
 

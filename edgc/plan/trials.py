@@ -47,8 +47,8 @@ class Trials:
 
     def observe(
         self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, host_bytes: float
-    ) -> None:
-        """Take in a window.
+    ) -> float:
+        """Take in a window. Returns by how many seconds reductions have become slower, if the link has; else 0.
 
         ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
         ended. ``reduce_seconds``: of the reductions of a step, in this window. ``sent``: bytes of the run so far;
@@ -60,7 +60,7 @@ class Trials:
         usual, tried = steps[self.by_host], steps[not self.by_host]
         self._settled = len(usual) >= LEAST
         if not self._settled:
-            return
+            return 0.0
         self._step = median(usual)
         if self.trial is not None:
             if len(tried) >= STEPS - 1:
@@ -75,7 +75,10 @@ class Trials:
                 before = reduce_seconds - (self._step - self.measured[self.by_host])
                 self.due |= self._changed(reduce_seconds, math.inf if before <= 0 else reduce_seconds / before)
         elif self._changed(reduce_seconds, reduce_seconds / self._reduction, share / self._share):
+            before = self._reduction
             self.due, self._reduction, self._share = True, reduce_seconds, share
+            return max(reduce_seconds - before, 0.0)
+        return 0.0
 
     def _changed(self, reduce_seconds: float, seconds: float, bytes_sent: float = math.nan) -> bool:
         """Whether reductions say that the link is another one, on which the other may be faster. ``seconds`` and

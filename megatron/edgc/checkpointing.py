@@ -40,7 +40,7 @@ from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-VERSION = 12
+VERSION = 13
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 ASKED = *RANKS, "link_gbps"  # those as given, by which it decides

@@ -725,6 +725,45 @@ def test_the_steps_of_a_run_decide_who_sums(
     assert len(tried[-1]) == 2, "the log says what was measured"
 
 
+# on a link on which rank 8 takes 0.15 s
+ROUNDING_PAYS = StageCost(CommCost(0.11, 0.005), 0.5, 0.5, rounded_seconds=0.1, volume_rank=8)
+
+
+def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
+    """A run that rounds, whose link becomes slow: the most that is lost in a step, and whether all is rounded and low
+    rank is used from step to step.
+    """
+    reduce = GradientReducer.reduce
+
+    def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
+        low_rank, rounded, host = (0.05, 0.05, 0.2) if training.step_number < NEW_LINK else (0.15, 0.3, 0.8)
+        time.sleep(host if not self.compressed else low_rank if self.ranks else rounded)
+        yield from reduce(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReducer, "reduce", slow)
+        patch.setattr(data_parallel, "reduction_cost", lambda *_: ROUNDING_PAYS)
+        training, alone = Training(rank, TRIED.but(log_dir=folder, volume=16.0), iterations=STEPS_OF_RUN), net()
+        most, rounded, in_low_rank = 0.0, [], []
+        for _ in range(STEPS_OF_RUN):
+            most = max(most, lost_in_step(training, alone))
+            training.optimizer.step()
+            assert training.state is not None
+            reducers = training.state.stage.reducers
+            rounded.append(all(one.compressed and not one.ranks for one in reducers))
+            in_low_rank.append(any(one.compressed and bool(one.ranks) for one in reducers))
+    return most, rounded, in_low_rank
+
+
+def test_a_run_that_rounds_sends_low_rank_once_its_link_is_slow(tmp_path: Path) -> None:
+    for most, rounded, in_low_rank in run_on_ranks(follow_link, 2, str(tmp_path)):
+        assert most < 1e-4
+        assert all(rounded[12:NEW_LINK]) and not any(in_low_rank[:NEW_LINK])
+        assert all(in_low_rank[NEW_LINK + 24 :]), "two windows, and two more where a trial was under way"
+    reasons = {e["iteration"]: e["plan"]["reasons"] for e in read_events(tmp_path) if e["event"] == "window"}
+    assert reasons[NEW_LINK] == ["rounding is faster"] != reasons[STEPS_OF_RUN]
+
+
 ROUNDING_IS_FASTER = StageCost(CommCost(0.1, 0.1), 1.0, 1.0, rounded_seconds=0.1, volume_rank=40)
 
 

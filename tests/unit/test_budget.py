@@ -14,8 +14,11 @@ from edgc.plan.budget import BudgetPlanner, options, spend, worth_of
 from edgc.plan.candidates import ROW_SHARES, Candidate, Parts, ranks_to_try, way_of
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
+from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation
+from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
 BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}
@@ -483,12 +486,19 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
     assert planner.choices == (best if moves else usual)
 
 
-def controller(volume: float = 20.0, dense: tuple[int, ...] = (), rounds: bool = False) -> Controller:
+def controller(
+    volume: float = 20.0,
+    dense: tuple[int, ...] = (),
+    rounds: bool = False,
+    trials: Trials | None = None,
+    link_times: LinkTimes | None = None,
+) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
     planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0, rounds=rounds)
     matrices = [[own[0].matrix] for own in stages]
-    return Controller(config, 200, matrices, [None, None], dense, budget=planner)
+    costs = [None, None]
+    return Controller(config, 200, matrices, costs, dense, budget=planner, trials=trials, link_times=link_times)
 
 
 def observed(noise: float) -> list[StageObservation]:
@@ -699,6 +709,52 @@ def test_a_resumed_run_rounds_if_the_run_before_had_to() -> None:
     assert not own.rounds
     own.settle({**state, "budget": None})
     assert not own.rounds
+
+
+# on the link of before training: an all-reduce in fp32, rounding, low rank at a volume of 20
+TIMES = LinkTimes(Timing(0.8, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
+
+
+@pytest.mark.parametrize(
+    ("used", "reduction", "rounds"),
+    [
+        ("rounding", 0.32, True),  # low rank would take as long
+        ("rounding", 0.60, False),
+        ("rounding", 0.05, True),
+        ("the host", 0.90, False),  # about the same link
+        ("the host", 1.60, True),
+        ("the host", 9.00, False),
+        ("low rank", 0.60, False),
+    ],
+)
+def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
+    used: str, reduction: float, rounds: bool
+) -> None:
+    before = {"rounding": 0.12, "the host": 0.8, "low rank": 0.24}[used]
+    trials = Trials(200, 0.8, overlapped=False, by_host=used == "the host")
+    under_test = controller(rounds=used == "rounding", trials=trials, link_times=TIMES)
+    if used == "the host":  # before this, neither low rank nor rounding was worth its time
+        under_test.link_times = LinkTimes(Timing(0.8, 1.0), Timing(0.70, 1 / 8), Timing(0.9, 1 / 20))
+    assert under_test.budget is not None
+    steps = {trials.by_host: [1.0] * 10, not trials.by_host: []}
+    plan = under_test.decide(10)
+    for end in (20, 30):
+        under_test.observe([replace(one, reduce_seconds=before) for one in observed(0.5)], step_seconds=steps)
+        plan = under_test.decide(end)
+        assert under_test.rounds == (used == "rounding")
+    under_test.observe([replace(one, reduce_seconds=reduction) for one in observed(0.5)], step_seconds=steps)
+    after = under_test.decide(40)
+    if used == "rounding":
+        assert plan.ranks == (NO_RANK, NO_RANK)
+    assert under_test.rounds == rounds
+    assert any(ranks for ranks in after.matrix_ranks) != rounds
+    state = json.loads(json.dumps(under_test.state_dict()))
+    resumed = controller(rounds=rounds)
+    assert resumed.load_state_dict(state) and resumed.link_times == under_test.link_times
+    own = controller(rounds=rounds, link_times=TIMES)
+    assert own.load_state_dict(state) and own.link_times == TIMES, "its own link was timed"
+    own.settle(state)
+    assert own.load_state_dict(state) and own.link_times == under_test.link_times
 
 
 def test_a_stage_that_is_never_compressed_has_no_choices() -> None:

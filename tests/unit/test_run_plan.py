@@ -206,6 +206,14 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
     known = processes(faster, cost)  # the slower stage counts
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, **settings}), RUN, known)
     assert plan.rounds == rounds
+    if "rmax" in settings or cost.rounded_seconds is None:
+        assert plan.link_times is None, "nothing that a slower link could change"
+    else:
+        assert plan.link_times is not None and plan.link_times.rounding_pays == rounds
+        rank = min(cost.volume_rank or 0, 12 if cost.compressed == CHEAP.compressed else 40)
+        seconds = cost.host_seconds, cost.rounded_seconds, cost.compressed.seconds(rank)
+        ways = plan.link_times.host, plan.link_times.rounded, plan.link_times.low_rank
+        assert [(way.seconds, way.bytes_sent) for way in ways] == list(zip(seconds, (1, 1 / 8, 1 / 20), strict=True))
     assert any("sends more bytes than --edgc-volume 20 allows" in line for line in plan.warnings) == rounds
     controller = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25}))
     formats = {"embedding.weight": "int4", "fc1.weight": "int4", "fc1.bias": "int8", "small.weight": "int8"}

@@ -15,9 +15,9 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
 from edgc.plan.candidates import ROUNDED
 from edgc.plan.comm_cost import MESSAGE_GAIN
+from edgc.plan.link_times import WORTH_IT, worth_rounding
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.run import WORTH_IT, rounding_pays
 from edgc.presets import PRESETS
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
@@ -510,7 +510,7 @@ def _settled_rank(rank: int, seconds: Callable[[int], float], rounded: float, ho
     while rank >= RANK_MULTIPLE and seconds(rank) > WORTH_IT * host:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
     found = rank if rank >= RANK_MULTIPLE else None
-    return NO_RANK if rounding_pays(rounded, math.inf if found is None else seconds(found), host) else found
+    return NO_RANK if worth_rounding(rounded, math.inf if found is None else seconds(found), host) else found
 
 
 def _dense(sent: float) -> tuple[Unit, ...]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from edgc.plan.comm_cost import MESSAGE_GAIN
+from edgc.plan.link_times import CLEARLY_FASTER, WORTH_IT
 from edgc.plan.rank_plan import rank_in_words
-from edgc.plan.run import CLEARLY_FASTER, WORTH_IT
 from tools.planning import cluster
 from tools.planning.cluster import Prediction, Training
 from tools.planning.placement import Network
