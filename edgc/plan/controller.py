@@ -7,24 +7,22 @@ from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.plan.alignment import StageTimes
-from edgc.plan.allocation import fewest_bytes_ranks, water_filled_over_stages, water_filled_ranks
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.entropy_ranks import EntropyRanks
 from edgc.plan.link_times import LinkTimes
 from edgc.plan.observation import StageObservation
-from edgc.plan.rank_plan import NO_RANK, RankPlan
-from edgc.plan.ranks import nearest_rank
+from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
+from edgc.plan.rank_plan import RankPlan
+from edgc.plan.sharing import Sharing
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
 
 class Controller:
-    """Asks at the end of every window the one that sets the ranks of this run, and makes a plan of the answer.
+    """Takes in what each window has shown, and asks the policy of this run (``edgc.plan.policies``) for the next plan.
 
-    By its settings that is a budget (``BudgetPlanner``), entropy (``EntropyRanks``), or a constant. What sets one rank
-    a stage also has it shared out among the stage's matrices (``edgc.plan.allocation``). Call ``observe`` once at the
-    end of every window and then ``decide``.
+    Call ``observe`` once at the end of every window and then ``decide``.
 
     Args:
         config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
@@ -66,42 +64,20 @@ class Controller:
         # also where it decides nothing: a resumed run may have it decide
         self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
-        self.plan = replace(self._first_plan(), by_host=self.trials is not None and self.trials.by_host)
+        self.plan = replace(self.policy.first(), by_host=self.trials is not None and self.trials.by_host)
 
-    def _first_plan(self) -> RankPlan:
-        nothing, places = (None,) * len(self.matrices), range(len(self.matrices))
+    @property
+    def policy(self) -> Policy:
+        """What sets the ranks by today's settings."""
+        stages = len(self.matrices)
         if self.config.engine == "dense":
-            return RankPlan(0, 0, nothing, reasons=tuple("dense engine" for _ in places))
+            return NoRanks(stages, self.dense)
         if self.budget is not None:
-            plan = RankPlan(0, self.budget.first, nothing)
-            return replace(plan, **self._budgeted(self.budget))
+            return RanksByBudget(self.budget, stages, self.dense)
+        sharing = Sharing(self.config, self.matrices, self.energies, self.prices)
         if self.config.dynamic:
-            return RankPlan(0, 0, nothing, reasons=self.entropy.first_reasons())
-        first = self.config.ranks.warmup(self.iterations)
-        return RankPlan(0, first, self._static_ranks(0), reasons=tuple("static" for _ in places))
-
-    def _budgeted(self, budget: BudgetPlanner) -> dict[str, Any]:
-        """What the budget sets of a plan. A stage's rank is the largest of its matrices."""
-        places = [None if place in self.dense else place for place in range(len(self.matrices))]
-        ranks = [None if place is None else budget.ranks(place) for place in places]
-        return {
-            "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),
-            "matrix_ranks": tuple(ranks),
-            "formats": tuple(None if place is None else budget.formats(place) for place in places),
-            "reasons": tuple("never compressed" if place is None else budget.reason for place in places),
-            "relief": budget.relief,
-        }
-
-    def _static_ranks(self, iteration: int) -> tuple[int | None, ...]:
-        rank = self._static_rank(iteration)
-        return tuple(None if place in self.dense else rank for place in range(len(self.matrices)))
-
-    def _static_rank(self, iteration: int) -> int:
-        """The rank without entropy: always the same, or on a straight line around it, at the window's middle."""
-        rank, tilt = self.config.ranks.fixed or NO_RANK, self.config.study.rank_tilt
-        end = min(iteration + self.config.ranks.window, self.iterations)
-        progress = (iteration + end) / 2 / self.iterations
-        return nearest_rank(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
+            return RanksByEntropy(self.config, self.entropy, sharing, self.dense)
+        return ConstantRank(self.config, self.iterations, sharing, self.dense)
 
     def observe(
         self,
@@ -151,71 +127,12 @@ class Controller:
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
-        plan, trials = self._planned(iteration), self.trials
+        plan, trials = self.policy.decide(iteration, self.plan), self.trials
         if trials is not None and iteration >= plan.first_iteration and any(rank is not None for rank in plan.ranks):
             trials.decide(iteration)
             plan = replace(plan, by_host=trials.by_host, trial=trials.trial, tried=trials.measured)
         self.plan = plan
         return plan
-
-    def _planned(self, iteration: int) -> RankPlan:
-        """The ranks from ``iteration`` on, if they are used."""
-        if self.budget is not None:
-            if iteration >= self.plan.first_iteration:  # in the warm-up nothing is compressed
-                self.budget.decide(iteration)
-            changed = self._budgeted(self.budget)
-            if iteration < self.plan.first_iteration:  # what a resumed run finds of its link is no other plan
-                changed = {name: value for name, value in changed.items() if name != "reasons"}
-            if any(getattr(self.plan, name) != value for name, value in changed.items()):
-                version, at = self.plan.version + 1, max(iteration, self.plan.first_iteration)
-                return replace(self.plan, version=version, first_iteration=at, **changed)
-            return self.plan
-        if self.config.engine == "dense":
-            return self.plan
-        if not self.config.dynamic:
-            return self._adopt(iteration, self.plan, self._static_ranks(iteration))
-        return self._adopt(iteration, *self.entropy.decide(iteration, self.plan, self.energies))
-
-    def _adopt(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
-        """Share the ranks out among matrices; the plan is a new one only if a rank changes."""
-        if self.config.ranks.allocation == "waterfill" and self.config.ranks.fixed is not None:
-            matrix_ranks = self._shared_by_all(ranks)
-        else:
-            matrix_ranks = tuple(self._shared(stage, rank) for stage, rank in enumerate(ranks))
-        if (ranks, matrix_ranks) != (plan.ranks, plan.matrix_ranks or (None,) * len(ranks)):
-            # a static plan's first iteration may lie ahead
-            first = max(iteration, plan.first_iteration)
-            return replace(
-                plan, version=plan.version + 1, first_iteration=first, ranks=ranks, matrix_ranks=matrix_ranks
-            )
-        return plan
-
-    def _shared(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
-        if self.config.ranks.allocation == "uniform" or not rank:
-            return None
-        if not self.energies[stage]:
-            return self._shared_before(stage, rank)
-        share = water_filled_ranks if self.config.ranks.allocation == "waterfill" else fewest_bytes_ranks
-        return share(self.matrices[stage], self.energies[stage], rank, self.config.study.min_saving)
-
-    def _shared_before(self, stage: int, rank: int | None) -> Mapping[str, int] | None:
-        """Where nothing has been measured since."""
-        return self.plan.matrix_ranks[stage] if self.plan.ranks[stage] == rank and self.plan.matrix_ranks else None
-
-    def _shared_by_all(self, ranks: tuple[int | None, ...]) -> tuple[Mapping[str, int] | None, ...]:
-        """One rank, shared out among the matrices of all stages by one water level."""
-        places = [place for place, rank in enumerate(ranks) if rank]
-        found = water_filled_over_stages(
-            [self.matrices[place] for place in places],
-            [self.energies[place] for place in places],
-            max((ranks[place] or 0 for place in places), default=0),
-            self.config.study.min_saving,
-            [self.prices[place] for place in places],
-        )
-        if found is None:
-            return tuple(self._shared_before(place, own) for place, own in enumerate(ranks))
-        shared = dict(zip(places, found, strict=True))
-        return tuple(shared.get(place) for place in range(len(ranks)))
 
     @property
     def rounds(self) -> bool:
@@ -269,38 +186,9 @@ class Controller:
             ledger.apart |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
-        self._go_on(replace(before, by_host=by_host, trial=None, tried=tried), by_entropy)
+        plan = replace(before, by_host=by_host, trial=None, tried=tried)
+        self.plan = self.policy.resume(plan, by_entropy)
         return True
-
-    def _go_on(self, plan: RankPlan, by_entropy: bool) -> None:
-        """From a plan of the run before, as far as today's settings would have led there.
-
-        ``by_entropy``: entropy has set its ranks, and still does.
-        """
-        ranks = tuple(None if place in self.dense else rank for place, rank in enumerate(plan.ranks))
-        if by_entropy:
-            least, most = self.config.ranks.rmin, self.config.ranks.largest
-            assert least is not None and most is not None
-            ranks = tuple(rank and min(max(rank, least), most) for rank in ranks)
-        changed: dict[str, Any] = {"ranks": ranks}
-        shared = any(plan.matrix_ranks)
-        if by_entropy and shared and (ranks != plan.ranks or self.config.ranks.allocation == "uniform"):
-            changed["matrix_ranks"] = ()
-        if self.budget is not None:
-            self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now
-            changed = {name: value for name, value in self._budgeted(self.budget).items() if name != "reasons"}
-        elif not by_entropy and self.config.engine != "dense" and not self.config.study.rank_tilt:
-            first = self._first_plan()
-            # of a plan with shared ranks it is the one at which they were shared
-            begins = max(first.first_iteration, plan.first_iteration) if shared else first.first_iteration
-            unwanted = shared and self.config.ranks.allocation == "uniform"
-            if unwanted or (first.ranks, begins, first.reasons) != (ranks, plan.first_iteration, plan.reasons):
-                changed = {"ranks": first.ranks, "first_iteration": first.first_iteration, "reasons": first.reasons}
-                changed |= {"matrix_ranks": (), "proposed": (), "targets": ()}
-        if all(getattr(plan, name) == value for name, value in changed.items()):
-            self.plan = plan
-        else:
-            self.plan = replace(plan, version=plan.version + 1, **changed)
 
 
 def _link_times(state: Mapping[str, Any]) -> LinkTimes | None:

@@ -1,0 +1,176 @@
+"""What sets the ranks and formats of a run, by its settings: nothing, a constant rank, entropy, or a budget of bytes.
+
+A policy keeps no state: ``EntropyRanks`` and ``BudgetPlanner`` do.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from edgc.config import EDGCConfig
+from edgc.plan.budget import BudgetPlanner
+from edgc.plan.entropy_ranks import EntropyRanks
+from edgc.plan.rank_plan import NO_RANK, RankPlan
+from edgc.plan.ranks import nearest_rank
+from edgc.plan.sharing import Sharing
+
+
+class Policy(ABC):
+    """Makes the plans of so many ``stages``, of which those at ``never`` are not compressed."""
+
+    def __init__(self, stages: int, never: Collection[int]):
+        self.stages, self.never = stages, never
+
+    @abstractmethod
+    def first(self) -> RankPlan:
+        """The plan of the first window."""
+
+    @abstractmethod
+    def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
+        """The plan from ``iteration`` on, the first after a window; ``plan`` itself where nothing changes."""
+
+    @abstractmethod
+    def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
+        """A plan of the run before, as far as today's settings would have led there.
+
+        ``by_entropy``: entropy has set its ranks, and still does.
+        """
+
+    def _everywhere(self, rank: int | None) -> tuple[int | None, ...]:
+        return tuple(None if place in self.never else rank for place in range(self.stages))
+
+    def _kept(self, plan: RankPlan) -> tuple[int | None, ...]:
+        """The plan's ranks, of stages that may be compressed."""
+        return tuple(None if place in self.never else rank for place, rank in enumerate(plan.ranks))
+
+    def _begun_anew(self, plan: RankPlan, uniform: bool) -> RankPlan:
+        """A plan that goes on only where it is the first of today. ``uniform``: no rank is shared out."""
+        first, shared = self.first(), any(plan.matrix_ranks)
+        # a plan with shared ranks begins where they were shared
+        begins = max(first.first_iteration, plan.first_iteration) if shared else first.first_iteration
+        now = first.ranks, begins, first.reasons
+        if now == (self._kept(plan), plan.first_iteration, plan.reasons) and not (shared and uniform):
+            return _changed(plan, ranks=self._kept(plan))
+        return _changed(
+            plan,
+            ranks=first.ranks,
+            first_iteration=first.first_iteration,
+            reasons=first.reasons,
+            matrix_ranks=(),
+            proposed=(),
+            targets=(),
+        )
+
+
+class NoRanks(Policy):
+    """The engine ``dense`` compresses nothing."""
+
+    def first(self) -> RankPlan:
+        reasons = tuple("dense engine" for _ in range(self.stages))
+        return RankPlan(0, 0, self._everywhere(None), reasons=reasons)
+
+    def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
+        return plan
+
+    def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
+        return _changed(plan, ranks=self._kept(plan))
+
+
+class ConstantRank(Policy):
+    """``--edgc-static-rank`` after a warm-up: always the same, or on a straight line around it."""
+
+    def __init__(self, config: EDGCConfig, iterations: int, sharing: Sharing, never: Collection[int]):
+        super().__init__(len(sharing.matrices), never)
+        self.config, self.iterations, self.sharing = config, iterations, sharing
+
+    def first(self) -> RankPlan:
+        reasons = tuple("static" for _ in range(self.stages))
+        return RankPlan(0, self.config.ranks.warmup(self.iterations), self._everywhere(self._rank(0)), reasons=reasons)
+
+    def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
+        return self.sharing.adopted(iteration, plan, self._everywhere(self._rank(iteration)))
+
+    def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
+        if self.config.study.rank_tilt:
+            return _changed(plan, ranks=self._kept(plan))
+        return self._begun_anew(plan, self.config.ranks.allocation == "uniform")
+
+    def _rank(self, iteration: int) -> int:
+        """At the middle of the window that begins at ``iteration``."""
+        rank, tilt = self.config.ranks.fixed or NO_RANK, self.config.study.rank_tilt
+        end = min(iteration + self.config.ranks.window, self.iterations)
+        progress = (iteration + end) / 2 / self.iterations
+        return nearest_rank(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
+
+
+class RanksByEntropy(Policy):
+    """The paper's algorithm (docs/algorithm.md, 1 to 4)."""
+
+    def __init__(self, config: EDGCConfig, entropy: EntropyRanks, sharing: Sharing, never: Collection[int]):
+        super().__init__(len(sharing.matrices), never)
+        self.config, self.entropy, self.sharing = config, entropy, sharing
+
+    def first(self) -> RankPlan:
+        return RankPlan(0, 0, self._everywhere(None), reasons=self.entropy.first_reasons())
+
+    def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
+        plan, ranks = self.entropy.decide(iteration, plan, self.sharing.energies)
+        return self.sharing.adopted(iteration, plan, ranks)
+
+    def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
+        uniform = self.config.ranks.allocation == "uniform"
+        if not by_entropy:
+            return self._begun_anew(plan, uniform)
+        least, most = self.config.ranks.rmin, self.config.ranks.largest
+        assert least is not None and most is not None
+        ranks = tuple(rank and min(max(rank, least), most) for rank in self._kept(plan))
+        unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or uniform)
+        return _changed(plan, ranks=ranks, matrix_ranks=() if unshared else plan.matrix_ranks)
+
+
+class RanksByBudget(Policy):
+    """``--edgc-volume`` (docs/algorithm.md, 10). A stage's rank is the largest of its matrices."""
+
+    def __init__(self, budget: BudgetPlanner, stages: int, never: Collection[int]):
+        super().__init__(stages, never)
+        self.budget = budget
+
+    def first(self) -> RankPlan:
+        return replace(RankPlan(0, self.budget.first, self._everywhere(None)), **self._choices())
+
+    def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
+        in_warmup = iteration < plan.first_iteration
+        if not in_warmup:
+            self.budget.decide(iteration)
+        choices = self._choices()
+        if in_warmup:  # what a resumed run finds of its link is no other plan
+            del choices["reasons"]
+        if all(getattr(plan, name) == value for name, value in choices.items()):
+            return plan
+        at = max(iteration, plan.first_iteration)
+        return replace(plan, version=plan.version + 1, first_iteration=at, **choices)
+
+    def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
+        self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now
+        choices = self._choices()
+        del choices["reasons"]
+        return _changed(plan, **choices)
+
+    def _choices(self) -> dict[str, Any]:
+        budget, places = self.budget, [None if place in self.never else place for place in range(self.stages)]
+        ranks = [None if place is None else budget.ranks(place) for place in places]
+        return {
+            "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),
+            "matrix_ranks": tuple(ranks),
+            "formats": tuple(None if place is None else budget.formats(place) for place in places),
+            "reasons": tuple("never compressed" if place is None else budget.reason for place in places),
+            "relief": budget.relief,
+        }
+
+
+def _changed(plan: RankPlan, **fields: Any) -> RankPlan:
+    """The plan with these fields; a new one if any differs."""
+    if all(getattr(plan, name) == value for name, value in fields.items()):
+        return plan
+    return replace(plan, version=plan.version + 1, **fields)
