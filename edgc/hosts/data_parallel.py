@@ -26,7 +26,9 @@ from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.allocation import allocate
 from edgc.plan.ranks import smallest_rank
-from edgc.plan.run import Part, ProcessStage, Run, StageKey, plan_run
+from edgc.plan.run import Run
+from edgc.plan.settle import plan_run
+from edgc.plan.stages import Part, ProcessStage, StageKey
 from edgc.specs import Parameter
 
 VERSION = 11

@@ -20,7 +20,7 @@ from edgc.observe.window import (
 )
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation
-from edgc.plan.run import Part, StageKey
+from edgc.plan.stages import Part, StageKey
 
 
 class RunBytes(NamedTuple):

@@ -22,7 +22,8 @@ from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.rank_plan import NO_RANK, RankPlan
-from edgc.plan.run import Run, RunPlan, StagePlan
+from edgc.plan.run import Run, RunPlan
+from edgc.plan.stages import StagePlan
 
 MISSED = 0.97  # of its volume, which a run may miss without a word
 

@@ -12,7 +12,7 @@ from edgc.observe.moments import mean_of_finite
 from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_kind, median_or_nan, merge_statistics
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import StageKey
+from edgc.plan.stages import StageKey
 
 
 class ByteCounts(NamedTuple):

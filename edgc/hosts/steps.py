@@ -13,7 +13,7 @@ from torch import Tensor
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import StageKey
+from edgc.plan.stages import StageKey
 
 RECENT = 20  # steps, of whose times the median is taken
 

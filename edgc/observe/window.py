@@ -10,7 +10,7 @@ from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics, mean_of_finite
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import StageKey
+from edgc.plan.stages import StageKey
 
 Direction = Literal["forward", "backward"]
 

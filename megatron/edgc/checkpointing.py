@@ -33,7 +33,7 @@ from edgc.hosts.checkpoint import ERROR, load_stage, misfit, plain, restore_meas
 from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
-from edgc.plan.run import Part, StageKey
+from edgc.plan.stages import Part, StageKey
 from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.places import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 from megatron.edgc.seam import Seam

@@ -9,7 +9,7 @@ from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, fl
 from edgc.plan.comm_cost import MESSAGE_GAIN, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.run import link_rank
+from edgc.plan.settle import link_rank
 from megatron.edgc.message_costs import largest_message_rank, message_shape
 
 

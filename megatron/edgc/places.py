@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from edgc.plan.run import Part
+from edgc.plan.stages import Part
 from megatron.edgc.stages import MegatronStage
 
 

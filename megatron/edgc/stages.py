@@ -23,7 +23,7 @@ from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.allocation import allocate
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import smallest_rank
-from edgc.plan.run import Part, StageKey
+from edgc.plan.stages import Part, StageKey
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy

@@ -32,7 +32,9 @@ from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
-from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
+from edgc.plan.run import Run, RunPlan
+from edgc.plan.settle import plan_run, slowest
+from edgc.plan.stages import Part, ProcessStage, StageKey
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpointing import Checkpoints
 from megatron.edgc.compatibility import (

@@ -16,7 +16,7 @@ from edgc.plan.allocation import (
     width,
 )
 from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.run import break_even
+from edgc.plan.settle import break_even
 from edgc.specs import MatrixSpec, Parameter
 
 PARAMETERS = [

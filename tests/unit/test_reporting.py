@@ -16,7 +16,8 @@ from edgc.observe.events import read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.rank_plan import NO_RANK, RankPlan
-from edgc.plan.run import Part, Run, RunPlan, StageKey
+from edgc.plan.run import Run, RunPlan
+from edgc.plan.stages import Part, StageKey
 
 ITERATIONS, VOLUME = 1000, 24
 PLAN = RankPlan(1, 100, ranks=(56,), reasons=("entropy",))

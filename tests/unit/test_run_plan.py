@@ -9,7 +9,9 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import static_ranks
-from edgc.plan.run import Part, ProcessStage, ReductionSizes, Run, StageKey, plan_run
+from edgc.plan.run import ReductionSizes, Run
+from edgc.plan.settle import plan_run
+from edgc.plan.stages import Part, ProcessStage, StageKey
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)

@@ -20,7 +20,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import Part, StageKey
+from edgc.plan.stages import Part, StageKey
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.seam import Seam

@@ -13,7 +13,7 @@ from edgc.hosts.stage import Stage
 from edgc.observe.fidelity import Agreement, Fidelity
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
-from edgc.plan.run import Part, StageKey
+from edgc.plan.stages import Part, StageKey
 
 STAGE = StageWindow(StageKey(Part.LAYERS, 0), *[0.0] * 7)
 MESSAGE = MessageWindow(Boundary("backward", 1, 0), *[0.0] * 4)

@@ -1,0 +1,51 @@
+"""The stages of a plan: what each is called, what a process knows of it, and what is decided for it before training."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from edgc.plan.allocation import Allocation
+from edgc.plan.comm_cost import StageCost
+from edgc.specs import Parameter
+
+
+class Part(IntEnum):
+    """Which gradients of the pipeline stages a stage of the plan holds."""
+
+    LAYERS = 0
+    EXPERTS = 1
+    EMBEDDING = 2  # the tied one of the first and the last stage, where they sum it together
+
+
+@dataclass(frozen=True, order=True)
+class StageKey:
+    """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
+
+    part: Part
+    pipeline_stage: int  # counted from 0
+
+    def __str__(self) -> str:
+        if self.part is Part.EMBEDDING:
+            return "tied embedding"
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
+
+
+@dataclass(frozen=True)
+class ProcessStage:
+    """What one process knows of one of its stages. ``cost``: of its reductions; None where nobody asked for it."""
+
+    key: StageKey
+    parameters: tuple[Parameter, ...]
+    cost: StageCost | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage of the plan. ``dense_because``: why it is never compressed; empty if it may be.
+
+    ``allocation`` is that of its first process, ``cost`` that of its slowest one.
+    """
+
+    key: StageKey
+    allocation: Allocation
+    cost: StageCost | None
+    dense_because: str
