@@ -564,35 +564,12 @@ class EDGCConfig:
         """The preset that ``given`` names, or the default one, overridden by what else it holds."""
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         name = given.get("preset", usual)
-        preset = dict(PRESETS.get(name, {}))
-        # who gives a setting of ranks that entropy sets wants it to set them
-        by_entropy = BY_ENTROPY - {"align"} - ({"rmax"} if "volume" in preset else set())
-        if not has_rank(given.get("engine", cls.engine)) or given.keys() & (POLICIES | by_entropy):
-            void = POLICIES if "volume" in given else POLICIES | OF_A_VOLUME
-            preset = {key: value for key, value in preset.items() if key not in void}
-        if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
-            del preset["pp"]
-        if not has_rank(engine := given.get("engine", cls.engine)):
-            rule = f"does nothing beside the engine {engine}, which has no rank"
-            for knob in (one for one in fields(Ranks) if one.name in {"allocation", *BY_ENTROPY} & given.keys()):
-                _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
-        if engine == "dense":  # whatever the preset rounds
-            preset = {key: value for key, value in preset.items() if key not in ("dense_wire", "rest_wire")}
-        elif (known := ENGINES.get(engine.partition(":")[0])) is not None and known.keeps_errors:
-            preset.pop("equalise", None)
-        if (volume := given.get("volume", preset.get("volume"))) is not None:
-            for one in sorted(UNUSED_BY_VOLUME & given.keys()):
-                instead = "in its place" if "volume" in given else "as well"
-                shown = f"{volume:g}" if isinstance(volume, Real) else volume
-                rule = f"does nothing beside {flag('volume')} {shown}; give {flag('static_rank')} {instead}"
-                _require(False, one, given[one], rule)
-        else:
-            for one in sorted(OF_A_VOLUME & given.keys()):
-                _require(not given[one], one, given[one], f"does nothing without {flag('volume')}")
+        preset = _beside(given, PRESETS.get(name, {}))
+        _refuse_void(given, preset.get("volume"))
+        # who says which messages to compress takes the preset's format for them
         _, colon, how = preset.get("pp", "").partition(":")
         if colon and given.get("pp", "off") in MESSAGES[1:]:
-            preset["pp"] = given["pp"] + colon + how
-            given = {key: value for key, value in given.items() if key != "pp"}
+            given = {**given, "pp": given["pp"] + colon + how}
         return cls.of(**{"preset": name, **preset, **given})
 
     @classmethod
@@ -665,6 +642,39 @@ SECTIONS: Mapping[str, type[Any]] = {
     "job": Job,
     "study": Study,
 }
+
+
+def _beside(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """What a preset still sets beside the given settings."""
+    engine, void = given.get("engine", EDGCConfig.engine), set[str]()
+    # who gives a setting of ranks that entropy sets wants it to set them
+    by_entropy = BY_ENTROPY - {"align"} - ({"rmax"} if "volume" in preset else set())
+    if not has_rank(engine) or given.keys() & (POLICIES | by_entropy):
+        void |= POLICIES if "volume" in given else POLICIES | OF_A_VOLUME
+    if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
+        void.add("pp")
+    if engine == "dense":
+        void |= {"dense_wire", "rest_wire"}
+    elif (known := ENGINES.get(engine.partition(":")[0])) is not None and known.keeps_errors:
+        void.add("equalise")
+    return {name: value for name, value in preset.items() if name not in void}
+
+
+def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
+    """Raises ``ConfigError`` for a given setting that the others leave without effect. ``volume``: of the preset."""
+    if not has_rank(engine := given.get("engine", EDGCConfig.engine)):
+        rule = f"does nothing beside the engine {engine}, which has no rank"
+        for knob in (one for one in fields(Ranks) if one.name in {"allocation", *BY_ENTROPY} & given.keys()):
+            _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
+    if (volume := given.get("volume", volume)) is not None:
+        instead = "in its place" if "volume" in given else "as well"
+        shown = f"{volume:g}" if isinstance(volume, Real) else volume
+        rule = f"does nothing beside {flag('volume')} {shown}; give {flag('static_rank')} {instead}"
+        for one in sorted(UNUSED_BY_VOLUME & given.keys()):
+            _require(False, one, given[one], rule)
+    else:
+        for one in sorted(OF_A_VOLUME & given.keys()):
+            _require(not given[one], one, given[one], f"does nothing without {flag('volume')}")
 
 
 def ranks_by_entropy(given: Mapping[str, Any]) -> bool:

@@ -33,25 +33,25 @@ class MessageWindow:
     """What one process, or all that send there (``merge_messages``), saw in a window of messages over a boundary."""
 
     boundary: Boundary
-    entropy: float
-    bytes: float
-    bytes_dense: float
+    entropy: float  # of a message's entry, in nats
+    bytes: float  # sent in this window
+    bytes_dense: float  # the same without compression
     state_bytes: float  # memory of errors and factors
     spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
 
 
 @dataclass(frozen=True)
 class StageWindow:
-    """What one process, or all of them (``merge``), saw of one stage in one window."""
+    """What one process, or all of them (``merge``), saw of one stage in one window; NaN where nothing was measured."""
 
     stage: StageKey
-    entropy: float
-    residual: float
-    reduce_seconds: float
-    micro_backward_seconds: float
-    dp_bytes: float
-    dp_bytes_dense: float
-    state_bytes: float  # memory of errors, factors and scales
+    entropy: float  # of an entry of the local gradient, in nats; mean over measured steps, then over processes
+    residual: float  # norm of what stays unsent over that of what was to be sent; the same means
+    reduce_seconds: float  # of all reductions of a step; median over steps, smallest over processes
+    micro_backward_seconds: float  # of the backward pass of a micro-batch; the median, then the mean
+    dp_bytes: float  # sent for gradients in this window; mean over processes
+    dp_bytes_dense: float  # the same in the host's own way
+    state_bytes: float  # memory of errors, factors and scales; largest over processes
     spikes: float = 0.0  # gradients of which the error was scaled down
     largest_spike: float = 0.0  # times its running norm
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
@@ -75,7 +75,7 @@ class WindowReport:
     """A closed window as every process gets it from process 0.
 
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, merged over its
-    processes.
+    processes. ``step_seconds``: the median of its steps on process 0.
 
     The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
     Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
