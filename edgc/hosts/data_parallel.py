@@ -58,6 +58,7 @@ class EDGCState:
         group: the processes that average; None: all.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
         unit_bytes: of gradients that are worth a reduction of their own.
+        ignored: names of parameters whose gradients are not to be averaged.
 
     Raises ``ConfigError`` for settings that need a pipeline or sharded weights. Collectives begin with ``start``.
     """
@@ -71,12 +72,14 @@ class EDGCState:
         group: ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
         unit_bytes: int = LEAST_BYTES,
+        ignored: Collection[str] = (),
     ):
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = iterations, group, scaler, unit_bytes
-        self.parameters = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.frozen = {p: name for name, p in module.named_parameters() if not p.requires_grad}
+        averaged = {p: name for name, p in module.named_parameters() if name not in ignored}
+        self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
+        self.frozen = {p: name for p, name in averaged.items() if not p.requires_grad}
         if not self.parameters:
             raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
         tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
@@ -286,8 +289,8 @@ class EDGCState:
 
     def close(self) -> None:
         """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
-        stepped = bool(self.driver.usual)
-        if self._started and stepped and not self._ended and self.steps < self.iterations:
+        stepped = self._started and bool(self.driver.usual)
+        if stepped and not self._ended and self.steps < self.iterations:
             self._report(last=True)
         self._close_log()
         self._ended = True

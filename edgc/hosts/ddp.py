@@ -37,6 +37,7 @@ def attach(
         group=model.process_group,
         scaler=scaler,
         unit_bytes=model.bucket_bytes_cap,
+        ignored=model.parameters_to_ignore,
     )
     state.start()
     model.register_comm_hook(state, ddp_hook)

@@ -83,7 +83,7 @@ class StepDriver:
             if math.isfinite(self._last_step):
                 self.step_seconds.append(now - self._last_step)
                 if self._settled and self._by_host is not None:
-                    self.seconds_by[self._by_host].append(now - self._last_step)
+                    self._time(self.seconds_by[self._by_host], now - self._last_step)
             self._last_step = now
             by_host = self.plan.sums_by_host(iteration)
             self._settled, self._by_host = by_host == self._by_host, by_host
@@ -96,6 +96,11 @@ class StepDriver:
                 self._prepare(stage)
             self._step = Step(iteration, self._loss_scale())
         return self._step
+
+    def _time(self, seconds: deque[float], step: float) -> None:
+        """Keep a step's time. A trial is compared with the steps that are next to it."""
+        if self.plan.trial is None or len(seconds) < RECENT:
+            seconds.append(step)
 
     def _prepare(self, stage: Stage) -> None:
         place = self.keys.index(stage.key)

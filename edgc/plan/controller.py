@@ -104,26 +104,29 @@ class Controller:
             self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
         if self.trials is not None and step_seconds is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
-            slower_by = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
-            if slower_by:
-                self._follow_link(self.trials.by_host, slower_by)
+            by_host = self.trials.by_host
+            change = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
+            if change and self._rounds_otherwise(by_host, change) and not by_host:
+                self.trials.compress_anew()
         # with a budget parameters travel in several ways, so that one rank predicts nothing
         if self.budget is None:
             self.times.correct(observations, used, self.plan.by_host)
 
-    def _follow_link(self, by_host: bool, slower_by: float) -> None:
-        """Round, or stop rounding, where a link that is slower by so many seconds speaks for it. On a faster one the
-        host's own sum is tried.
+    def _rounds_otherwise(self, by_host: bool, change: float) -> bool:
+        """Round, or stop rounding, where reductions that take so many seconds more, or fewer, speak for it.
+
+        ``by_host``: they were the host's own sums. Returns whether that is a change.
         """
         times, budget = self.link_times, self.budget
         if times is None or budget is None:
-            return
+            return False
+        before = budget.rounds
         compressed = times.rounded if budget.rounds else times.low_rank
-        times = self.link_times = times.slower(times.host if by_host else compressed, slower_by)
-        if by_host:
-            budget.rounds = times.rounding_pays
-        elif times.low_rank_is_faster:
-            budget.rounds = False
+        times = self.link_times = times.changed(times.host if by_host else compressed, change)
+        # what is in use stays unless the other is clearly faster
+        keeps_rounding = budget.rounds and not by_host and not times.low_rank_is_faster
+        budget.rounds = keeps_rounding or times.rounding_pays
+        return budget.rounds != before
 
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
@@ -174,7 +177,8 @@ class Controller:
         if (state["budget"] is None) != (self.budget is None):
             return False
         if self.trials is not None and state["trials"] is not None:
-            self.trials.load_state_dict(state["trials"])
+            timed_anew = self.link_times not in (None, _link_times(state))
+            self.trials.load_state_dict(state["trials"], timed_anew)
         self.link_times = self.link_times or _link_times(state)
         by_host = self.trials is not None and self.trials.by_host
         tried = () if self.trials is None else self.trials.measured

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 # With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
 # longer amid training than it did before.
@@ -28,39 +29,49 @@ class Timing:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Of the slowest stage's reductions: by the host, with every gradient rounded, and in low rank at a volume."""
+    """Of the slowest stage's reductions: by the host, with every gradient rounded, and in low rank at a volume.
+
+    ``slower``: seconds that an all-reduce in fp32 takes longer than when the three were timed. Each way takes longer by
+    its share of the bytes.
+    """
 
     host: Timing
     rounded: Timing
     low_rank: Timing
+    slower: float = 0.0
+
+    def seconds(self, way: Timing) -> float:
+        """That one of the three takes now."""
+        return way.seconds + self.slower * way.bytes_sent
 
     @property
     def low_rank_pays(self) -> bool:
         """Whether low rank takes clearly less time than the host's own sum."""
-        return self.low_rank.seconds <= WORTH_IT * self.host.seconds
+        return self.seconds(self.low_rank) <= WORTH_IT * self.seconds(self.host)
 
     @property
     def rounding_pays(self) -> bool:
         """Whether rounding does, and also clearly less than low rank where that pays."""
-        low_rank = self.low_rank.seconds if self.low_rank_pays else math.inf
-        return worth_rounding(self.rounded.seconds, low_rank, self.host.seconds)
+        low_rank = self.seconds(self.low_rank) if self.low_rank_pays else math.inf
+        return worth_rounding(self.seconds(self.rounded), low_rank, self.seconds(self.host))
 
     @property
     def low_rank_is_faster(self) -> bool:
         """Whether low rank takes clearly less time than rounding."""
-        return self.low_rank.seconds <= CLEARLY_FASTER * self.rounded.seconds
+        return self.seconds(self.low_rank) <= CLEARLY_FASTER * self.seconds(self.rounded)
 
-    def slower(self, used: Timing, seconds: float) -> "LinkTimes":
-        """The same on a link on which the way in use takes so many seconds more: each byte takes longer."""
-        each = seconds / used.bytes_sent
-        ways = self.host, self.rounded, self.low_rank
-        return LinkTimes(*(replace(one, seconds=one.seconds + each * one.bytes_sent) for one in ways))
+    def changed(self, used: Timing, seconds: float) -> "LinkTimes":
+        """The same after the way in use has come to take so many seconds more, or fewer. The link is never taken for a
+        faster one than it was when it was timed.
+        """
+        return replace(self, slower=max(self.slower + seconds / used.bytes_sent, 0.0))
 
-    def to_list(self) -> list[list[float]]:
+    def to_list(self) -> list[Any]:
         """Plain numbers."""
-        return [[one.seconds, one.bytes_sent] for one in (self.host, self.rounded, self.low_rank)]
+        return [*([one.seconds, one.bytes_sent] for one in (self.host, self.rounded, self.low_rank)), self.slower]
 
     @classmethod
-    def from_list(cls, saved: Sequence[Sequence[float]]) -> "LinkTimes":
+    def from_list(cls, saved: Sequence[Any]) -> "LinkTimes":
         """What ``to_list`` was made from."""
-        return cls(*(Timing(*one) for one in saved))
+        host, rounded, low_rank, slower = saved
+        return cls(Timing(*host), Timing(*rounded), Timing(*low_rank), slower)

@@ -13,6 +13,7 @@ STEPS = 3  # of a trial; the first one is not timed: it also sends errors, or be
 LEAST = 5  # steps as usual that a trial is compared with
 FASTER = 0.98  # of the time of the host's steps, which compressed ones may take
 RETURN = 0.95  # the same after they were too slow
+HELD_UP = 1.5  # times the shortest step of a trial: one that takes longer has waited for something else
 DOUBT = 0.5  # of the time of the host's reduction: compression that takes less was worth it beyond doubt
 # Times the seconds of a reduction after the last trial, and its seconds per byte as well: another link. A plan that
 # sends less takes fewer seconds, but not fewer per byte.
@@ -41,6 +42,7 @@ class Trials:
         self.host_steps = 0  # of trials in which the host has summed what would have been compressed
         self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
+        self._compared = True  # whether what the next window shows is compared with the last trial, if there was one
         self._counted = (0.0, 0.0)  # bytes of the run so far, and of the host's own way
         self._step = math.nan  # seconds of a step
         self._settled = False  # whether enough steps have been timed since a trial was last begun or ended
@@ -48,7 +50,7 @@ class Trials:
     def observe(
         self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, host_bytes: float
     ) -> float:
-        """Take in a window. Returns by how many seconds reductions have become slower, if the link has; else 0.
+        """Take in a window. Returns how many seconds more, or fewer, reductions take if the link has changed; else 0.
 
         ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
         ended. ``reduce_seconds``: of the reductions of a step, in this window. ``sent``: bytes of the run so far;
@@ -64,21 +66,29 @@ class Trials:
         self._step = median(usual)
         if self.trial is not None:
             if len(tried) >= STEPS - 1:
-                self._judge(median(steps[False]), median(steps[True]))
+                usually, once = median(usual), median(step for step in tried if step <= HELD_UP * min(tried))
+                self._judge(*((once, usually) if self.by_host else (usually, once)))
         elif not math.isfinite(self._reduction):
             self._reduction, self._share = reduce_seconds, share
             hidden = self.overlapped and self.host_seconds < self._step  # it may be
             first = not self.measured and not self.by_host
             # also where neither was timed
             self.due |= first and (hidden or not reduce_seconds <= DOUBT * self.host_seconds)
-            if self.measured:  # the other one sums from the last trial on: has the link changed since?
+            compared, self._compared = self._compared, True
+            if self.measured and compared:  # the other one sums from the last trial on: has the link changed since?
                 before = reduce_seconds - (self._step - self.measured[self.by_host])
-                self.due |= self._changed(reduce_seconds, math.inf if before <= 0 else reduce_seconds / before)
+                if self._changed(reduce_seconds, math.inf if before <= 0 else reduce_seconds / before):
+                    self.due = True
+                    return reduce_seconds - max(before, 0.0)
         elif self._changed(reduce_seconds, reduce_seconds / self._reduction, share / self._share):
             before = self._reduction
             self.due, self._reduction, self._share = True, reduce_seconds, share
-            return max(reduce_seconds - before, 0.0)
+            return reduce_seconds - before
         return 0.0
+
+    def compress_anew(self) -> None:
+        """Gradients are compressed in another way from now on: its time says nothing of the link."""
+        self._reduction, self._compared = math.nan, False
 
     def _changed(self, reduce_seconds: float, seconds: float, bytes_sent: float = math.nan) -> bool:
         """Whether reductions say that the link is another one, on which the other may be faster. ``seconds`` and
@@ -125,12 +135,15 @@ class Trials:
             "counted": list(self._counted),
             "reduction": self._reduction,
             "share": self._share,
+            "compared": self._compared,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, perhaps on another link."""
-        self.host_seconds, self.by_host, self.due = state["host_seconds"], state["by_host"], state["due"]
+    def load_state_dict(self, state: Mapping[str, Any], timed_anew: bool = False) -> None:
+        """Go on where ``state_dict`` was taken, perhaps on another link. ``timed_anew``: this run has timed its own."""
+        self.by_host, self.due = state["by_host"], state["due"]
         self.measured, self.host_steps = tuple(state["measured"]), state["host_steps"]
-        self.spent = state["spent"]
+        self.spent, self._compared = state["spent"], state["compared"]
         self.trial, self._counted = None, tuple(state["counted"])
-        self._reduction, self._share = state["reduction"], state["share"]  # so that another link is seen
+        if not timed_anew:  # another link is then seen by its reductions
+            self.host_seconds = state["host_seconds"]
+            self._reduction, self._share = state["reduction"], state["share"]

@@ -34,7 +34,8 @@ def message_wire(config: EDGCConfig, dtype: torch.dtype) -> Wire:
 
 def message_form(config: EDGCConfig, args: Namespace, rank: int | None) -> MessageFormat:
     """A message of this run at a rank; None: uncompressed."""
-    return MessageFormat(*message_shape(args), rank, message_wire(config, args.params_dtype), args.params_dtype)
+    dtype = torch.float32 if args.fp32_residual_connection else args.params_dtype  # as Megatron's ``pipeline_dtype``
+    return MessageFormat(*message_shape(args), rank, message_wire(config, dtype), dtype)
 
 
 def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> int:

@@ -656,6 +656,26 @@ def closed(rank: int) -> tuple[int, int]:
     return before, 0 if state.windows.controller is None else len(state.windows.controller.entropy.history)
 
 
+def ignores(rank: int) -> tuple[bool, bool]:
+    """Whether a gradient that DDP leaves alone stays as it was, and whether another one is averaged."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    ddp = DistributedDataParallel(model)
+    state = attach(ddp, "balanced", iterations=10)
+    torch.manual_seed(rank)
+    ddp(torch.randn(8, 16)).square().sum().backward()
+    gradients = [layer.weight.grad for layer in model]
+    digests = [torch.zeros(2).scatter_(0, torch.tensor(rank), gradient.norm()) for gradient in gradients]
+    for one in digests:
+        dist.all_reduce(one)
+    state.close()
+    return bool(digests[1][0] != digests[1][1]), bool(digests[0][0] == digests[0][1])
+
+
+def test_parameters_that_ddp_ignores_are_left_alone() -> None:
+    assert run_on_ranks(ignores, 2) == [(True, True)] * 2
+
+
 def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:
     (before, after), _ = run_on_ranks(closed, 2)
     assert before == after > 0

@@ -35,3 +35,8 @@ def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: 
         net, state = attached()
         state.load_state_dict(kept)
     state.close()
+
+
+def test_a_hook_that_never_saw_a_gradient_closes_without_an_error() -> None:
+    """Nobody has called ``start``."""
+    edgc.EDGCState(torch.nn.Linear(8, 8), CONFIG, iterations=20).close()

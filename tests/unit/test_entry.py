@@ -6,6 +6,7 @@ import pytest
 from megatron.training import training as megatron_training
 
 from edgc.config import ConfigError
+from edgc.hosts import steps
 from edgc.hosts.steps import StepDriver
 from edgc.plan.rank_plan import RankPlan
 from megatron.edgc import entry
@@ -35,3 +36,24 @@ def test_a_step_that_was_never_ended_is_noticed_when_the_next_one_begins() -> No
     now[0] = 3  # another one was skipped
     with pytest.raises(RuntimeError, match="step 4 began, but EDGC was not told that step 2 had ended"):
         driver.step()
+
+
+def test_a_trial_is_compared_with_the_steps_next_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the last ones of a long window, in which batch or link may have become others."""
+    clock, now = [0.0], [0]
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
+    driver = StepDriver([], [], 1000, lambda: now[0], lambda: None)
+    driver.adopt(RankPlan(0, 0, (8,), trial=(101, 104)), None)
+    for iteration in range(100, 400):
+        now[0] = iteration
+        driver.step()
+        driver.end(iteration)
+        clock[0] += 1.0 if iteration < 200 else 3.0
+    assert list(driver.seconds_by[False]) == [1.0] * steps.RECENT
+    driver.adopt(RankPlan(0, 0, (8,)), None)
+    for iteration in range(400, 440):
+        now[0] = iteration
+        driver.step()
+        driver.end(iteration)
+        clock[0] += 2.0
+    assert list(driver.seconds_by[False]) == [2.0] * steps.RECENT, "elsewhere the newest count"

@@ -27,19 +27,32 @@ def test_rounding_has_to_be_clearly_faster_than_both(rounded: float, low_rank: f
     assert times.rounding_pays == pays, "low rank that takes 100 s is not worth its time"
 
 
+def seconds(times: LinkTimes) -> list[float]:
+    return [times.seconds(way) for way in (times.host, times.rounded, times.low_rank)]
+
+
 def test_on_a_slower_link_each_way_takes_longer_by_its_bytes() -> None:
-    slower = TIMES.slower(TIMES.rounded, 0.2)
-    assert [way.seconds for way in (slower.host, slower.rounded, slower.low_rank)] == pytest.approx([2.4, 0.32, 0.32])
-    assert slower.slower(slower.low_rank, 0.08).host.seconds == pytest.approx(4.0)
-    assert TIMES.slower(TIMES.host, 1.6).rounded.seconds == pytest.approx(slower.rounded.seconds)
+    slower = TIMES.changed(TIMES.rounded, 0.2)
+    assert seconds(slower) == pytest.approx([2.4, 0.32, 0.32])
+    assert seconds(slower.changed(slower.low_rank, 0.08)) == pytest.approx([4.0, 0.52, 0.40])
+    assert seconds(TIMES.changed(TIMES.host, 1.6)) == pytest.approx(seconds(slower))
+
+
+def test_a_link_that_becomes_slow_again_and_again_is_no_slower_each_time() -> None:
+    times = TIMES
+    for _ in range(5):
+        times = times.changed(times.rounded, 0.2).changed(times.rounded, -0.2)
+    assert seconds(times) == pytest.approx(seconds(TIMES))
+    assert seconds(times.changed(times.low_rank, -1.0)) == pytest.approx(seconds(TIMES)), "nor faster than it was"
 
 
 def test_a_slow_link_speaks_for_low_rank() -> None:
     assert TIMES.rounding_pays and not TIMES.low_rank_is_faster
-    slower = TIMES.slower(TIMES.host, 2.4)
+    slower = TIMES.changed(TIMES.host, 2.4)
     assert not slower.rounding_pays and slower.low_rank_is_faster
     assert not replace(slower, low_rank=Timing(1.0, 1 / 20)).low_rank_is_faster
 
 
 def test_times_come_back_from_a_checkpoint() -> None:
-    assert LinkTimes.from_list(TIMES.to_list()) == TIMES
+    times = TIMES.changed(TIMES.host, 2.4)
+    assert LinkTimes.from_list(times.to_list()) == times

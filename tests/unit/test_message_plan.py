@@ -8,6 +8,7 @@ import torch
 
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
+from megatron.edgc.message_costs import message_form
 from megatron.edgc.message_plan import MessagePlan, plan_messages
 
 # messages of 256 x 64 values
@@ -18,6 +19,7 @@ ARGS: Any = SimpleNamespace(
     sequence_parallel=False,
     hidden_size=64,
     params_dtype=torch.float32,
+    fp32_residual_connection=False,
 )
 
 
@@ -25,6 +27,14 @@ def planned(pp: str, *compressed: CommCost) -> MessagePlan:
     """Where an uncompressed message from any stage takes 1 s. ``compressed``: from the second stage on."""
     costs = {sender: StageCost(cost, 1.0, 1.0) for sender, cost in enumerate(compressed, start=1)}
     return plan_messages(EDGCConfig.of(pp=pp), ARGS, costs)
+
+
+@pytest.mark.parametrize(("residual_in_fp32", "value_bytes"), [(False, 2), (True, 4)])
+def test_messages_have_the_type_that_megatron_sends_them_in(residual_in_fp32: bool, value_bytes: int) -> None:
+    changed = {"params_dtype": torch.bfloat16, "fp32_residual_connection": residual_in_fp32}
+    args: Any = SimpleNamespace(**{**vars(ARGS), **changed})
+    form = message_form(EDGCConfig.of(pp="backward:int4"), args, None)
+    assert form.dense_bytes == 256 * 64 * value_bytes
 
 
 def rounded(*seconds: float) -> list[CommCost]:

@@ -31,8 +31,11 @@ def window(
     counted: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """A window in which a trial that was set has been made. ``counted``: bytes of the run, and of the host."""
-    tried = under_test.trial is not None
-    shown = seconds(compressed, host) if tried else seconds(**{"host" if under_test.by_host else "compressed": 1.0})
+    shown = seconds(**{"host" if under_test.by_host else "compressed": 1.0})
+    if under_test.trial is not None:
+        shown = seconds(compressed, host)
+        step = compressed if under_test.by_host else host
+        shown[not under_test.by_host] = [step, 20 * step]  # of its two steps one has waited for an evaluation
     under_test.observe(shown, reduction, *counted)
     under_test.decide(iteration)
 
@@ -109,6 +112,41 @@ def test_a_trial_of_which_steps_were_skipped_is_made_again() -> None:
     assert under_test.trial == (201, 204)
     window(under_test, 300, 0.8, 1.1, 1.0)
     assert under_test.by_host and under_test.trial is None
+
+
+def test_the_steps_of_a_trial_count_as_their_mean_if_none_was_held_up() -> None:
+    under_test = trials()
+    window(under_test, 100, 0.8, 1.1, 1.0)
+    under_test.observe({False: [1.05] * 8, True: [0.9, 1.2]}, 0.8, 0.0, 0.0)
+    assert under_test.measured == pytest.approx((1.05, 1.05))
+
+
+def test_a_window_says_how_much_longer_reductions_take_on_a_changed_link() -> None:
+    under_test = trials()
+    changes = [under_test.observe(seconds(compressed=1.0), one, 0.0, 0.0) for one in (0.2, 0.22, 0.3, 0.3, 0.1, 0.3)]
+    assert changes == pytest.approx([0.0, 0.0, 0.1, 0.0, -0.2, 0.2])
+    by_host = Trials(ITERATIONS, HOST, overlapped=False, by_host=True)
+    changes = [by_host.observe(seconds(host=1.0), one, 0.0, 0.0) for one in (0.8, 0.2, 1.2)]
+    assert changes == pytest.approx([0.0, 0.0, 0.4])
+
+
+def test_a_change_that_comes_with_another_one_who_sums_has_its_seconds() -> None:
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    assert under_test.by_host
+    # steps of the host took 1.0 s in the trial; now they take 0.6 s more, which its reduction of 0.9 s explains
+    assert under_test.observe(seconds(host=1.6), 0.9, 0.0, 0.0) == pytest.approx(0.6)
+
+
+def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() -> None:
+    before = trials()
+    for iteration in (100, 200):
+        window(before, iteration, 0.2, 0.8, 1.0)
+    again = Trials(ITERATIONS, 5.0, overlapped=False)
+    again.load_state_dict(before.state_dict(), timed_anew=True)
+    assert again.host_seconds == 5.0
+    assert again.observe(seconds(compressed=1.0), 0.9, 0.0, 0.0) == 0.0
 
 
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
