@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from edgc.comm.objects import ProcessGroup, all_gather_objects, broadcast_object
@@ -83,7 +83,8 @@ class WindowExchange:
         in.
         """
         driver = self.driver
-        decide = driver.closes_window(completed - 1) and driver.steps > 0  # after a window's end nothing is new
+        steps = driver.take_window()
+        decide = driver.closes_window(completed - 1) and steps.count > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
         windows = [stage.take_window(seconds if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
         own = [stage.byte_counts() for stage in self.stages]
@@ -106,13 +107,13 @@ class WindowExchange:
             mean = RunBytes(*(fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)))
             if decide:
                 before_decision()
-                self._decide(self.controller, completed, stages, messages, mean)
+                self._decide(self.controller, completed, stages, messages, mean, steps.host_share)
             report = WindowReport(
                 iteration=completed,
                 ranks=driver.usual,
                 plan=self.controller.plan,
                 stages=stages,
-                step_seconds=median(driver.step_seconds) if driver.step_seconds else math.nan,
+                step_seconds=median_or_nan(steps.seconds),
                 dp_bytes=mean.gradients,
                 dp_bytes_dense=mean.gradients_dense,
                 param_bytes=mean.weights,
@@ -126,7 +127,6 @@ class WindowExchange:
                 dp_bytes_fp32=mean.gradients_fp32,
             )
         shared: WindowReport = broadcast_object(report, self.group)
-        driver.step_seconds, driver.steps, driver.steps_by_host = [], 0, 0
         driver.adopt(shared.plan, shared.message_plan)
         return shared
 
@@ -137,25 +137,26 @@ class WindowExchange:
         stages: Sequence[StageWindow],
         messages: Sequence[MessageWindow],
         counts: RunBytes,
+        host_share: float,
     ) -> None:
         ranks = self._gradient_message_ranks()
         controller.observe(
             [
                 StageObservation(
-                    s.entropy,
-                    s.reduce_seconds,
-                    s.micro_backward_seconds,
-                    ranks.get(s.stage),
-                    s.energies,
-                    {name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
-                    s.row_shares,
+                    entropy=s.entropy,
+                    reduce_seconds=s.reduce_seconds,
+                    micro_backward_seconds=s.micro_backward_seconds,
+                    message_rank=ranks.get(s.stage),
+                    energies=s.energies,
+                    noise={name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
+                    row_shares=s.row_shares,
                 )
                 for s in stages
             ],
-            self.driver.usual,
-            (counts.gradients, counts.gradients_dense, counts.gradients_fp32),
-            self.driver.steps_by_host / max(self.driver.steps, 1),
-            self.driver.seconds_by,
+            ranks=self.driver.usual,
+            sent=(counts.gradients, counts.gradients_dense, counts.gradients_fp32),
+            host_share=host_share,
+            step_seconds=self.driver.seconds_by,
         )
         controller.decide(completed)
         if self.message_controller is not None:

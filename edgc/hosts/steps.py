@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
@@ -24,6 +24,21 @@ class Step:
 
     iteration: int  # counted from 0
     loss_scale: Tensor | None
+
+
+@dataclass
+class WindowSteps:
+    """Of one window: the ``seconds`` of its steps but the run's first, how many there were, and of these ``by_host``
+    those that the host has summed.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    count: int = 0
+    by_host: int = 0
+
+    @property
+    def host_share(self) -> float:
+        return self.by_host / max(self.count, 1)
 
 
 class StepDriver:
@@ -51,8 +66,7 @@ class StepDriver:
         self.active: tuple[int | None, ...] = ()  # the ranks of all stages in the step under way
         self.usual: tuple[int | None, ...] = ()  # the same, whatever is tried in this step
         self.message_ranks: tuple[int | None, ...] = ()
-        self.step_seconds: list[float] = []  # of the steps of this window
-        self.steps = self.steps_by_host = 0  # of this window; those that the host sums
+        self.window_steps = WindowSteps()  # so far
         self.seconds_by = _no_seconds()
         self._by_host: bool | None = None  # whether it does in the step under way; None: in the warm-up
         self._settled = False  # whether it was so in the step before, too
@@ -81,13 +95,14 @@ class StepDriver:
                 )
             now = time.perf_counter()
             if math.isfinite(self._last_step):
-                self.step_seconds.append(now - self._last_step)
+                self.window_steps.seconds.append(now - self._last_step)
                 if self._settled and self._by_host is not None:
                     self._time(self.seconds_by[self._by_host], now - self._last_step)
             self._last_step = now
             by_host = self.plan.sums_by_host(iteration)
             self._settled, self._by_host = by_host == self._by_host, by_host
-            self.steps, self.steps_by_host = self.steps + 1, self.steps_by_host + bool(by_host)
+            self.window_steps.count += 1
+            self.window_steps.by_host += bool(by_host)
             before, self.active = self.active, _in_use(self.plan, by_host is False)
             self.usual = _in_use(self.plan, by_host is not None and not self.plan.by_host)
             self._verify = self.closes_window(iteration) or compressed_anew(self.active, before)
@@ -115,6 +130,11 @@ class StepDriver:
         """
         ends = self.plan.first_iteration if self.plan.version == 0 and self.plan.formats else 0
         return (iteration + 1) % self.window == 0 or iteration + 1 == ends
+
+    def take_window(self) -> WindowSteps:
+        """The steps since the last call."""
+        taken, self.window_steps = self.window_steps, WindowSteps()
+        return taken
 
     def roll_back(self, iteration: int) -> None:
         """Undo what this iteration has done to the reducers' state. Needs reducers that are ``repeatable``."""

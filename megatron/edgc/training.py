@@ -271,7 +271,7 @@ class Session:
         if not self.driver.end(iteration):
             return
         self.completed = iteration + 1
-        self.reporter.progress(self.completed, self.driver.step_seconds)
+        self.reporter.progress(self.completed, self.driver.window_steps.seconds)
         last = self.completed == self.run.iterations
         if last or self.driver.closes_window(iteration):
             report = self.windows.exchange(self.completed, lambda: self.checkpoints.keep_controllers(iteration))
