@@ -15,8 +15,9 @@ from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
 
-# By all reductions under way, over the gradients of one of them in fp32. Of a stage with three units it is 4/9. Writing
-# the errors of a matrix takes the rest, up to half.
+# What all reductions under way may hold together, as a multiple of one unit's gradients in fp32. With three units that
+# is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
+# docs/algorithm.md, 7, names.
 MOST_HELD = 4 / 3
 ROUNDING = 8  # times the memory of a portion that rounding and summing it takes
 LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold

@@ -129,7 +129,7 @@ class GradientReducer(Assignment):
             exchanges.append(samples.exchange())
 
         yield from interleave(exchanges)
-        # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
+        # Decided on the device: the host does not wait for it, so that the next unit's steps can be queued.
         finite, squared_norms = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(finite)

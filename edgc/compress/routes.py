@@ -67,7 +67,7 @@ class Route(ABC):
     Args:
         gradients: contiguous, by name.
         specs: their shapes as matrices, also of others.
-        step: what all routes share.
+        reduction: what all routes share.
     """
 
     fed_back = True  # whether sums may leave errors

@@ -17,7 +17,7 @@ class SampledEntries:
     Args:
         sampler: where entries are, and what is known of them.
         matrices: those that leave errors, before any phase: gradients in the loss scale. They are changed in place.
-        step: what all routes share.
+        reduction: what all routes share.
     """
 
     def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], reduction: Reduction):

@@ -83,7 +83,10 @@ from edgc.presets import PRESETS
             r"--edgc-equalise: the engine loco keeps errors by its own rule",
         ),
         ({"engine": "loco", "error_decay": 0.5}, r"--edgc-study error_decay = 0.5: the engine loco keeps"),
-        ({"engine": "topk:0"}, r"--edgc-engine = topk:0: the share of the entries that travel must lie in \(0, 1\]"),
+        (
+            {"engine": "topk:0"},
+            r"--edgc-engine = topk:0: the share of the entries or rows that travel must lie in \(0, 1\]",
+        ),
         ({"engine": "topk:some"}, "--edgc-engine = topk:some: the share"),
         ({"engine": "int4:random"}, "--edgc-engine = int4:random: the argument may be stochastic"),
         ({"engine": "powersgd:4"}, "--edgc-engine = powersgd:4: this engine takes no argument"),
