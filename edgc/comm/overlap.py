@@ -19,7 +19,7 @@ class Overlap:
     started, and the rest when one is waited for, of all reductions in turn. So one computes while the message of
     another is under way, and messages leave in the order of the program, which is the same on every process of a group.
 
-    On CUDA the host waits for no message: all kernels are queued on one side stream, which does. The memory of a
+    On CUDA the CPU waits for no message: all kernels are queued on one side stream, which does. The memory of a
     reduction lasts to its end. So two reductions at most are under way, or fewer where they hold much.
     """
 
@@ -37,7 +37,7 @@ class Overlap:
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
         ``reads`` gives the tensors made on another stream that the reduction reads and may drop. It is asked on CUDA
-        alone, where the host is done with them long before the side stream is: their memory must not be given away so
+        alone, where the CPU is done with them long before the side stream is: their memory must not be given away so
         early.
 
         ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.

@@ -49,7 +49,7 @@ def compare(
     device: torch.device,
     iteration: int,
 ) -> None:
-    """Compare ranks or digests, by kind and parameter, with the other processes of the group; the host waits.
+    """Compare ranks or digests, by kind and parameter, with the other processes of the group; the CPU waits.
 
     ``kinds``: those of ``KINDS``; a name may be missing. All processes must call this. Raises ``ReplicaMismatch``.
     """

@@ -129,7 +129,7 @@ class GradientReducer(Assignment):
             exchanges.append(samples.exchange())
 
         yield from interleave(exchanges)
-        # Decided on the device: the host does not wait for it, so that the next unit's steps can be queued.
+        # Decided on the device: the CPU does not wait for it, so that the next unit's steps can be queued.
         finite, squared_norms = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(finite)
@@ -171,7 +171,7 @@ class GradientReducer(Assignment):
         self.observer.roll_back(iteration)
 
     def compare_replicas(self, iteration: int) -> None:
-        """Compare ranks, factors, scales and the last sums with the other processes of the group; the host waits.
+        """Compare ranks, factors, scales and the last sums with the other processes of the group; the CPU waits.
 
         Every process of the group must call this after a reduction with ``verify`` set. Raises ``ReplicaMismatch``.
         """

@@ -119,7 +119,7 @@ class Route(ABC):
             self.errors = {}
         else:
             owing = [name for name in self.matrices if name in feedback.packed]
-            if owing and bool(finite):  # the host waits once, when compression ends
+            if owing and bool(finite):  # the CPU waits once, when compression ends
                 for name in owing:
                     feedback.clear(name)
         if self.narrow:

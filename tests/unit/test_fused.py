@@ -140,9 +140,9 @@ def test_plain_torch_goes_over_a_gradient_no_more_than_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert passes(reducer(EQUAL, **settings)) == expected
-    # there the host must not wait to see whether sums are finite: old and new errors are read, and one is written
+    # there the CPU must not wait to see whether sums are finite: old and new errors are read, and one is written
     for module in (packed, base):
-        monkeypatch.setattr(module, "known_to_host", lambda condition: False)
+        monkeypatch.setattr(module, "on_cpu", lambda condition: False)
     assert passes(reducer(EQUAL, **settings)) == on_a_device
 
 

@@ -120,7 +120,7 @@ def parameters(stage: Stage) -> list[Parameter]:
 def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix: bool = False) -> StepCounts:
     """One step in which nothing is measured, with Cholesky factorisations as on CUDA.
 
-    Code that made the host wait for a value would fail here, where there are none.
+    Code that made the CPU wait for a value would fail here, where there are none.
 
     ``ranks``: of the matrices, in turn over the layers. ``by_matrix``: a reduction for each matrix and what follows it,
     as Megatron's buckets of a wide model are, in the place of units.

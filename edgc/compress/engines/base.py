@@ -2,7 +2,7 @@
 
 An engine returns what the sum has become and what it holds of this process. It knows nothing of errors: what a share
 does not hold of the matrix that was put in is the error, whatever the engine. What changes from step to step by plan
-follows the iteration, so that a step can be repeated. The host never waits for a result: a matrix that is not finite
+follows the iteration, so that a step can be repeated. The CPU never waits for a result: a matrix that is not finite
 on any process makes ``finite`` false, a boolean on the device, and then the rest means nothing.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.packed import Packed, known_to_host
+from edgc.comm.packed import Packed, on_cpu
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.error_feedback import ErrorRule
@@ -121,7 +121,7 @@ class LowRank(Engine, ABC):
 
     def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
         """Householder's QR refuses factors that are not finite: it gets zeros."""
-        if self._orthonormalise is lowrank.cholesky_basis or (known_to_host(finite) and finite):
+        if self._orthonormalise is lowrank.cholesky_basis or (on_cpu(finite) and finite):
             return factors
         return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 

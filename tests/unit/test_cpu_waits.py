@@ -1,4 +1,4 @@
-"""No step makes the host wait for the device: on the device ``meta``, which has no values, reading one is an error."""
+"""No step makes the CPU wait for the device: on the device ``meta``, which has no values, reading one is an error."""
 
 import math
 from collections.abc import Iterator
