@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Steps, Work
+from edgc.comm.collectives import Exchange, Work
 from edgc.observe.timing import Spans
 
 MOST = 2  # reductions under way
@@ -29,7 +29,7 @@ class Overlap:
 
     def start(
         self,
-        reduction: Steps[None],
+        reduction: Exchange[None],
         reads: Callable[[], Iterable[Tensor]] = tuple,
         spans: Spans | None = None,
         memory: float = 0.0,
@@ -93,7 +93,7 @@ class _Own:
         self.start = collective
 
 
-def _one_message(collective: Callable[[], Work]) -> Steps[None]:
+def _one_message(collective: Callable[[], Work]) -> Exchange[None]:
     yield _Own(collective)
 
 
@@ -106,7 +106,7 @@ class Handle:
 
     def __init__(
         self,
-        reduction: Steps[None] | None,
+        reduction: Exchange[None] | None,
         overlap: Overlap,
         spans: Spans | None,
         kept: Work | None = None,

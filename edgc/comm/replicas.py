@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.packed import Packed
 from edgc.errors import ReplicaMismatch
 
@@ -61,7 +61,7 @@ def compare(
         for name, own in kinds[kind].items():
             digests[places[name], column] = own
     uncounted = Communicator(communicator.group, Traffic())  # a check is no gradient traffic
-    gathered = run(uncounted.all_gather(digests.view(-1)))
+    gathered = run_to_end(uncounted.all_gather(digests.view(-1)))
     check(names, gathered.view(-1, *digests.shape), communicator.members, iteration)
 
 

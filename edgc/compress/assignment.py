@@ -10,7 +10,7 @@ from edgc.compress.batch import triton_kernels
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Reduction, Route
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
@@ -117,7 +117,7 @@ class Assignment:
         held = rounded + ROUNDING * min(rounded, routes.portion_of(rounded)) + 2 * factors
         return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
-    def routes(self, gradients: Mapping[str, Tensor], reduction: Reduction, measured: bool) -> list[Route]:
+    def routes(self, gradients: Mapping[str, Tensor], context: ReductionContext, measured: bool) -> list[Route]:
         """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
@@ -125,17 +125,17 @@ class Assignment:
         taken: dict[Elementwise, dict[str, Tensor]] = {}
         for name, gradient in others.items():
             taken.setdefault(self.elementwise(name), {})[name] = gradient
-        routes += [ElementwiseRoute(own, self.specs, reduction, engine) for engine, own in taken.items()]
+        routes += [ElementwiseRoute(own, self.specs, context, engine) for engine, own in taken.items()]
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
             before = {name: self.elementwise(name) for name in ranked if name in self.formats}
             first = {name: engine for name, engine in before.items() if isinstance(engine, Rows)}
-            if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, reduction):
-                routes.append(FusedRoute(ranked, self.specs, reduction, self.engine, self.ranks, kernels))
+            if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, context):
+                routes.append(FusedRoute(ranked, self.specs, context, self.engine, self.ranks, kernels))
             else:
-                routes.append(FactorRoute(ranked, self.specs, reduction, self.engine, self.ranks, first))
+                routes.append(FactorRoute(ranked, self.specs, context, self.engine, self.ranks, first))
         elif isinstance(self.engine, Elementwise):
-            routes.append(ElementwiseRoute(ranked, self.specs, reduction, self.engine))
+            routes.append(ElementwiseRoute(ranked, self.specs, context, self.engine))
         return routes

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, Traffic, run
+from edgc.comm.collectives import Communicator, Exchange, Traffic, run_to_end
 from edgc.comm.wire import FP32, GROUP, wire
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.compress.reducer import GradientReducer
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 class Sixteenths(Elementwise):
     """A new engine: every value travels as a multiple of 1/16."""
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         shares = [torch.round(tensor * 16) / 16 for tensor in tensors]
         sums, _ = yield from communicator.sum(shares, FP32)
         return Sums(sums, shares, all_finite(sums))
@@ -68,7 +68,7 @@ class Bench:
 
     def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:
         self.reducer.set_rank(rank, {matrix.name: rank for matrix in MATRICES}, self.formats)
-        run(self.reducer.reduce(gradients, self.iteration))
+        run_to_end(self.reducer.reduce(gradients, self.iteration))
         self.iteration += 1
 
     def errors(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import probe
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
@@ -51,7 +51,7 @@ class Steps:
 
     def sum(self, gradient: Tensor) -> Tensor:
         result = gradient.clone()
-        run(self.reducer.reduce({self.name: result}, self.iteration))
+        run_to_end(self.reducer.reduce({self.name: result}, self.iteration))
         self.iteration += 1
         return result
 

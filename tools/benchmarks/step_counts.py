@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.overlap import Overlap
 from edgc.compress import lowrank
 from edgc.compress.engines.base import LowRank
@@ -134,7 +134,7 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
             with torch.no_grad(), counted:
                 for reducer, own in reducers:
                     reducer.begin(iteration)
-                    run(reducer.reduce(own, iteration))
+                    run_to_end(reducer.reduce(own, iteration))
             counted.sent = traffic.bytes - before
         return counted
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.packed import Packed, on_cpu
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
@@ -65,7 +65,7 @@ class Elementwise(Engine, ABC):
         """Seed what is drawn at random for the sums of these gradients, on this process of the group."""
 
     @abstractmethod
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         """The sums of fp32 matrices; of tensors of any shape, if the engine is ``Piecewise``."""
 
 
@@ -73,7 +73,7 @@ class Piecewise(Elementwise, ABC):
     """An engine to which it is all the same whether gradients come whole or in pieces of whole groups of values."""
 
     @abstractmethod
-    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Steps[Sums]:
+    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
         """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class LowRank(Engine, ABC):
     @abstractmethod
     def sum(
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[FactoredSums]:
+    ) -> Exchange[FactoredSums]:
         """The sums of the matrices of a batch."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
 from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
@@ -86,7 +86,7 @@ class PowerSGD(LowRank):
 
     def sum(
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[FactoredSums]:
+    ) -> Exchange[FactoredSums]:
         M = batch  # noqa: N806 - the letters of the paper; a factor travels as its transpose, (r x m) or (r x n)
         bases = [self.basis(self.matrices[name], ranks[name], iteration) for name in M]
         # What is only handed on has no name here: it would stay in memory while messages are under way.
@@ -114,7 +114,7 @@ class PowerSGD(LowRank):
         kept = [self.bases[key] for key in keys]
         self.bases.update(zip(keys, choose_all(usable.unbind(), pack_all(sums.learned, STORED), kept), strict=True))
 
-    def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
+    def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Exchange[list[Tensor]]:
         """The sums of (r x m) factors, whose rows are sorted by strength."""
         strong = [math.ceil(len(factor) * STRONG_SHARE) for factor in factors]
         if len(self.p_wires) == 1 or strong == [len(factor) for factor in factors]:
@@ -133,4 +133,4 @@ class PowerSGD(LowRank):
 
 def _projected(batch: Batch, bases: Sequence[Tensor]) -> list[Tensor]:
     with record_function("edgc/project"):
-        return batch.times([basis.T for basis in bases])
+        return batch.multiplied_by([basis.T for basis in bases])
