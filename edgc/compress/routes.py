@@ -372,8 +372,8 @@ class FusedRoute(FactorRoute):
         kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], context: ReductionContext
     ) -> bool:
         """Whether the kernels take these gradients, ranks and errors."""
-        rule = context.feedback.rule
-        errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
+        kept_in = context.feedback.rule.wire
+        errors = kept_in.bits >= 16 and not kept_in.floating
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
 

@@ -36,8 +36,7 @@ class CompressionState:
         sparse_rows: Collection[str] = (),
     ):
         kept_in = wire(config.formats.error_dtype, stochastic=config.formats.error_dtype != "fp32")
-        rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
-        self.feedback = ErrorFeedback(rule, device, config.seed, process)
+        self.feedback = ErrorFeedback(ErrorRule(kept_in), device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser(sparse_rows)
         share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)

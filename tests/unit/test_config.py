@@ -73,16 +73,13 @@ from edgc.presets import PRESETS
         ({"equalise": 1}, "--edgc-equalise = 1: must be on or off"),
         ({"pp": None}, "--edgc-pp = None: must be text"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
-        ({"error_decay": 1.5}, r"--edgc-study error_decay = 1.5: must lie in \[0, 1\]"),
         ({"error_gain": 0.0}, r"--edgc-study error_gain = 0.0: must lie in \(0, 1\]"),
-        ({"error_average": 1.0}, r"--edgc-study error_average = 1.0: must lie in \[0, 1\)"),
         ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-study rank_tilt = 1.0: must lie between -1 and 1"),
         ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a static rank"),
         (
             {"engine": "loco", "equalise": True},
             r"--edgc-equalise: the engine loco keeps errors by its own rule",
         ),
-        ({"engine": "loco", "error_decay": 0.5}, r"--edgc-study error_decay = 0.5: the engine loco keeps"),
         (
             {"engine": "topk:0"},
             r"--edgc-engine = topk:0: the share of the entries or rows that travel must lie in \(0, 1\]",

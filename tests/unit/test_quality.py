@@ -70,8 +70,10 @@ def captured(gradient: Tensor, **settings: Any) -> float:
     """The energy that leaves of the same gradient in the 12th step, without errors of earlier ones, as a share of the
     largest energy that the rank can hold.
     """
-    steps = Steps(error_decay=0.0, **settings)
-    sent = [steps.sum(gradient) for _ in range(12)][-1]
+    steps, sent = Steps(**settings), gradient
+    for _ in range(12):
+        steps.reducer.state.feedback.clear(steps.name)
+        sent = steps.sum(gradient)
     best = torch.linalg.svdvals(gradient)[:RANK].square().sum()
     return float((gradient.square().sum() - (gradient - sent).square().sum()) / best)
 

@@ -29,7 +29,7 @@ class PowerSGD(LowRank):
     3. Q_i = M_i^T P
     4. Q   = sum_i Q_i            second message (n x r)
     5. The sum is P Q^T, the share of process i is P Q_i^T with Q_i as the sum holds it, so that rounding on the wire is
-       fed back; with ``local_error`` off, the processes' mean in the place of their own Q_i.
+       fed back.
     6. V   = orthonormal(Q), its columns sorted by norm, the strongest first
 
     V and Q are on the shorter side, where the directions that are in use cover more of the space. ``transpose`` off
@@ -99,8 +99,6 @@ class PowerSGD(LowRank):
         finite = finite & all_finite(Q)
         with record_function("edgc/next basis"):
             learned, strengths = self.principal([q.T for q in Q], finite)
-        if not self.config.study.local_error:
-            Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
         sums, shares = M.restored(P, Q, Q_own)
         return FactoredSums(sums, shares, finite, learned, strengths)
 
