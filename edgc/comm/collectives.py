@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from edgc.comm.wire import GROUP, Wire, in_groups
 
 T = TypeVar("T")
-# Bytes up to which messages travel as one. A larger one would gain nothing by company, and joining copies.
-JOINED = 4 * 2**20
+# Messages up to this size travel as one. A larger one would gain nothing by company, and joining copies.
+JOINED_BYTES = 4 * 2**20
 
 
 class Work(Protocol):
@@ -175,7 +175,7 @@ class Together:
         kinds: dict[object, list[Collective]] = {}
         works: list[Work] = []
         for message in self.messages:
-            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED:
+            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED_BYTES:
                 kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
             else:
                 works.append(message.start())

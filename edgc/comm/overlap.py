@@ -9,7 +9,8 @@ from torch import Tensor
 from edgc.comm.collectives import Exchange, Work
 from edgc.observe.timing import Spans
 
-MOST = 2  # reductions under way
+# Two at most: one computes while the message of the other is under way. Each holds its memory to its end.
+REDUCTIONS_UNDER_WAY = 2
 
 
 class Overlap:
@@ -20,7 +21,7 @@ class Overlap:
     another is under way, and messages leave in the order of the program, which is the same on every process of a group.
 
     On CUDA the CPU waits for no message: all kernels are queued on one side stream, which does. The memory of a
-    reduction lasts to its end. So two reductions at most are under way, or fewer where they hold much.
+    reduction lasts to its end. So ``REDUCTIONS_UNDER_WAY`` at most are under way, or fewer where they hold much.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +56,7 @@ class Overlap:
         handle.advance()  # before the others: it has no message to wait for
         self.advance()
         self._under_way.append(handle)
-        while len(self._under_way) > MOST:
+        while len(self._under_way) > REDUCTIONS_UNDER_WAY:
             self.advance()
         return handle
 

@@ -19,7 +19,7 @@ from edgc.plan.allocation import Allocation, uniform_ranks
 # is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
 # docs/algorithm.md, 7, names.
 MOST_HELD = 4 / 3
-ROUNDING = 8  # times the memory of a portion that rounding and summing it takes
+ROUNDING_MEMORY = 8  # times the memory of a portion that rounding and summing it takes
 LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold
 
 
@@ -114,7 +114,7 @@ class Assignment:
                 factors += self.ranks[name] * (self.specs[name].rows + self.specs[name].cols)
             if not low_rank or gradient.dtype != torch.float32:
                 rounded += gradient.numel()
-        held = rounded + ROUNDING * min(rounded, routes.portion_of(rounded)) + 2 * factors
+        held = rounded + ROUNDING_MEMORY * min(rounded, routes.portion_of(rounded)) + 2 * factors
         return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
     def routes(self, gradients: Mapping[str, Tensor], context: ReductionContext, measured: bool) -> list[Route]:
