@@ -93,23 +93,11 @@ class Study:
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
-    error_decay: float = _knob(
-        1.0, "share of the error feedback that is kept from step to step", "fraction", "EDGC's own"
-    )
     error_gain: float = _knob(
         1.0,
         "share of the error feedback that a step adds to a gradient; the rest waits for later steps",
         "fraction",
         "as in EControl: arXiv 2311.05645",
-    )
-    error_average: float = _knob(
-        0.0, "weight of older errors in a moving average that is fed back", "fraction", "LoCo: arXiv 2407.04480"
-    )
-    local_error: bool = _knob(
-        True,
-        "powersgd computes the error against this process's own gradient, not against the mean of all processes",
-        "switch",
-        "docs/algorithm.md, 5",
     )
     transpose: bool = _knob(
         True,
@@ -167,9 +155,7 @@ class Study:
         _require_kinds(self)
         _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
-        _require(0 <= self.error_decay <= 1, "error_decay", self.error_decay, "must lie in [0, 1]")
         _require(0 < self.error_gain <= 1, "error_gain", self.error_gain, "must lie in (0, 1]")
-        _require(0 <= self.error_average < 1, "error_average", self.error_average, "must lie in [0, 1)")
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
@@ -549,8 +535,6 @@ class EDGCConfig:
         if self.engine != "dense" and ENGINES[name := self.engine.partition(":")[0]].keeps_errors:
             rule = f"the engine {name} keeps errors by its own rule"
             _require(not self.equalise, "equalise", True, rule)
-            _require(self.study.error_decay == 1, "error_decay", self.study.error_decay, rule)
-            _require(self.study.error_average == 0, "error_average", self.study.error_average, rule)
         if self.engine == "dense":
             rule = "the engine dense sums in fp32"
             for name in ("dense_wire", "rest_wire"):

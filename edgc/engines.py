@@ -17,7 +17,7 @@ def _share(argument: str) -> None:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError("the share of the entries that travel must lie in (0, 1]")
+        raise ValueError("the share of the entries or rows that travel must lie in (0, 1]")
 
 
 def _rounding(argument: str) -> None:

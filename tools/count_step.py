@@ -46,7 +46,7 @@ def page(counts: Sequence[Count], raw: str) -> str:
         f"Made by `tools/count_step.py` ({told}); raw figures in [{raw}.json]({raw}.json).",
         "One step of one pipeline stage of the paper's models, without embeddings, in which nothing is measured.",
         "Launches, bytes and messages are counted from what torch is asked to do, on a device without values and with",
-        "a process group that sends nothing. The host waits for nothing: asking for a value would be an error there.",
+        "a process group that sends nothing. The CPU waits for nothing: asking for a value would be an error there.",
         "*By matrix*: a reduction for each matrix and the vectors after it, as Megatron's buckets of these models are.",
         "*Units*: [three for each stage](../algorithm.md). The last row of a model has the rank that the volume of",
         "`balanced` pays for. Several ranks are given to the layers in turn, so fewer matrices are handled at once.",

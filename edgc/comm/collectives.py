@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from edgc.comm.wire import GROUP, Wire, in_groups
 
 T = TypeVar("T")
-# Bytes up to which messages travel as one. A larger one would gain nothing by company, and joining copies.
-JOINED = 4 * 2**20
+# Messages up to this size travel as one. A larger one would gain nothing by company, and joining copies.
+JOINED_BYTES = 4 * 2**20
 
 
 class Work(Protocol):
@@ -34,13 +34,13 @@ class Message(Protocol):
 # Code that yields every message that it needs sent. The caller starts it and goes on with the code once the message is
 # there, at once or after doing something else. So one piece of code serves the synchronous, the overlapped and the
 # side-stream use.
-Steps: TypeAlias = Generator[Message, None, T]
+Exchange: TypeAlias = Generator[Message, None, T]
 
 
-def interleave(several: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """Take all these steps at once; their results. Messages of the same round travel together.
+def interleave(several: Sequence[Exchange[T]]) -> Exchange[list[T]]:
+    """All these exchanges at once; their results. Messages of the same round travel together.
 
-    Every process must call this with the same steps in the same order, as for the collectives themselves.
+    Every process must call this with the same exchanges in the same order, as for the collectives themselves.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Message] = {}
@@ -61,11 +61,11 @@ def interleave(several: Sequence[Steps[T]]) -> Steps[list[T]]:
     return [results[place] for place in range(len(several))]
 
 
-def run(reduction: Steps[T]) -> T:
-    """Run a reduction to its end, waiting for each message in turn; its result."""
+def run_to_end(exchange: Exchange[T]) -> T:
+    """Run an exchange to its end, waiting for each message in turn; its result."""
     while True:
         try:
-            next(reduction).start().wait()
+            next(exchange).start().wait()
         except StopIteration as end:
             result: T = end.value
             return result
@@ -175,7 +175,7 @@ class Together:
         kinds: dict[object, list[Collective]] = {}
         works: list[Work] = []
         for message in self.messages:
-            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED:
+            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED_BYTES:
                 kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
             else:
                 works.append(message.start())
@@ -220,19 +220,19 @@ class Communicator:
         self.process: int = dist.get_rank(group)
         self.members: list[int] = dist.get_process_group_ranks(group)  # their numbers in the whole run
 
-    def all_reduce(self, tensor: Tensor) -> Steps[Tensor]:
+    def all_reduce(self, tensor: Tensor) -> Exchange[Tensor]:
         """The sum of (n,) tensors over the group; ``tensor`` may be overwritten."""
         message = AllReduce(self, tensor)
         yield message
         return message.result
 
-    def all_gather(self, tensor: Tensor) -> Steps[Tensor]:
+    def all_gather(self, tensor: Tensor) -> Exchange[Tensor]:
         """Every process's (n,) ``tensor`` as the rows of one (processes, n)."""
         message = AllGather(self, tensor)
         yield message
         return message.result
 
-    def all_to_all(self, tensor: Tensor) -> Steps[Tensor]:
+    def all_to_all(self, tensor: Tensor) -> Exchange[Tensor]:
         """Row i of the (processes, n) ``tensor`` goes to process i; row i of the result came from there."""
         message = AllToAll(self, tensor)
         yield message
@@ -240,7 +240,7 @@ class Communicator:
 
     def sum(
         self, tensors: Sequence[Tensor], wire: Wire, generator: torch.Generator | None = None
-    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
+    ) -> Exchange[tuple[list[Tensor], list[Tensor]]]:
         """The sums of fp32 tensors over the group, in one message in a wire format; the same bits on every process.
 
         Returns (sums, shares), shaped as ``tensors``. A share is what the sum holds of this process: over all, the
@@ -265,7 +265,7 @@ class Communicator:
             total, share = wire.restored(total), wire.restored(share)
         return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
 
-    def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Steps[list[Tensor]]:
+    def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Exchange[list[Tensor]]:
         """As ``sum``, where nobody wants the shares. ``tensors`` may be overwritten, and one may be its own sum."""
         if wire.exact:
             alone = len(tensors) == 1 and tensors[0].is_contiguous()
@@ -292,7 +292,7 @@ class Communicator:
 
     def _sum_rounded(
         self, message: Tensor, wire: Wire, generator: torch.Generator | None = None
-    ) -> Steps[tuple[Tensor, Tensor]]:
+    ) -> Exchange[tuple[Tensor, Tensor]]:
         """The sum of this process's own shard before it was rounded, in rotated values, and all shards."""
         received = yield from self.all_to_all(message)
         with record_function("edgc/round"):
@@ -303,7 +303,7 @@ class Communicator:
 
     def sum_shards(
         self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
-    ) -> Steps[tuple[list[Tensor], list[list[Tensor]]]]:
+    ) -> Exchange[tuple[list[Tensor], list[list[Tensor]]]]:
         """As ``sum``, but process i gets only the sums of ``shards[i]``: the all-to-all alone, half the bytes.
 
         Returns (this process's sums, shares of all that was put in). Shards are padded to the size of the largest one.

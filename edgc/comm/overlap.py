@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Steps, Work
+from edgc.comm.collectives import Exchange, Work
 from edgc.observe.timing import Spans
 
-MOST = 2  # reductions under way
+# Two at most: one computes while the message of the other is under way. Each holds its memory to its end.
+REDUCTIONS_UNDER_WAY = 2
 
 
 class Overlap:
@@ -19,8 +20,8 @@ class Overlap:
     started, and the rest when one is waited for, of all reductions in turn. So one computes while the message of
     another is under way, and messages leave in the order of the program, which is the same on every process of a group.
 
-    On CUDA the host waits for no message: all kernels are queued on one side stream, which does. The memory of a
-    reduction lasts to its end. So two reductions at most are under way, or fewer where they hold much.
+    On CUDA the CPU waits for no message: all kernels are queued on one side stream, which does. The memory of a
+    reduction lasts to its end. So ``REDUCTIONS_UNDER_WAY`` at most are under way, or fewer where they hold much.
     """
 
     def __init__(self, device: torch.device):
@@ -29,7 +30,7 @@ class Overlap:
 
     def start(
         self,
-        reduction: Steps[None],
+        reduction: Exchange[None],
         reads: Callable[[], Iterable[Tensor]] = tuple,
         spans: Spans | None = None,
         memory: float = 0.0,
@@ -37,7 +38,7 @@ class Overlap:
         """Start a reduction; the gradients may be used after ``wait`` on what is returned.
 
         ``reads`` gives the tensors made on another stream that the reduction reads and may drop. It is asked on CUDA
-        alone, where the host is done with them long before the side stream is: their memory must not be given away so
+        alone, where the CPU is done with them long before the side stream is: their memory must not be given away so
         early.
 
         ``spans`` gets the time of its own work and of its waits for messages; on CUDA as the side stream sees them.
@@ -55,7 +56,7 @@ class Overlap:
         handle.advance()  # before the others: it has no message to wait for
         self.advance()
         self._under_way.append(handle)
-        while len(self._under_way) > MOST:
+        while len(self._under_way) > REDUCTIONS_UNDER_WAY:
             self.advance()
         return handle
 
@@ -93,7 +94,7 @@ class _Own:
         self.start = collective
 
 
-def _one_message(collective: Callable[[], Work]) -> Steps[None]:
+def _one_message(collective: Callable[[], Work]) -> Exchange[None]:
     yield _Own(collective)
 
 
@@ -106,7 +107,7 @@ class Handle:
 
     def __init__(
         self,
-        reduction: Steps[None] | None,
+        reduction: Exchange[None] | None,
         overlap: Overlap,
         spans: Spans | None,
         kept: Work | None = None,

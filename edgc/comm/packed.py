@@ -69,14 +69,14 @@ def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
     return [values[place] for place in range(len(several))]
 
 
-def known_to_host(condition: Tensor) -> bool:
-    """Whether the host can ask for a condition without waiting for a device."""
+def on_cpu(condition: Tensor) -> bool:
+    """Whether the CPU can ask for a condition without waiting for a device."""
     return condition.device.type == "cpu"
 
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
     """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
-    if all(known_to_host(condition) for condition in conditions):  # then nothing is copied
+    if all(on_cpu(condition) for condition in conditions):  # then nothing is copied
         return [this if condition else other for condition, this, other in zip(conditions, these, others, strict=True)]
     messages = map_stacked(
         _chosen,

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.packed import Packed
 from edgc.errors import ReplicaMismatch
 
 KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared
-LARGEST = 2**20  # values of one tensor that are hashed
+HASHED_VALUES = 2**20  # of one tensor: hashing takes several times the memory of what is hashed. Not tuned.
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio as int64: neighbouring places get unlike weights
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A hash of the bits of the first ``LARGEST`` values, 0-dimensional int64 on the tensor's device.
+    """A hash of the bits of the first ``HASHED_VALUES`` values, 0-dimensional int64 on the tensor's device.
 
     It is a sum of 32-bit words times odd weights, modulo 2^64: a change of one word always changes it.
     """
-    octets = tensor.detach().reshape(-1)[:LARGEST].contiguous().view(torch.uint8)
+    octets = tensor.detach().reshape(-1)[:HASHED_VALUES].contiguous().view(torch.uint8)
     octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
     words = octets.view(torch.int32).long()
     weights = (torch.arange(1, len(words) + 1, device=words.device) * _MULTIPLIER) | 1
@@ -49,7 +49,7 @@ def compare(
     device: torch.device,
     iteration: int,
 ) -> None:
-    """Compare ranks or digests, by kind and parameter, with the other processes of the group; the host waits.
+    """Compare ranks or digests, by kind and parameter, with the other processes of the group; the CPU waits.
 
     ``kinds``: those of ``KINDS``; a name may be missing. All processes must call this. Raises ``ReplicaMismatch``.
     """
@@ -61,7 +61,7 @@ def compare(
         for name, own in kinds[kind].items():
             digests[places[name], column] = own
     uncounted = Communicator(communicator.group, Traffic())  # a check is no gradient traffic
-    gathered = run(uncounted.all_gather(digests.view(-1)))
+    gathered = run_to_end(uncounted.all_gather(digests.view(-1)))
     check(names, gathered.view(-1, *digests.shape), communicator.members, iteration)
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, cut_joined
+from edgc.comm.collectives import Communicator, Exchange, cut_joined
 from edgc.comm.wire import GROUP, Wire, in_groups
 
 
 def gather_differences(
     shards: Sequence[Tensor], parts: Sequence[Sequence[int]], before: Tensor, wire: Wire, communicator: Communicator
-) -> Steps[None]:
+) -> Exchange[None]:
     """Bring every process's update of its own shard to all processes, in place.
 
     ``shards``: all (n,) shards of a buffer, in the order of processes, alike on every process but for its own, which it

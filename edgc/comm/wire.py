@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from edgc.comm.packing import pack, unpack
+from edgc.comm.bit_packing import pack, unpack
 from edgc.seeding import stable_seed
 
 GROUP = 128

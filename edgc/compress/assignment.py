@@ -10,15 +10,16 @@ from edgc.compress.batch import triton_kernels
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, Reduction, Route
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
 
-# By all reductions under way, over the gradients of one of them in fp32. Of a stage with three units it is 4/9. Writing
-# the errors of a matrix takes the rest, up to half.
+# What all reductions under way may hold together, as a multiple of one unit's gradients in fp32. With three units that
+# is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
+# docs/algorithm.md, 7, names.
 MOST_HELD = 4 / 3
-ROUNDING = 8  # times the memory of a portion that rounding and summing it takes
+ROUNDING_MEMORY = 8  # times the memory of a portion that rounding and summing it takes
 LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold
 
 
@@ -113,10 +114,10 @@ class Assignment:
                 factors += self.ranks[name] * (self.specs[name].rows + self.specs[name].cols)
             if not low_rank or gradient.dtype != torch.float32:
                 rounded += gradient.numel()
-        held = rounded + ROUNDING * min(rounded, routes.portion_of(rounded)) + 2 * factors
+        held = rounded + ROUNDING_MEMORY * min(rounded, routes.portion_of(rounded)) + 2 * factors
         return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
-    def routes(self, gradients: Mapping[str, Tensor], reduction: Reduction, measured: bool) -> list[Route]:
+    def routes(self, gradients: Mapping[str, Tensor], context: ReductionContext, measured: bool) -> list[Route]:
         """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
@@ -124,17 +125,17 @@ class Assignment:
         taken: dict[Elementwise, dict[str, Tensor]] = {}
         for name, gradient in others.items():
             taken.setdefault(self.elementwise(name), {})[name] = gradient
-        routes += [ElementwiseRoute(own, self.specs, reduction, engine) for engine, own in taken.items()]
+        routes += [ElementwiseRoute(own, self.specs, context, engine) for engine, own in taken.items()]
         if not ranked:
             return routes
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
             before = {name: self.elementwise(name) for name in ranked if name in self.formats}
             first = {name: engine for name, engine in before.items() if isinstance(engine, Rows)}
-            if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, reduction):
-                routes.append(FusedRoute(ranked, self.specs, reduction, self.engine, self.ranks, kernels))
+            if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, context):
+                routes.append(FusedRoute(ranked, self.specs, context, self.engine, self.ranks, kernels))
             else:
-                routes.append(FactorRoute(ranked, self.specs, reduction, self.engine, self.ranks, first))
+                routes.append(FactorRoute(ranked, self.specs, context, self.engine, self.ranks, first))
         elif isinstance(self.engine, Elementwise):
-            routes.append(ElementwiseRoute(ranked, self.specs, reduction, self.engine))
+            routes.append(ElementwiseRoute(ranked, self.specs, context, self.engine))
         return routes

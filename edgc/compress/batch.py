@@ -49,7 +49,7 @@ class Batch(Mapping[str, Operand]):
     def T(self) -> "Batch":  # noqa: N802 - as of a tensor
         return Batch({name: operand.T for name, operand in self.items()})
 
-    def times(self, factors: Sequence[Tensor]) -> list[Tensor]:
+    def multiplied_by(self, factors: Sequence[Tensor]) -> list[Tensor]:
         """factor (r x m) @ M of each pair: (r x n). Pairs of equal shapes are one operation."""
         matrices = [operand.matrix for operand in self.values()]
         divided = _where_known(
@@ -129,7 +129,7 @@ class FusedBatch(Batch):
         batch._unprepared = self._unprepared
         return batch
 
-    def times(self, factors: Sequence[Tensor]) -> list[Tensor]:
+    def multiplied_by(self, factors: Sequence[Tensor]) -> list[Tensor]:
         products = []
         for (name, operand), factor in zip(self.items(), factors, strict=True):
             divided = factor if operand.scales is None else factor / operand.scales[0].T

@@ -16,13 +16,19 @@ from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32
 from edgc.stacking import by_shape, map_stacked, stacked
 
-DECAY = 0.95  # of the moving averages, per step
-LARGEST = 10.0  # times the average is the most that the squared norm of one sum counts as: else a spike sets the scales
+# Of the moving averages, per step: about the mean of the last 20 squares. Not tuned.
+SCALE_DECAY = 0.95
+# The squared norm of one sum counts as at most so many times its average: else a spike in a few rows would set the
+# scales of the next hundred steps. Not tuned.
+LARGEST_GROWTH = 10.0
 SIDES = "rows", "columns"
-# Smallest row or column scale, relative to the root mean square over all. Where rows have a gradient only when their
-# tokens occur, the row of a rare token has a small scale until then: divided by it, the row would outweigh all others,
-# and what compression leaves out of it would fall upon them.
-FLOOR, FLOOR_OF_SPARSE_ROWS = 1e-3, 0.3
+# The smallest row or column scale, relative to the root mean square over all, keeps the division harmless where a row
+# has hardly any gradient. Not tuned.
+SCALE_FLOOR = 1e-3
+# Where rows have a gradient only when their tokens occur, the row of a rare token has a small scale until then: divided
+# by it, the row would outweigh all others, and what compression leaves out of it would fall upon them. Trials with 0.3
+# are in docs/frontier/trials.json.
+SCALE_FLOOR_OF_SPARSE_ROWS = 0.3
 
 
 class Equaliser:
@@ -39,7 +45,7 @@ class Equaliser:
         """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none."""
         known = [name for name in names if name in self._moments]
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for floor, sparse in ((FLOOR, False), (FLOOR_OF_SPARSE_ROWS, True)):
+        for floor, sparse in ((SCALE_FLOOR, False), (SCALE_FLOOR_OF_SPARSE_ROWS, True)):
             own = [name for name in known if (name in self.sparse_rows) == sparse]
             relative = partial(_relative, floor=floor)
             rows, cols = (map_stacked(relative, [self._moments[name][side] for name in own]) for side in (0, 1))
@@ -68,12 +74,12 @@ class Equaliser:
             torch.cat([stacked([own[place] for place in places]).sum(dim=-1) for places in groups])
             for own in (*sums, moments[0])
         )
-        # Squares may overflow, in the sums of rows, of columns or of both, and so may ``LARGEST`` times them below.
-        taken = finite & (of_rows + of_cols < torch.finfo(torch.float32).max / LARGEST)
+        # Squares may overflow, in sums of rows, of columns or of both, and so may ``LARGEST_GROWTH`` times them below.
+        taken = finite & (of_rows + of_cols < torch.finfo(torch.float32).max / LARGEST_GROWTH)
         # Only ratios matter: there is no bias of a start at the first value to correct.
-        known, most = before > 0, LARGEST * before
-        fresh = torch.where(known, (1 - DECAY) * most / torch.maximum(of_rows, most), 1.0)
-        weights = [taken, fresh, known * DECAY]
+        known, most = before > 0, LARGEST_GROWTH * before
+        fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
+        weights = [taken, fresh, known * SCALE_DECAY]
         per_group = zip(*(torch.split(one.unsqueeze(-1), [len(g) for g in groups]) for one in weights), strict=True)
         for places, (own_taken, own_fresh, own_kept) in zip(groups, per_group, strict=True):
             rows, cols = (

@@ -16,12 +16,11 @@ from edgc.stacking import batches, map_stacked
 class ErrorRule:
     """How errors are kept. Any other rule than the default one, in fp32, loses a part of gradients.
 
-    ``wire``: format in memory. ``decay``: share of an error that is kept. ``average``: weight of older errors in a
-    moving average. ``reset_every``: errors are dropped after so many iterations (0: never).
+    ``wire``: format in memory. ``average``: weight of older errors in a moving average. ``reset_every``: errors are
+    dropped after so many iterations (0: never).
     """
 
     wire: Wire
-    decay: float = 1.0
     average: float = 0.0
     reset_every: int = 0
 
@@ -94,8 +93,6 @@ class ErrorFeedback:
                 values = [was.view_as(error) for was, error in zip(unpack_all(older), new, strict=True)]
             if waiting:
                 torch._foreach_add_(new, values, alpha=waiting)
-            if rule.decay != 1:
-                new = [error * rule.decay for error in new]
             if rule.average:
                 new = [torch.lerp(error, was, rule.average) for error, was in zip(new, values, strict=True)]
             if rule.reset_every and (iteration + 1) % rule.reset_every == 0:

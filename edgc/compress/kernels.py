@@ -201,7 +201,7 @@ def write_back(
     """error = (M - share) / excess + waiting * older; then these rows of ``matrix``, which held M, =
     product * loss_scale.
 
-    Where ``finite`` (bool, 0-dimensional, never read by the host) is false: error = older, bit for bit, or zeros for
+    Where ``finite`` (bool, 0-dimensional, never read by the CPU) is false: error = older, bit for bit, or zeros for
     None, and those rows are NaN. ``matrix`` (rows x cols) and the factors of ``share`` and ``product``, of
     the same rank, are fp32; ``error``, new memory, and ``older`` have the matrix's shape and one type, fp32 or bf16;
     all have any strides. ``loss_scale`` and ``excess`` are 0-dimensional on the device, fp32. ``seed``, from 0 to

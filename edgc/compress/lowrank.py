@@ -85,7 +85,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
         gram = basis.mT @ basis
         if added:
             gram.diagonal(dim1=-2, dim2=-1).add_(added)
-        factor, _ = torch.linalg.cholesky_ex(gram)  # does not make the host wait to see whether it failed
+        factor, _ = torch.linalg.cholesky_ex(gram)  # does not make the CPU wait to see whether it failed
         basis = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
     return basis.float()
 
@@ -101,7 +101,7 @@ def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = or
     """Orthonormal basis of the columns of ``factor`` (... x n x rank, rank <= n), strongest first, and their norms.
 
     (... x n x rank) and (... x rank), fp32: QR of the columns sorted by norm. Those of warm-started factors are nearly
-    orthogonal, so this comes close to singular vectors and values, and no kernel of it makes the host wait.
+    orthogonal, so this comes close to singular vectors and values, and no kernel of it makes the CPU wait.
     """
     strengths, order = torch.linalg.vector_norm(factor.float(), dim=-2).sort(descending=True, stable=True)
     return orthonormalise(factor.gather(-1, order.unsqueeze(-2).expand_as(factor))), strengths

@@ -63,7 +63,7 @@ class MessageFormat:
         return sum(self.wire.tensor_bytes(side * rank) for side in (self.rows, self.cols))
 
     def header(self, step: int, sender: int, forward: bool, place: int) -> Tensor:
-        """int64 (4,): step, which of its messages (see ``told``), rank (0: none), size."""
+        """int64 (4,): step, which of its messages (see ``described_header``), rank (0: none), size."""
         which = (place * 2 + forward) * STAGES + sender
         return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int64)
 

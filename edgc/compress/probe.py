@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes, run
+from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes, run_to_end
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
@@ -164,7 +164,7 @@ def _seconds(
 ) -> float:
     for group in groups:
         group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
-    run(communicator.all_reduce(torch.zeros(1, device=device)))  # start together
+    run_to_end(communicator.all_reduce(torch.zeros(1, device=device)))  # start together
     synchronise(device)
     start = time.perf_counter()
     work()

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.replicas import compare, digest, digests_by_parameter
 from edgc.compress.assignment import Assignment
 from edgc.compress.engines.base import LowRank, all_finite
-from edgc.compress.routes import Reduction, agree
+from edgc.compress.routes import ReductionContext, agree
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
@@ -68,7 +68,7 @@ class GradientReducer(Assignment):
         iteration: int,
         loss_scale: Tensor | None = None,
         shards: Mapping[str, ShardBounds] | None = None,
-    ) -> Steps[None]:
+    ) -> Exchange[None]:
         """Replace every local gradient by the sum over the group, in place.
 
         ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
@@ -91,7 +91,7 @@ class GradientReducer(Assignment):
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
         state, measured = self.state, self.observer.measures(iteration) and self.compressed
         equaliser = state.equaliser if self.config.equalise else None
-        reduction = Reduction(
+        context = ReductionContext(
             iteration,
             loss_scale,
             shards or {},
@@ -100,7 +100,7 @@ class GradientReducer(Assignment):
             equaliser,
             self.config.study.error_gain,
         )
-        routes = self.routes(gradients, reduction, measured)
+        routes = self.routes(gradients, context, measured)
 
         # Norms are taken before errors are added. A sum in fp32 leaves no error: there the host's clipping is enough.
         fed_back = {name: matrix for route in routes if route.fed_back for name, matrix in route.matrices.items()}
@@ -112,7 +112,7 @@ class GradientReducer(Assignment):
             rows = {m.name: gradients[m.name] for m in self.allocation.matrices if m.name in gradients}
             rows = {name: _squared_rows(gradient, self.specs[name].rows) for name, gradient in rows.items()}
         if state.fidelity is not None and measured and fed_back:
-            samples = SampledEntries(state.fidelity, fed_back, reduction)
+            samples = SampledEntries(state.fidelity, fed_back, context)
         for route in routes:
             route.prepare(excess)
         route_of = {name: route for route in routes for name in route.matrices}
@@ -129,7 +129,7 @@ class GradientReducer(Assignment):
             exchanges.append(samples.exchange())
 
         yield from interleave(exchanges)
-        # Decided on the device: the host does not wait for it, so that the next bucket's steps can be queued.
+        # Decided on the device: the CPU does not wait for it, so that the next unit's steps can be queued.
         finite, squared_norms = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(finite)
@@ -148,7 +148,7 @@ class GradientReducer(Assignment):
         if samples is not None:
             self.observer.add_fidelity((yield from samples.compare(gradients, finite)))
 
-    def _sum_as_the_host(self, gradients: Mapping[str, Tensor]) -> Steps[None]:
+    def _sum_as_the_host(self, gradients: Mapping[str, Tensor]) -> Exchange[None]:
         """A plain sum whose values travel in the gradients' own types."""
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values()):
             own = [gradient for gradient in gradients.values() if gradient.dtype == dtype]
@@ -159,7 +159,7 @@ class GradientReducer(Assignment):
         if self.verify:
             self._digests = {name: digest(gradient) for name, gradient in gradients.items()}
 
-    def _sum_rows(self, squares: Mapping[str, Tensor]) -> Steps[None]:
+    def _sum_rows(self, squares: Mapping[str, Tensor]) -> Exchange[None]:
         """Over the group, for the plan that follows the warm-up. Each process has seen other tokens."""
         total = yield from self.communicator.all_reduce(torch.cat(list(squares.values())))
         parts = torch.split(total, [len(own) for own in squares.values()])
@@ -171,7 +171,7 @@ class GradientReducer(Assignment):
         self.observer.roll_back(iteration)
 
     def compare_replicas(self, iteration: int) -> None:
-        """Compare ranks, factors, scales and the last sums with the other processes of the group; the host waits.
+        """Compare ranks, factors, scales and the last sums with the other processes of the group; the CPU waits.
 
         Every process of the group must call this after a reduction with ``verify`` set. Raises ``ReplicaMismatch``.
         """

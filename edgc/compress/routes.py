@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.packed import Packed
 from edgc.comm.replicas import digest
 from edgc.comm.wire import GROUP
@@ -39,7 +39,7 @@ SquaredNorms = dict[str, tuple[Tensor, Tensor]]  # of the rows and of the column
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionContext:
     """What the routes of one reduction share.
 
     ``shards``: by name, where in a flattened gradient the part of each process begins and ends; a process needs no more
@@ -67,18 +67,18 @@ class Route(ABC):
     Args:
         gradients: contiguous, by name.
         specs: their shapes as matrices, also of others.
-        step: what all routes share.
+        context: what all routes share.
     """
 
     fed_back = True  # whether sums may leave errors
     error_rule: ErrorRule | None = None  # by which an engine keeps them; None: by that of the run
 
-    def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], reduction: Reduction):
+    def __init__(self, gradients: Mapping[str, Tensor], specs: Mapping[str, MatrixSpec], context: ReductionContext):
         self.gradients = gradients
         # view, not reshape: the sums have to reach the gradients; those in 16 bits are copied
         self.matrices = {name: gradient.view(specs[name].rows, -1).float() for name, gradient in gradients.items()}
-        self.reduction = reduction
-        self.error_gain = reduction.error_gain if self.fed_back else 1.0  # the share of an error that ``prepare`` adds
+        self.context = context
+        self.error_gain = context.error_gain if self.fed_back else 1.0  # the share of an error that ``prepare`` adds
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
         self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
         self.squared_norms: SquaredNorms = {}  # after the exchange; of sharded sums those of own parts
@@ -92,7 +92,7 @@ class Route(ABC):
         ``excess``: what to divide each new error by, by name: 0-dimensional, 1 unless the gradient is a spike.
         """
         self.excess = excess
-        self.reduction.feedback.add_to(self.matrices, self.reduction.loss_scale, self.error_gain)
+        self.context.feedback.add_to(self.matrices, self.context.loss_scale, self.error_gain)
 
     def owed(self, name: str) -> Tensor:
         """After ``prepare``: the gradient with the whole of its error, (rows x cols); perhaps M itself."""
@@ -101,25 +101,25 @@ class Route(ABC):
 
     def _waiting(self, name: str) -> Tensor | None:
         """The error of which ``prepare`` has added a part alone, (rows x cols); None: nothing waits."""
-        packed = self.reduction.feedback.packed
+        packed = self.context.feedback.packed
         if self.error_gain == 1 or name not in packed:
             return None
         return packed[name].values().view_as(self.matrices[name])
 
     @abstractmethod
-    def exchange(self) -> Steps[None]:
+    def exchange(self) -> Exchange[None]:
         """Sum over the processes."""
 
     def commit(self, finite: Tensor) -> None:
         """Write the sums, in the loss scale, and keep the errors, if all sums of the step are ``finite``."""
-        feedback = self.reduction.feedback
+        feedback = self.context.feedback
         if self.errors:
-            iteration, waiting = self.reduction.iteration, 1 - self.error_gain
+            iteration, waiting = self.context.iteration, 1 - self.error_gain
             feedback.store(self.errors, finite, iteration, self.error_rule, self.excess, waiting)
             self.errors = {}
         else:
             owing = [name for name in self.matrices if name in feedback.packed]
-            if owing and bool(finite):  # the host waits once, when compression ends
+            if owing and bool(finite):  # the CPU waits once, when compression ends
                 for name in owing:
                     feedback.clear(name)
         if self.narrow:
@@ -135,7 +135,7 @@ class Route(ABC):
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
     def _scale(self) -> Tensor | float:
-        return 1.0 if self.reduction.loss_scale is None else self.reduction.loss_scale
+        return 1.0 if self.context.loss_scale is None else self.context.loss_scale
 
     def _gain(self, finite: Tensor) -> Tensor:
         """What sums are multiplied with, 0-dimensional: the loss scale, or NaN."""
@@ -150,12 +150,12 @@ class Route(ABC):
             matrix = self.matrices[name]
             total = self.narrow[name] = (matrix * scale).to(gradient.dtype)
             if name in self.errors:  # all processes know what is cut off: each keeps an equal part
-                self.errors[name] += (matrix - total.float() / scale) / self.reduction.communicator.world_size
+                self.errors[name] += (matrix - total.float() / scale) / self.context.communicator.world_size
         if self.narrow:
             self.finite = self.finite & all_finite(list(self.narrow.values()))
 
 
-def agree(routes: Sequence[Route], communicator: Communicator) -> Steps[tuple[Tensor, SquaredNorms]]:
+def agree(routes: Sequence[Route], communicator: Communicator) -> Exchange[tuple[Tensor, SquaredNorms]]:
     """After the exchanges: whether all sums are finite on all processes, and the squared norms of whole sums.
 
     Only of sums in parts does a process not know this by itself.
@@ -179,37 +179,37 @@ class ElementwiseRoute(Route):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        reduction: Reduction,
+        context: ReductionContext,
         engine: Elementwise,
     ):
         self.engine = engine
         self.fed_back, self.error_rule = not engine.exact, engine.error_rule
-        super().__init__(gradients, specs, reduction)
+        super().__init__(gradients, specs, context)
 
-    def exchange(self) -> Steps[None]:
-        matrices, reduction = self.matrices, self.reduction
-        equalised = reduction.equaliser is not None and self.fed_back and self.engine.equalised
-        scales = reduction.equaliser.scales(matrices) if reduction.equaliser is not None and equalised else {}
+    def exchange(self) -> Exchange[None]:
+        matrices, context = self.matrices, self.context
+        equalised = context.equaliser is not None and self.fed_back and self.engine.equalised
+        scales = context.equaliser.scales(matrices) if context.equaliser is not None and equalised else {}
         for name, (rows, cols) in scales.items():
             matrices[name].div_(rows).div_(cols)
         if self.fed_back:
             self.errors = {name: torch.empty_like(matrix) for name, matrix in matrices.items()}
-        self.engine.begin(list(matrices), reduction.iteration, reduction.communicator.process)
+        self.engine.begin(list(matrices), context.iteration, context.communicator.process)
         yield from self._sum_in_place()
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
-        if reduction.equaliser is not None:
+        if context.equaliser is not None:
             self.squared_norms = {
-                name: squared_norms(matrix, reduction.own_part(name) if self.sharded else None)
+                name: squared_norms(matrix, context.own_part(name) if self.sharded else None)
                 for name, matrix in matrices.items()
                 if matrix.shape[0] > 1
             }
         self._round_narrow()
 
-    def _sum_in_place(self) -> Steps[None]:
+    def _sum_in_place(self) -> Exchange[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
-        communicator, engine = self.reduction.communicator, self.engine
+        communicator, engine = self.context.communicator, self.engine
         if not isinstance(engine, Piecewise):
             result = yield from engine.sum(list(self.matrices.values()), communicator)
             listed = list(self.matrices.values())
@@ -240,11 +240,11 @@ class ElementwiseRoute(Route):
 
     def _pieces_of_processes(self) -> "list[list[Piece]]":
         """What each process needs of the sums; nothing if all need all."""
-        if not self.reduction.shards:
+        if not self.context.shards:
             return []
-        parts: list[list[Piece]] = [[] for _ in range(self.reduction.communicator.world_size)]
+        parts: list[list[Piece]] = [[] for _ in range(self.context.communicator.world_size)]
         for name in self.matrices:
-            for part, (start, stop) in zip(parts, pairwise(self.reduction.shards[name]), strict=True):
+            for part, (start, stop) in zip(parts, pairwise(self.context.shards[name]), strict=True):
                 if start < stop:
                     part.append((name, start, stop))
         return parts
@@ -260,12 +260,12 @@ class FactorRoute(Route):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        reduction: Reduction,
+        context: ReductionContext,
         engine: LowRank,
         ranks: Mapping[str, int],
         first: Mapping[str, Rows] | None = None,
     ):
-        super().__init__(gradients, specs, reduction)
+        super().__init__(gradients, specs, context)
         self.specs = specs
         self.engine = engine
         self.ranks = ranks
@@ -273,28 +273,28 @@ class FactorRoute(Route):
         self.first_sums: dict[str, tuple[Tensor, Tensor]] = {}  # indices of rows and their sums
         self.factored: FactoredSums | None = None
 
-    def exchange(self) -> Steps[None]:
-        reduction = self.reduction
+    def exchange(self) -> Exchange[None]:
+        context = self.context
         for name, engine in self.first.items():
-            engine.begin([name], reduction.iteration, reduction.communicator.process)
+            engine.begin([name], context.iteration, context.communicator.process)
         taken = yield from interleave(
-            [engine.sum_rows([self.matrices[name]], reduction.communicator) for name, engine in self.first.items()]
+            [engine.sum_rows([self.matrices[name]], context.communicator) for name, engine in self.first.items()]
         )
         for name, parts in zip(self.first, taken, strict=True):
             self.matrices[name].index_add_(0, parts.rows[0], parts.shares[0], alpha=-1)
             self.first_sums[name] = parts.rows[0], parts.sums[0]
         finite_rows = [parts.finite for parts in taken]
         del taken  # the shares' memory
-        scales = {} if reduction.equaliser is None else reduction.equaliser.scales(self.matrices)
+        scales = {} if context.equaliser is None else context.equaliser.scales(self.matrices)
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
-            if self.engine.transposes(self.specs[name], reduction.iteration):
+            if self.engine.transposes(self.specs[name], context.iteration):
                 operands[name] = operands[name].T
         factored = yield from self.engine.sum(
-            self._batch(operands), self.ranks, reduction.iteration, reduction.communicator
+            self._batch(operands), self.ranks, context.iteration, context.communicator
         )
         self.factored, self.finite = factored, torch.stack([factored.finite, *finite_rows]).all()
-        if reduction.equaliser is not None:
+        if context.equaliser is not None:
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
@@ -307,7 +307,7 @@ class FactorRoute(Route):
 
     def commit(self, finite: Tensor) -> None:
         assert self.factored is not None
-        self.engine.commit(self.factored, self.reduction.iteration, finite)
+        self.engine.commit(self.factored, self.context.iteration, finite)
         if self.narrow:
             super().commit(finite)
             return
@@ -338,7 +338,7 @@ class FactorRoute(Route):
                 else:  # error = waiting * older + M / excess - share / excess
                     error = torch.addcdiv(older, matrix, self.excess[name], value=1 / waiting)
                 error.addmm_(divided[place], shares[place].right, beta=waiting, alpha=-1)
-            self.reduction.feedback.store({name: error}, finite, self.reduction.iteration)
+            self.context.feedback.store({name: error}, finite, self.context.iteration)
             with record_function("edgc/reconstruct"):
                 Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
                 if name in self.first_sums:
@@ -346,9 +346,9 @@ class FactorRoute(Route):
                     matrix.index_add_(0, rows, total * gain)
 
     def _own_rows(self, name: str) -> slice:
-        if name not in self.reduction.shards:
+        if name not in self.context.shards:
             return slice(None)
-        (start, stop), cols = self.reduction.own_part(name), self.specs[name].cols
+        (start, stop), cols = self.context.own_part(name), self.specs[name].cols
         return slice(start // cols, -(-stop // cols))
 
 
@@ -359,21 +359,21 @@ class FusedRoute(FactorRoute):
         self,
         gradients: Mapping[str, Tensor],
         specs: Mapping[str, MatrixSpec],
-        reduction: Reduction,
+        context: ReductionContext,
         engine: LowRank,
         ranks: Mapping[str, int],
         kernels: ModuleType,
     ):
-        super().__init__(gradients, specs, reduction, engine, ranks)
+        super().__init__(gradients, specs, context, engine, ranks)
         self.kernels = kernels
 
     @staticmethod
     def fits(
-        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], reduction: Reduction
+        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], context: ReductionContext
     ) -> bool:
         """Whether the kernels take these gradients, ranks and errors."""
-        rule = reduction.feedback.rule
-        errors = rule.wire.bits >= 16 and not rule.wire.floating and rule.decay == 1 and rule.average == 0
+        kept_in = context.feedback.rule.wire
+        errors = kept_in.bits >= 16 and not kept_in.floating
         narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
         return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
 
@@ -382,20 +382,20 @@ class FusedRoute(FactorRoute):
         self.excess = excess
 
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
-        packed = self.reduction.feedback.packed
+        packed = self.context.feedback.packed
         errors = {}
         for name, operand in operands.items():
             if name in packed:
                 error = packed[name].stored().view_as(self.matrices[name])
                 errors[name] = error.T if operand.transposed else error
-        return FusedBatch(self.kernels, operands, errors, self.reduction.loss_scale, self.error_gain)
+        return FusedBatch(self.kernels, operands, errors, self.context.loss_scale, self.error_gain)
 
     def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
-        feedback, loss_scale = self.reduction.feedback, self.reduction.loss_scale
+        feedback, loss_scale = self.context.feedback, self.context.loss_scale
         for name, matrix in self.matrices.items():
             older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
             error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
-            seed = feedback.draw(name, "error", self.reduction.iteration) >> 32
+            seed = feedback.draw(name, "error", self.context.iteration) >> 32
             share, total, rows, excess = (
                 factored.shares[name],
                 factored.sums[name],

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import FP32
-from edgc.compress.routes import Reduction
+from edgc.compress.routes import ReductionContext
 from edgc.observe.fidelity import FidelitySampler
 
 
@@ -17,13 +17,13 @@ class SampledEntries:
     Args:
         sampler: where entries are, and what is known of them.
         matrices: those that leave errors, before any phase: gradients in the loss scale. They are changed in place.
-        step: what all routes share.
+        context: what all routes share.
     """
 
-    def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], reduction: Reduction):
+    def __init__(self, sampler: FidelitySampler, matrices: Mapping[str, Tensor], context: ReductionContext):
         self.sampler = sampler
         self.matrices = matrices
-        self.reduction = reduction
+        self.context = context
         self.true = self._unscaled(sampler.take(matrices))
         self.owed = self.true
 
@@ -31,23 +31,23 @@ class SampledEntries:
         """Once the routes have added errors. ``owed``: of a name, the gradient with the whole of its error."""
         self.owed = torch.cat([self.sampler.take({name: owed(name)}) for name in self.matrices])
 
-    def exchange(self) -> Steps[None]:
+    def exchange(self) -> Exchange[None]:
         """Sum over the processes."""
-        self.true, self.owed = yield from _sums([self.true, self.owed], self.reduction.communicator)
+        self.true, self.owed = yield from _sums([self.true, self.owed], self.context.communicator)
 
-    def compare(self, gradients: Mapping[str, Tensor], finite: Tensor) -> Steps[dict[str, Tensor]]:
+    def compare(self, gradients: Mapping[str, Tensor], finite: Tensor) -> Exchange[dict[str, Tensor]]:
         """Once the routes have written the sums into ``gradients``: what ``FidelitySampler.compare`` gives."""
-        reduction, sampler = self.reduction, self.sampler
+        context, sampler = self.context, self.sampler
         got = sampler.take({name: gradients[name] for name in self.matrices})
-        if reduction.shards:  # a process knows only its own part of the sums
-            inside = sampler.inside(self.matrices, {name: reduction.own_part(name) for name in self.matrices})
-            (got,) = yield from _sums([torch.where(inside, got, 0.0)], reduction.communicator)
+        if context.shards:  # a process knows only its own part of the sums
+            inside = sampler.inside(self.matrices, {name: context.own_part(name) for name in self.matrices})
+            (got,) = yield from _sums([torch.where(inside, got, 0.0)], context.communicator)
         return sampler.compare(list(self.matrices), (self.true, self.owed, self._unscaled(got)), finite)
 
     def _unscaled(self, values: Tensor) -> Tensor:
-        return values if self.reduction.loss_scale is None else values / self.reduction.loss_scale
+        return values if self.context.loss_scale is None else values / self.context.loss_scale
 
 
-def _sums(tensors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
+def _sums(tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[list[Tensor]]:
     sums, _ = yield from communicator.sum(tensors, FP32)
     return sums

@@ -22,7 +22,8 @@ from torch import Tensor
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32
 
-DECAY = 0.95  # of the running norm, per step
+# Of a running norm, per step: it is the mean of about the last 20 norms, so that it follows training. Not tuned.
+RUNNING_NORM_DECAY = 0.95
 
 
 def excess(norms: Tensor, running: Tensor, limit: float) -> Tensor:
@@ -42,7 +43,7 @@ def moved(norms: Tensor, running: Tensor, finite: Tensor, limit: float) -> Tenso
     A spike counts as ``limit`` times the running norm: a gradient that stays large is no spike any more after a few
     steps (of 100 times the norm, with a limit of 5, after 17). A gradient of zeros says nothing of its size.
     """
-    after = torch.lerp(torch.minimum(norms, limit * running), running, DECAY)
+    after = torch.lerp(torch.minimum(norms, limit * running), running, RUNNING_NORM_DECAY)
     after = torch.where(running > 0, after, norms)
     return torch.where(finite & (norms > 0) & (after < math.inf), after, running)
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
 from edgc.compress.engines.base import Engine
@@ -36,8 +36,7 @@ class CompressionState:
         sparse_rows: Collection[str] = (),
     ):
         kept_in = wire(config.formats.error_dtype, stochastic=config.formats.error_dtype != "fp32")
-        rule = ErrorRule(kept_in, config.study.error_decay, config.study.error_average)
-        self.feedback = ErrorFeedback(rule, device, config.seed, process)
+        self.feedback = ErrorFeedback(ErrorRule(kept_in), device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser(sparse_rows)
         share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
@@ -104,11 +103,11 @@ class CompressionState:
         norms = self.norms.values()
         if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
             both = torch.cat([norms, (norms > 0).float()])
-            total, seen = run(uncounted.all_reduce(both)).chunk(2)
+            total, seen = run_to_end(uncounted.all_reduce(both)).chunk(2)
             self.norms.set_values(total / seen.clamp_min(1))
         for name in sorted(self.feedback.packed):
             error = self.feedback.packed[name].values()
-            total = run(uncounted.all_reduce(error.flatten().clone())).view_as(error)
+            total = run_to_end(uncounted.all_reduce(error.flatten().clone())).view_as(error)
             self.feedback.share(name, total, communicator.world_size, iteration)
             yield name, total
 

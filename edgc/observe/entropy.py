@@ -1,7 +1,7 @@
 """GDS, the gradient data sampler: which entries of which iterations are looked at, and their entropy.
 
 Three estimators of differential entropy in nats share one contract. ``x`` is a tensor of any shape, device
-and floating dtype, read as n independent draws; the result is a Python float, for which the host waits for a GPU, but
+and floating dtype, read as n independent draws; the result is a Python float, for which the CPU waits for a GPU, but
 of the Gaussian one a 0-dimensional float64 tensor on x's device, for which it does not.
 
 - Multiplying x by c adds log |c|, up to rounding of the scaled values.

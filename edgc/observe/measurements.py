@@ -47,7 +47,7 @@ class Measurements:
         spikes = (excess > 1) & finite
         self.spikes = self.spikes + spikes.sum()
         largest, before = torch.where(spikes, excess * limit, 0.0).max(), self.largest_spike
-        # a number, as after a window: no copy of it to the device, for which the host would wait
+        # a number, as after a window: no copy of it to the device, for which the CPU would wait
         self.largest_spike = largest.clamp_min(before) if isinstance(before, float) else torch.maximum(largest, before)
 
     def mean_energies(self) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Spans timed on the CPU's clock or by CUDA events, without making the host wait inside a training step."""
+"""Spans timed on the CPU's clock or by CUDA events, without making the CPU wait inside a training step."""
 
 import time
 from collections.abc import Callable

@@ -71,8 +71,9 @@ class StageCost:
     """Seconds that a stage's whole data-parallel reduction takes: compressed as a function of rank, and dense.
 
     Both include the parameters that low rank leaves, as the reductions timed in training do. ``dense_seconds`` is for
-    what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum in
-    fp32, which compression has to beat. Of a message between stages both are of its values.
+    what EDGC does while a stage is not compressed, in ``dense_wire``; ``host_seconds`` for the host's own sum, which
+    compression has to beat: an all-reduce in the gradients' type, or half of one where the host scatters. Of a message
+    between stages both are of its values.
 
     ``rounded_seconds``: of the same with every value rounded to few bits, None where that was not timed;
     ``volume_rank``: the mean rank that the volume pays for, where low rank has to be compared with it.

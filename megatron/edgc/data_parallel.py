@@ -14,7 +14,17 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
-from edgc.comm.collectives import All, AllReduce, Communicator, Steps, Together, Traffic, Work, interleave, run
+from edgc.comm.collectives import (
+    All,
+    AllReduce,
+    Communicator,
+    Exchange,
+    Together,
+    Traffic,
+    Work,
+    interleave,
+    run_to_end,
+)
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
@@ -167,7 +177,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
         return sums.overlap.start_own(own_collective, sums.spans)
 
-    def _sum_pieces(self) -> Steps[None]:
+    def _sum_pieces(self) -> Exchange[None]:
         """Sum the buckets without a tied embedding, which is summed with its other copies."""
         pieces = []
         for bucket in self.buckets:
@@ -201,7 +211,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:
             with torch.no_grad():
-                run(gather)
+                run_to_end(gather)
             if self.ddp_config.overlap_param_gather:
                 self._post_param_sync()
         self.param_gather_dispatched = True
@@ -260,7 +270,7 @@ class WeightGather:
 
     def gather(
         self, all_shards: Sequence[Sequence[Tensor]], all_parts: Sequence[Sequence[Sequence[int]]]
-    ) -> Steps[None]:
+    ) -> Exchange[None]:
         """Gather the differences of all buckets at once."""
         assert self.before is not None and self.wire is not None
         yield from interleave(

@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
-from edgc.comm.collectives import Traffic, all_reduce_bytes, run
+from edgc.comm.collectives import Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
@@ -109,7 +109,7 @@ class TiedEmbedding:
         )
         start = self._spans.mark()
         with torch.no_grad():
-            run(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
+            run_to_end(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
         self._spans.add(start)
 
 

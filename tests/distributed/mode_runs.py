@@ -41,7 +41,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 import edgc.plan.allocation  # noqa: E402
 import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
-from edgc.comm.collectives import Steps  # noqa: E402
+from edgc.comm.collectives import Exchange  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
@@ -80,7 +80,7 @@ class Watch:
             iteration: int,
             loss_scale: Tensor | None = None,
             shards: Mapping[str, Sequence[int]] | None = None,
-        ) -> Steps[None]:
+        ) -> Exchange[None]:
             scale = 1.0 if loss_scale is None else float(loss_scale)
             excess = _excess(reducer, gradients, loss_scale)
             put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}

@@ -224,17 +224,27 @@ def as_given(preset: str) -> EDGCConfig:
     return EDGCConfig.from_preset({"preset": preset, **given})
 
 
+class Forgetful(Training):
+    """Without error feedback."""
+
+    def backward(self, micro_batches: int = 1) -> float:
+        loss = super().backward(micro_batches)
+        assert self.state is not None
+        for reducer in self.state.stage.reducers:
+            reducer.state.feedback.packed.clear()
+        return loss
+
+
 def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
-    bad = LOW_RANK.but(static_rank=4, error_decay=0.0)
     settings = {
         "dense": None,
         "paper": PAPER.but(log_dir=f"{folder}/paper"),
         **{name: as_given(name).but(log_dir=f"{folder}/{name}") for name in VOLUMES},
         "rank": BALANCED,
-        "bad": bad,
     }
-    return {name: Training(rank, config, 120).train(120) for name, config in settings.items()}
+    losses = {name: Training(rank, config, 120).train(120) for name, config in settings.items()}
+    return {**losses, "bad": Forgetful(rank, LOW_RANK.but(static_rank=4), 120).train(120)}
 
 
 def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:

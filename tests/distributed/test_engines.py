@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps, Traffic, run
+from edgc.comm.collectives import Communicator, Exchange, Traffic, run_to_end
 from edgc.comm.wire import FP32, GROUP, wire
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.compress.reducer import GradientReducer
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 class Sixteenths(Elementwise):
     """A new engine: every value travels as a multiple of 1/16."""
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         shares = [torch.round(tensor * 16) / 16 for tensor in tensors]
         sums, _ = yield from communicator.sum(shares, FP32)
         return Sums(sums, shares, all_finite(sums))
@@ -39,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "powersgd, graded": {"engine": "powersgd", "wire": "int4", "basis_wire": "int6+int4"},
     "powersgd, cold": {"engine": "powersgd", "warm_start": False},
     "powersgd, not turned": {"engine": "powersgd", "transpose": False, "wire": "int4", "basis_wire": "int8"},
-    "powersgd, the mean's error": {"engine": "powersgd", "local_error": False, "wire": "int4", "basis_wire": "int8"},
     "powersgd, in turn": {"engine": "powersgd", "basis_cycle": 3},
     "powersgd, bf16": {"engine": "powersgd", "wire": "bf16", "basis_wire": "bf16"},
     "alternating, rounded": {"engine": "alternating", "wire": "int2"},
@@ -68,7 +67,7 @@ class Bench:
 
     def step(self, gradients: dict[str, Tensor], rank: int = 4) -> None:
         self.reducer.set_rank(rank, {matrix.name: rank for matrix in MATRICES}, self.formats)
-        run(self.reducer.reduce(gradients, self.iteration))
+        run_to_end(self.reducer.reduce(gradients, self.iteration))
         self.iteration += 1
 
     def errors(self) -> dict[str, Tensor]:
@@ -223,23 +222,19 @@ def test_a_sum_of_finite_gradients_that_overflows_is_seen() -> None:
     assert run_on_ranks(overflowing, 2) == [[], []]
 
 
-def apart(rank: int) -> dict[bool, Tensor]:
-    """How far this rank's error is from its gradient: what was taken off it."""
-    taken = {}
-    for local_error in (True, False):
-        bench = Bench(engine="powersgd", local_error=local_error)
-        local = gradients(rank, 0)
-        put_in = local["wide"].clone()
-        bench.step(local)
-        taken[local_error] = put_in - bench.errors()["wide"]
-    return taken
+def apart(rank: int) -> tuple[Tensor, Tensor]:
+    """How far this rank's error is from its gradient, which is what was taken off it, and the sum."""
+    bench = Bench(engine="powersgd")
+    local = gradients(rank, 0)
+    put_in = local["wide"].clone()
+    bench.step(local)
+    return put_in - bench.errors()["wide"], local["wide"]
 
 
-def test_the_local_error_takes_off_a_workers_own_share_the_other_the_mean() -> None:
-    first, second = run_on_ranks(apart, 2)
-    torch.testing.assert_close(first[False], second[False], atol=1e-5, rtol=0)
-    torch.testing.assert_close(first[True] + second[True], first[False] + second[False], atol=1e-4, rtol=0)
-    assert float((first[True] - second[True]).norm() / first[True].norm()) > 0.1
+def test_an_error_takes_off_a_workers_own_share_of_the_sum_and_not_the_mean() -> None:
+    (first, total), (second, _) = run_on_ranks(apart, 2)
+    torch.testing.assert_close(first + second, total, atol=1e-4, rtol=0)
+    assert float((first - second).norm() / first.norm()) > 0.1
 
 
 def bytes_sent(rank: int) -> dict[str, dict[str, float]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FLOOR, Fidelity
@@ -67,7 +67,7 @@ def expected(rank: int, settings: dict[str, Any], sharded: bool) -> list[list[fl
         kept = under_test.state.feedback.packed.get("w")
         error = torch.zeros(64, 96) if kept is None else kept.values().view(64, 96)
         true, owed = summed(local["w"]), summed(local["w"] + error)
-        run(under_test.reduce(local, step, shards=SHARDS if sharded else None))
+        run_to_end(under_test.reduce(local, step, shards=SHARDS if sharded else None))
         got = local["w"].double()
         if sharded:  # each process knows its own part
             own = torch.zeros_like(got)
@@ -106,7 +106,7 @@ def measured(
     for step in range(STEPS):
         local = {name: gradient * (scale or 1.0) for name, gradient in gradients(rank, step).items()}
         loss_scale = None if scale is None else torch.tensor(scale)
-        run(under_test.reduce(local, step, loss_scale, SHARDS if sharded else None))
+        run_to_end(under_test.reduce(local, step, loss_scale, SHARDS if sharded else None))
     seen = [Fidelity.of(one["w"].tolist()) for one in under_test.observer.measurements.fidelity]
     values = [
         [
@@ -156,13 +156,13 @@ def test_a_share_of_the_entries_shows_about_the_same_and_is_counted() -> None:
 
 def failed_step(rank: int) -> list[bool]:
     under_test = reducer(fidelity_share=math.inf)
-    run(under_test.reduce(gradients(rank, 0), 0))
+    run_to_end(under_test.reduce(gradients(rank, 0), 0))
     sampler = under_test.state.fidelity
     assert sampler is not None
     before = {name: one.clone() for name, one in sampler.averages.items()}
     local = gradients(rank, 1)
     local["w"][3, 3] = math.inf
-    run(under_test.reduce(local, 1))
+    run_to_end(under_test.reduce(local, 1))
     same = all(torch.equal(before[name], one) for name, one in sampler.averages.items())
     seen = under_test.observer.measurements
     nothing = bool(seen.fidelity[1]["w"].isnan().all()) and list(seen.total_fidelity()) == ["w"]
@@ -170,8 +170,8 @@ def failed_step(rank: int) -> list[bool]:
     first = reducer(fidelity_share=math.inf)
     local = gradients(rank, 0)
     local["w"][3, 3] = math.nan
-    run(first.reduce(local, 0))
-    run(first.reduce(gradients(rank, 0), 1))
+    run_to_end(first.reduce(local, 0))
+    run_to_end(first.reduce(gradients(rank, 0), 1))
     after_a_failed_one = first.observer.measurements.fidelity[1]["w"]
     return [same, nothing, torch.equal(after_a_failed_one, seen.fidelity[0]["w"])]
 
@@ -184,13 +184,13 @@ def without_ranks(rank: int) -> list[list[str]]:
     """What is measured where no parameter has a rank, and where a resumed run samples otherwise than before."""
     under_test = reducer(fidelity_share=math.inf)
     under_test.set_rank(0, {}, {"w": "int4", "bias": "int8"})
-    run(under_test.reduce(gradients(rank, 0), 0))
+    run_to_end(under_test.reduce(gradients(rank, 0), 0))
     found = [sorted(under_test.observer.measurements.total_fidelity())]
     for settings in ({"fidelity_share": 0.3}, {"fidelity_share": math.inf, "seed": 5}):
         other = reducer(**settings)
         other.set_rank(0, {}, {"w": "int4", "bias": "int8"})
         other.state.load_state_dict(under_test.state.state_dict())
-        run(other.reduce(gradients(rank, 1), 1))
+        run_to_end(other.reduce(gradients(rank, 1), 1))
         found.append(sorted(other.observer.measurements.total_fidelity()))
     return found
 
@@ -208,7 +208,7 @@ def resumed(rank: int) -> list[list[float]]:
             if stops and step == 2:
                 state, under_test = under_test.state.state_dict(), reducer(fidelity_share=math.inf)
                 under_test.state.load_state_dict(state)
-            run(under_test.reduce(gradients(rank, step), step))
+            run_to_end(under_test.reduce(gradients(rank, step), step))
         found.append(under_test.observer.measurements.fidelity[-1]["w"].tolist())
     return found
 
@@ -243,12 +243,12 @@ def rows_seen(rank: int) -> tuple[list[float], float, int]:
     own = {"w": torch.zeros(64, 96), "bias": torch.ones(64)}
     own["w"][8 * rank : 8 * rank + 4] = torch.randn(4, 96, generator=torch.Generator().manual_seed(rank))
     under_test.begin(0)
-    run(under_test.reduce(own, 0))
+    run_to_end(under_test.reduce(own, 0))
     sent = under_test.communicator.traffic.bytes
     (shares,) = under_test.observer.measurements.row_shares
     under_test.set_rank(8)
     under_test.begin(1)
-    run(under_test.reduce(gradients(rank, 1), 1))
+    run_to_end(under_test.reduce(gradients(rank, 1), 1))
     return shares["w"].tolist(), sent, len(under_test.observer.measurements.row_shares)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc import stacking
-from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run
+from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.overlap import Overlap
 from edgc.compress import assignment, routes
 from edgc.compress.probe import cost_in_bytes
@@ -84,7 +84,7 @@ def across_plans(rank: int) -> None:
             local = gradients(rank, step)
             for name, gradient in local.items():
                 put_in[name] += summed(gradient)
-            run(under_test.reduce(local, step, shards=shards))
+            run_to_end(under_test.reduce(local, step, shards=shards))
             for name, result in needed(local, rank, shards).items():
                 came_out[name] += result if shards is None else summed(result)
                 kept = under_test.state.feedback.packed.get(name)
@@ -114,18 +114,18 @@ def one_bad_gradient(rank: int) -> list[str]:
             under_test, twin = reducer(**settings), reducer(**settings)
             for each in (under_test, twin):
                 each.set_rank(4)
-                run(each.reduce(gradients(rank, 0), 0, shards=shards))
+                run_to_end(each.reduce(gradients(rank, 0), 0, shards=shards))
             local = gradients(rank, 1)
             if rank == 1:
                 local[bad].view(-1)[3] = math.inf
-            run(under_test.reduce(local, 1, shards=shards))
+            run_to_end(under_test.reduce(local, 1, shards=shards))
             spoilt = {name: torch.full_like(gradient, torch.nan) for name, gradient in local.items()}
             seen, expected = (needed(sums, rank, shards) for sums in (local, spoilt))
             if not all(torch.equal(seen[name].isnan(), expected[name].isnan()) for name in seen):
                 wrong.append(f"{settings}: {bad} not seen")
             after, expected = gradients(rank, 2), gradients(rank, 2)
-            run(under_test.reduce(after, 2, shards=shards))
-            run(twin.reduce(expected, 2, shards=shards))
+            run_to_end(under_test.reduce(after, 2, shards=shards))
+            run_to_end(twin.reduce(expected, 2, shards=shards))
             after, expected = (needed(sums, rank, shards) for sums in (after, expected))
             if any(not torch.equal(after[name], expected[name]) for name in after):
                 wrong.append(f"{settings}: {bad} changed state")
@@ -144,7 +144,7 @@ def sums_of_shards(rank: int) -> tuple[float, float, float]:
         plain, equalised = reducer(engine="int4"), reducer(engine="int4", equalise=True)
         for under_test in (plain, equalised):
             under_test.set_rank(4)
-            run(under_test.reduce(gradients(rank, 0), 0, shards=shards))
+            run_to_end(under_test.reduce(gradients(rank, 0), 0, shards=shards))
         sent.append(plain.communicator.traffic.bytes)
         scales.append(equalised.state.state_dict()["equaliser"]["wide:rows"].values())
     return *sent, float((scales[0] / scales[1] - 1).abs().max())
@@ -174,7 +174,7 @@ def shards_of_three(rank: int) -> list[float]:
         local = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
         kept = {name: packed.values().view_as(local[name]) for name, packed in under_test.state.feedback.packed.items()}
         owed = {name: summed(local[name] + kept.get(name, 0)) for name in local}
-        run(under_test.reduce(local, step, shards=shards))
+        run_to_end(under_test.reduce(local, step, shards=shards))
         for name, result in needed(local, rank, shards).items():
             left = summed(under_test.state.feedback.packed[name].values().view_as(result))
             lost.append(float((owed[name] - summed(result) - left).abs().max()))
@@ -192,7 +192,7 @@ def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
     for step in range(4):
         local = gradients(rank, step)
         under_test.observer.measure(local, step)
-        run(under_test.reduce(local, step))
+        run_to_end(under_test.reduce(local, step))
     seen = under_test.observer.measurements.take()
     assert under_test.observer.measurements.entropy == [] and under_test.observer.measurements.residual == []
     return under_test.communicator.traffic.bytes, [float(e) for e in seen.entropy], [float(r) for r in seen.residual]
@@ -213,7 +213,7 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
     under_test.set_rank(4)
     local = gradients(rank, 0)
     whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in local.values()))
-    run(under_test.reduce(local, 0))
+    run_to_end(under_test.reduce(local, 0))
     left = math.sqrt(under_test.state.feedback.squared_norm())
     return float(under_test.observer.measurements.residual[0]), left / whole
 
@@ -303,7 +303,7 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
         for place, level in enumerate((8, None)):
             own.set_rank(level)
             before = traffic.bytes
-            run(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
+            run_to_end(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
             found.append((traffic.bytes - before, cost.seconds(level)))
     config = EDGCConfig.of(iteration_sampling_rate=1e-6, dense_wire="int4")
     allocation, ranks = allocate(large, config, 4), dist.get_world_size()
@@ -312,7 +312,7 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
         own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)
         own.set_rank(None)
         shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
-        run(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
+        run_to_end(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
         cost = cost_in_bytes(allocation, config, ranks, scatters=True, half=dtype == torch.bfloat16)
         found.append((traffic.bytes, cost.seconds(None)))
     return found
@@ -333,7 +333,7 @@ def formats_of_parameters(rank: int) -> tuple[float, float, dict[str, float]]:
         local = gradients(rank, step)
         for name, gradient in local.items():
             put_in[name] = put_in.get(name, 0) + summed(gradient)
-        run(under_test.reduce(local, step))
+        run_to_end(under_test.reduce(local, step))
         for name, gradient in local.items():
             result[name] = result.get(name, 0) + gradient.double()
     kept = {name: summed(one.values()) for name, one in under_test.state.feedback.packed.items()}
@@ -362,11 +362,11 @@ def collectives(rank: int) -> list[int]:
     for settings, shards in ((SETTINGS[0], None), (SETTINGS[3], None), (SETTINGS[3], halves)):
         under_test = reducer(**settings)
         under_test.set_rank(4)
-        run(under_test.reduce(gradients(rank, 1), 1, shards=shards))
+        run_to_end(under_test.reduce(gradients(rank, 1), 1, shards=shards))
         with pytest.MonkeyPatch.context() as patch:
             for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor"):
                 patch.setattr(dist, name, noted(name))
-            run(under_test.reduce(gradients(rank, 3), 3, shards=shards))  # not a measured iteration
+            run_to_end(under_test.reduce(gradients(rank, 3), 3, shards=shards))  # not a measured iteration
         counts.append(len(calls))
         calls.clear()
     return counts

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
@@ -108,7 +108,7 @@ def largest_difference(rank: int) -> dict[str, float]:
         differences = []
         for step, expected in enumerate(reference()):
             local = {"w": gradient(rank, step)}
-            run(reducer.reduce(local, step))
+            run_to_end(reducer.reduce(local, step))
             differences.append((local["w"] - expected).abs().max() / expected.abs().max())
         found[engine] = float(torch.stack(differences).max())
     return found

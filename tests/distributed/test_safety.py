@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import lowrank
 from edgc.compress.engines import sparse
 from edgc.compress.reducer import GradientReducer
@@ -87,7 +87,7 @@ def cosines_of(rank: int, preset: str, factor: float, limit: float = LIMIT, corn
             spike = torch.randn(SIDE, SIDE, generator=generator)
             spike[corner:], spike[:, corner:] = 0, 0
             gradient = spike * (factor * gradient.norm() / spike.norm())
-        run(under_test.reduce({"w": gradient}, step))
+        run_to_end(under_test.reduce({"w": gradient}, step))
         # clipping by norm, as the optimizer does after the reduction, changes no cosine
         found.append(float((gradient * truth).sum() / gradient.norm()))
     measured, expected = under_test.observer.measurements.take(), rank == 0 and factor > limit
@@ -156,7 +156,7 @@ def what_is_lost(rank: int) -> tuple[float, float]:
             gradient *= 300
             excess = float(gradient.norm() / norms[0]) / LIMIT
         dist.all_reduce(owed)
-        run(under_test.reduce({"w": gradient}, step))
+        run_to_end(under_test.reduce({"w": gradient}, step))
         left = (under_test.state.feedback.packed["w"].values().double() - waiting) * excess + waiting
         dist.all_reduce(left)
         lost.append(float((owed - gradient.double() - left).abs().max() / owed.abs().max()))
@@ -192,7 +192,7 @@ def enormous_of(rank: int, preset: str, rows: int, dtype: torch.dtype, at: int) 
         local = {name: gradient.to(dtype) for name, gradient in local.items()}
         if step == at:
             local = {name: gradient * (3e20 / gradient.norm()) for name, gradient in local.items()}
-        run(under_test.reduce(local, step))
+        run_to_end(under_test.reduce(local, step))
         kept = [float(error.values().abs().max()) for error in under_test.state.feedback.packed.values()]
         finite.append(all(bool(torch.isfinite(gradient).all()) for gradient in local.values()))
         finite[-1] &= max(kept, default=0.0) < 1e3
@@ -220,7 +220,7 @@ def first_step_fails(rank: int) -> list[str]:
                     if each is twin:
                         continue
                     local["w"][0, 0] = math.nan
-                run(each.reduce(local, step))
+                run_to_end(each.reduce(local, step))
                 each.result = local  # type: ignore[attr-defined]
             if step and any(
                 not torch.equal(twin.result[name], value)  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def captured_of(rank: int, settings: dict[str, Any], zero_step: bool) -> float:
     under_test.state.feedback.rule = replace(under_test.state.feedback.rule, decay=0.0)
     for step in range(11):
         gradient = torch.zeros(SIDE, SIDE) if zero_step and step == 9 else truth.clone()
-        run(under_test.reduce({"w": gradient}, step))
+        run_to_end(under_test.reduce({"w": gradient}, step))
     return float((gradient.norm() / (2 * truth).norm()) ** 2)
 
 
@@ -271,7 +271,7 @@ def repeated(rank: int) -> tuple[list[int], list[int]]:
         gradient = noisy(iteration, rank)
         under_test.begin(iteration)
         under_test.observer.measure({"w": gradient}, iteration)
-        run(under_test.reduce({"w": gradient}, iteration))
+        run_to_end(under_test.reduce({"w": gradient}, iteration))
 
     for iteration in (0, 1, 1, 1, 2):
         step(iteration)
@@ -294,7 +294,7 @@ def noise(rank: int) -> list[Tensor]:
     for name in "ab":
         under_test = reducer(Parameter(name, (SIDE, SIDE)), engine="int4:stochastic")
         under_test.set_rank(0)
-        run(under_test.reduce({name: noisy(0, 0)}, 0))
+        run_to_end(under_test.reduce({name: noisy(0, 0)}, 0))
         errors.append(under_test.state.feedback.packed[name].values().clone())
     return errors
 
@@ -313,7 +313,7 @@ def large_indices(rank: int) -> tuple[bool, float]:
         under_test = reducer(Parameter("w", (SIDE, SIDE)), Parameter("bias", (99,)), engine="topk:0.01")
         under_test.set_rank(0)
         local = {"w": noisy(0, rank), "bias": noisy(1, rank)[0, :99].clone()}
-        run(under_test.reduce(local, 0))
+        run_to_end(under_test.reduce(local, 0))
         results.append((local, under_test.communicator.traffic.bytes))
     (small, _), (large, sent) = results
     return all(torch.equal(small[name], large[name]) for name in small), sent / (164 + 1)
@@ -331,10 +331,10 @@ def empty_parameters(rank: int) -> list[str]:
         for level in (None, RANK):
             under_test.set_rank(level)
             local = {p.name: torch.ones(p.shape) for p in parameters}
-            run(under_test.reduce(local, 0))
+            run_to_end(under_test.reduce(local, 0))
             seen.append("ok" if bool(torch.isfinite(local["w"]).all()) else "not finite")
     without = reducer(**of_preset("balanced"))  # as a bucket that holds a tied embedding alone
-    run(without.reduce({}, 0))
+    run_to_end(without.reduce({}, 0))
     without.compare_replicas(0)
     for levels in ((0,), (4, {"w": 0})):
         with pytest.raises(ValueError, match="rank 0: the rank of a matrix must be at least 1"):
@@ -361,7 +361,8 @@ def perturbed_in(rank: int, what: str, wrong: int | None) -> str:
 
     def step(iteration: int) -> None:
         generator = torch.Generator().manual_seed(10 * iteration + rank)
-        run(under_test.reduce({p.name: torch.randn(p.shape, generator=generator) for p in parameters}, iteration))
+        own = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
+        run_to_end(under_test.reduce(own, iteration))
 
     under_test.set_rank(RANK)
     step(0)

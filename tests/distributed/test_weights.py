@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import GROUP, wire
 from tests.distributed.gloo import run_on_ranks
@@ -26,7 +26,7 @@ def trained(rank: int) -> tuple[Tensor, Tensor, float]:
         before = shards[rank].clone()
         unrounded += 0.01 * torch.randn(SHARD, generator=generator)
         shards[rank].copy_(unrounded)  # as the optimizer does
-        run(gather_differences(shards, PARTS, before, wire("int4"), communicator))
+        run_to_end(gather_differences(shards, PARTS, before, wire("int4"), communicator))
     return weights, unrounded, traffic.bytes
 
 
@@ -54,7 +54,7 @@ def beside(rank: int) -> Tensor:
         before = shards[rank].clone()
         shards[rank][:64] = torch.linspace(-1, 1, 64)
         shards[rank][64:] = neighbour
-        run(gather_differences(shards, [[64, 64], [64, 64]], before, wire("int4"), communicator))
+        run_to_end(gather_differences(shards, [[64, 64], [64, 64]], before, wire("int4"), communicator))
         outcomes.append(shards[0][:64].clone())
     return torch.stack(outcomes)
 

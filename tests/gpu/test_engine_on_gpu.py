@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.wire import WIRES, wire
 from edgc.compress.batch import Batch, Operand
 from edgc.compress.engines.powersgd import PowerSGD
@@ -47,7 +47,7 @@ def test_a_step_gives_the_same_on_gpu_as_in_float64(communicator: Communicator) 
         batch = Batch(
             {m.name: operands[m.name].T if engine.transposes(m, step) else operands[m.name] for m in MATRICES}
         )
-        factored = run(engine.sum(batch, {m.name: 8 for m in MATRICES}, step, communicator))
+        factored = run_to_end(engine.sum(batch, {m.name: 8 for m in MATRICES}, step, communicator))
         assert factored.finite
         engine.commit(factored, step, factored.finite)
         for name, matrix in local.items():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.batch import triton_kernels
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -52,8 +52,8 @@ def test_kernels_give_what_plain_torch_does(rank: int, equalise: bool, communica
     plain, fused = (reducer(communicator, rank, kernels=kernels, **settings) for kernels in ("plain", "fused"))
     for step in range(3):
         expected, found = gradients(step), gradients(step)
-        run(plain.reduce(expected, step))
-        run(fused.reduce(found, step))
+        run_to_end(plain.reduce(expected, step))
+        run_to_end(fused.reduce(found, step))
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], atol=2e-3, rtol=2e-3)
 
@@ -64,13 +64,13 @@ def test_no_step_waits_for_the_device(kernels: str, preset: str, communicator: C
     under_test = reducer(communicator, 16, kernels=kernels, preset=preset)
     inputs = [gradients(step) for step in range(20)]
     for step in range(16):  # every basis of the cycle exists, kernels are compiled
-        run(under_test.reduce(inputs[step], step))
+        run_to_end(under_test.reduce(inputs[step], step))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for step in range(16, 20):
-                run(under_test.reduce(inputs[step], step))
+                run_to_end(under_test.reduce(inputs[step], step))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     names = [event.key for event in profiler.key_averages()]

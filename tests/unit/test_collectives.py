@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import JOINED, Collective, Steps, Work, interleave, run
+from edgc.comm.collectives import JOINED_BYTES, Collective, Exchange, Work, interleave, run_to_end
 
 
 class Note:
@@ -31,29 +31,29 @@ class Doubled(Collective):
         return Note([], "doubled")
 
 
-def steps(log: list[str], name: str, count: int) -> Steps[str]:
+def exchange(log: list[str], name: str, count: int) -> Exchange[str]:
     for number in range(count):
         yield Note(log, f"{name}{number}")
     return name.upper()
 
 
-def results(several: list[Steps[str]]) -> list[str]:
+def results(several: list[Exchange[str]]) -> list[str]:
     found: list[str] = []
 
-    def whole() -> Steps[None]:
+    def whole() -> Exchange[None]:
         found.extend((yield from interleave(several)))
 
-    run(whole())
+    run_to_end(whole())
     return found
 
 
 def test_messages_of_a_round_are_under_way_at_the_same_time() -> None:
     log: list[str] = []
-    assert results([steps(log, "a", 2), steps(log, "b", 1), steps(log, "c", 0)]) == ["A", "B", "C"]
+    assert results([exchange(log, "a", 2), exchange(log, "b", 1), exchange(log, "c", 0)]) == ["A", "B", "C"]
     assert log == ["start a0", "start b0", "wait a0", "wait b0", "start a1", "wait a1"]
 
 
-def doubled(tensor: Tensor, communicator: object) -> Steps[Tensor]:
+def doubled(tensor: Tensor, communicator: object) -> Exchange[Tensor]:
     message = Doubled(communicator, tensor)  # type: ignore[arg-type]
     yield message
     return message.result
@@ -64,12 +64,12 @@ def test_small_messages_of_a_kind_travel_as_one() -> None:
     Doubled.sent.clear()
     one, other = object(), object()
     tensors = [torch.full((2, n), float(n)) for n in (3, 1, 5)]
-    large, integers = torch.ones(2, JOINED // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
+    large, integers = torch.ones(2, JOINED_BYTES // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
 
-    def within() -> Steps[list[Tensor]]:
+    def within() -> Exchange[list[Tensor]]:
         return (yield from interleave([doubled(tensors[1], one), doubled(tensors[2], one)]))
 
-    def flat() -> Steps[list[Tensor]]:
+    def flat() -> Exchange[list[Tensor]]:
         first, inner, *others = yield from interleave(
             [
                 doubled(tensors[0], one),
@@ -81,7 +81,7 @@ def test_small_messages_of_a_kind_travel_as_one() -> None:
         )
         return [first, *inner, *others]
 
-    found = run(flat())
+    found = run_to_end(flat())
     for own, result in zip([*tensors, large, integers, tensors[0]], found, strict=True):
         torch.testing.assert_close(result, 2 * own)
         assert result.is_contiguous()

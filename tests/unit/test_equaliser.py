@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.compress.equaliser import FLOOR, FLOOR_OF_SPARSE_ROWS, Equaliser, squared_norms
+from edgc.compress.equaliser import SCALE_FLOOR, SCALE_FLOOR_OF_SPARSE_ROWS, Equaliser, squared_norms
 
 
 def scaled_noise(rows: torch.Tensor, cols: torch.Tensor, step: int) -> torch.Tensor:
@@ -45,9 +45,9 @@ def test_a_row_that_was_never_touched_has_a_small_scale_but_not_none() -> None:
     total[4] = 0
     update(equaliser, squared_norms(total))
     found = scale(equaliser, total)
-    assert torch.allclose(found[4], torch.full((6,), FLOOR)) and (found[0] > 1).all()
+    assert torch.allclose(found[4], torch.full((6,), SCALE_FLOOR)) and (found[0] > 1).all()
     equaliser.sparse_rows = frozenset(["w"])
-    assert torch.allclose(scale(equaliser, total)[4], torch.full((6,), FLOOR_OF_SPARSE_ROWS))
+    assert torch.allclose(scale(equaliser, total)[4], torch.full((6,), SCALE_FLOOR_OF_SPARSE_ROWS))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.comm import packed
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.engines import base
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
@@ -87,7 +87,7 @@ def test_kernels_give_what_plain_torch_does(
         for made, local in ((plain, expected), (under_test, found)):
             for matrix in local.values():
                 matrix *= scale or 1
-            run(made.reduce(local, step, loss_scale, shards))
+            run_to_end(made.reduce(local, step, loss_scale, shards))
         for name, matrix in expected.items():
             start, stop = (0, matrix.numel()) if shards is None else (shards[name][0], shards[name][1])
             parts = (local[name].view(-1)[start:stop] for local in (found, expected))
@@ -103,8 +103,8 @@ def test_where_kernels_do_not_fit_plain_torch_takes_over(dtype: torch.dtype) -> 
     plain, under_test = reducer(**settings), fused(**settings)
     for step in range(2):
         expected, found = ({n: g.to(dtype) for n, g in gradients(step).items()} for _ in range(2))
-        run(plain.reduce(expected, step))
-        run(under_test.reduce(found, step))
+        run_to_end(plain.reduce(expected, step))
+        run_to_end(under_test.reduce(found, step))
         for name in SIZES:
             torch.testing.assert_close(found[name], expected[name], atol=0.05, rtol=0.05)
 
@@ -117,8 +117,8 @@ def passes(made: GradientReducer) -> tuple[float, float]:
     flat = torch.randn(len(EQUAL) * 160 * 256)
     local = {m.name: part.view(m.rows, m.cols) for m, part in zip(EQUAL, flat.split(160 * 256), strict=True)}
     for step in range(2):
-        run(made.reduce(local, step))
-    seen = counted(lambda: run(made.reduce(local, 2)), local["layer 0"].numel())
+        run_to_end(made.reduce(local, step))
+    seen = counted(lambda: run_to_end(made.reduce(local, 2)), local["layer 0"].numel())
     return seen.read / flat.nbytes, seen.written / flat.nbytes
 
 
@@ -140,9 +140,9 @@ def test_plain_torch_goes_over_a_gradient_no_more_than_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert passes(reducer(EQUAL, **settings)) == expected
-    # there the host must not wait to see whether sums are finite: old and new errors are read, and one is written
+    # there the CPU must not wait to see whether sums are finite: old and new errors are read, and one is written
     for module in (packed, base):
-        monkeypatch.setattr(module, "known_to_host", lambda condition: False)
+        monkeypatch.setattr(module, "on_cpu", lambda condition: False)
     assert passes(reducer(EQUAL, **settings)) == on_a_device
 
 
@@ -160,8 +160,8 @@ def test_equal_matrices_take_few_operations_each(settings: dict[str, Any], most:
         local = {m.name: part.view(m.rows, m.cols) for m, part in zip(matrices, flat.split(160 * 256), strict=True)}
         made = reducer(matrices, **settings)
         for step in range(2):
-            run(made.reduce(local, step))
-        return counted(lambda: run(made.reduce(local, 2)), flat.numel()).operations
+            run_to_end(made.reduce(local, step))
+        return counted(lambda: run_to_end(made.reduce(local, 2)), flat.numel()).operations
 
     assert (operations(8) - operations(2)) / 6 < most
 
@@ -174,10 +174,10 @@ def test_kernels_go_over_a_gradient_four_times() -> None:
     flat = torch.randn(len(EQUAL) * 160 * 256)
     local = {m.name: part.view(m.rows, m.cols) for m, part in zip(EQUAL, flat.split(160 * 256), strict=True)}
     for step in range(2):
-        run(made.reduce(local, step))
+        run_to_end(made.reduce(local, step))
     older = made.state.feedback.packed["layer 1"].stored()
     with Accesses(flat=flat, older=older) as accesses:
-        run(made.reduce(local, 2))
+        run_to_end(made.reduce(local, 2))
     assert (accesses.loads["flat"] == 3).all() and (accesses.stores["flat"] == 2).all()
     assert (accesses.loads["older"] == 1).all() and not accesses.stores[
         "older"

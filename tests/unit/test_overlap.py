@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from edgc.comm.collectives import Steps
+from edgc.comm.collectives import Exchange
 from edgc.comm.overlap import Overlap
 from edgc.observe.timing import Spans
 
@@ -24,7 +24,7 @@ class Message:
         self.log.append(f"{self.name} is there")
 
 
-def reduction(log: list[str], name: str, messages: int) -> Steps[None]:
+def reduction(log: list[str], name: str, messages: int) -> Exchange[None]:
     for place in range(messages):
         yield Message(log, f"{name}{place}")
     log.append(f"{name} ends")
@@ -85,12 +85,12 @@ def test_the_reduction_runs_without_autograd() -> None:
     weights = torch.ones(3, requires_grad=True)
     products = []
 
-    def steps() -> Steps[None]:
+    def exchange() -> Exchange[None]:
         products.append(weights * 2)
         yield Message([], "m")
         products.append(weights * 3)
 
-    Overlap(torch.device("cpu")).start(steps()).wait()
+    Overlap(torch.device("cpu")).start(exchange()).wait()
     assert not any(product.requires_grad for product in products)
 
 
@@ -102,13 +102,13 @@ def test_a_torch_function_mode_of_the_host_sees_nothing_of_a_reduction() -> None
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    def steps() -> Steps[None]:
+    def exchange() -> Exchange[None]:
         torch.ones(3) * 2
         yield Message([], "m")
         torch.ones(3) * 3
 
     with Mode():
-        Overlap(torch.device("cpu")).start(steps()).wait()
+        Overlap(torch.device("cpu")).start(exchange()).wait()
         assert torch.ones not in seen
         torch.ones(3)
     assert torch.ones in seen

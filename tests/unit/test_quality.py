@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import probe
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
@@ -51,7 +51,7 @@ class Steps:
 
     def sum(self, gradient: Tensor) -> Tensor:
         result = gradient.clone()
-        run(self.reducer.reduce({self.name: result}, self.iteration))
+        run_to_end(self.reducer.reduce({self.name: result}, self.iteration))
         self.iteration += 1
         return result
 
@@ -70,8 +70,10 @@ def captured(gradient: Tensor, **settings: Any) -> float:
     """The energy that leaves of the same gradient in the 12th step, without errors of earlier ones, as a share of the
     largest energy that the rank can hold.
     """
-    steps = Steps(error_decay=0.0, **settings)
-    sent = [steps.sum(gradient) for _ in range(12)][-1]
+    steps, sent = Steps(**settings), gradient
+    for _ in range(12):
+        steps.reducer.state.feedback.clear(steps.name)
+        sent = steps.sum(gradient)
     best = torch.linalg.svdvals(gradient)[:RANK].square().sum()
     return float((gradient.square().sum() - (gradient - sent).square().sum()) / best)
 

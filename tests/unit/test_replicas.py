@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from edgc.comm.replicas import LARGEST, check, digest
+from edgc.comm.replicas import HASHED_VALUES, check, digest
 from edgc.errors import ReplicaMismatch
 
 NAMES = ["a", "b"]
@@ -31,11 +31,11 @@ def test_a_view_has_the_digest_of_its_values() -> None:
 
 
 def test_what_lies_beyond_the_largest_size_is_not_read() -> None:
-    values = torch.zeros(LARGEST + 2)
+    values = torch.zeros(HASHED_VALUES + 2)
     before = int(digest(values))
     values[-1] = 1.0
     assert int(digest(values)) == before
-    values[LARGEST - 1] = 1.0
+    values[HASHED_VALUES - 1] = 1.0
     assert int(digest(values)) != before
 
 

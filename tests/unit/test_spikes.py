@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.compress.spikes import DECAY, RunningNorms
+from edgc.compress.spikes import RUNNING_NORM_DECAY, RunningNorms
 
 LIMIT = 5.0
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -38,7 +38,7 @@ def test_a_spike_counts_as_the_limit() -> None:
     for _ in range(3):
         step(norms, 2.0)
     assert step(norms, 200.0) == pytest.approx(100.0 / LIMIT)
-    assert running(norms) == pytest.approx(2.0 * (DECAY + (1 - DECAY) * LIMIT))
+    assert running(norms) == pytest.approx(2.0 * (RUNNING_NORM_DECAY + (1 - RUNNING_NORM_DECAY) * LIMIT))
 
 
 def test_a_gradient_that_stays_large_is_no_spike_for_long() -> None:

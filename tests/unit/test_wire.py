@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from edgc.comm.packing import pack, unpack
+from edgc.comm.bit_packing import pack, unpack
 from edgc.comm.wire import GROUP, WIRES, Wire, wire
 
 ROUNDED = [name for name, format in WIRES.items() if format.bits <= 8 and not format.floating]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from edgc.comm.collectives import run
+from edgc.comm.collectives import run_to_end
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
 from tools.benchmarks.common import BALANCED, make_reducer
@@ -65,4 +65,4 @@ def contender(name: str, stage: Stage, rank: int, device: torch.device) -> Step:
     reducer = make_reducer(Allocation(stage.matrices, ()), EDGCConfig.of(**CONTENDERS[name]), device)
     reducer.set_rank(rank, {matrix.name: rank for matrix in stage.matrices})
     iteration = iter(range(1, 10**9))
-    return lambda flat: run(reducer.reduce(stage.views(flat), next(iteration)))
+    return lambda flat: run_to_end(reducer.reduce(stage.views(flat), next(iteration)))

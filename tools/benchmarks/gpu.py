@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.comm.collectives import all_reduce_bytes, run
+from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.compress.batch import triton_kernels
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import Allocation
@@ -133,7 +133,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
             expected = basis @ (basis.T @ tall)
             expected = expected.T if engine.transposes(matrix, 1) else expected
             found = given.to(device, copy=True)
-            run(reducer.reduce({matrix.name: found}, 1))
+            run_to_end(reducer.reduce({matrix.name: found}, 1))
             error = reducer.state.feedback.packed[matrix.name].values().double().cpu().view_as(given)
             result = found.double().cpu()
             worst["result"] = max(worst["result"], float((result - expected).norm() / expected.norm()))

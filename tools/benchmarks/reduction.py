@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.comm.collectives import all_reduce_bytes, run
+from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.compress.probe import synchronise
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -37,13 +37,13 @@ def measure(
     scratch = gradient.clone()
 
     def dense() -> None:
-        run(communicator.all_reduce(scratch.view(-1)))
+        run_to_end(communicator.all_reduce(scratch.view(-1)))
 
     iteration = 0
 
     def compressed() -> None:
         nonlocal iteration
-        run(reducer.reduce({"matrix": scratch}, iteration))
+        run_to_end(reducer.reduce({"matrix": scratch}, iteration))
         iteration += 1
 
     def timed(work: Callable[[], None]) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.overlap import Overlap
 from edgc.compress import lowrank
 from edgc.compress.engines.base import LowRank
@@ -120,7 +120,7 @@ def parameters(stage: Stage) -> list[Parameter]:
 def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix: bool = False) -> StepCounts:
     """One step in which nothing is measured, with Cholesky factorisations as on CUDA.
 
-    Code that made the host wait for a value would fail here, where there are none.
+    Code that made the CPU wait for a value would fail here, where there are none.
 
     ``ranks``: of the matrices, in turn over the layers. ``by_matrix``: a reduction for each matrix and what follows it,
     as Megatron's buckets of a wide model are, in the place of units.
@@ -134,7 +134,7 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
             with torch.no_grad(), counted:
                 for reducer, own in reducers:
                     reducer.begin(iteration)
-                    run(reducer.reduce(own, iteration))
+                    run_to_end(reducer.reduce(own, iteration))
             counted.sent = traffic.bytes - before
         return counted
 

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import allocate
@@ -121,7 +121,7 @@ def _seconds(reducer: GradientReducer, parameters: Sequence[Parameter], iteratio
     gradients = {parameter.name: torch.randn(parameter.shape) for parameter in parameters}
     dist.barrier()
     begin = time.perf_counter()
-    run(reducer.reduce(gradients, iteration))
+    run_to_end(reducer.reduce(gradients, iteration))
     taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
@@ -60,10 +60,10 @@ class Alternating(LowRank):
 
     def sum(
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[FactoredSums]:
+    ) -> Exchange[FactoredSums]:
         transposed = iteration % 2 == 1
         bases = [self.basis(self.matrices[name], ranks[name], transposed) for name in batch]
-        C, C_own = yield from communicator.sum(batch.times([basis.T for basis in bases]), self.wire)  # noqa: N806
+        C, C_own = yield from communicator.sum(batch.multiplied_by([basis.T for basis in bases]), self.wire)  # noqa: N806
         finite = all_finite(C)
         learned, strengths = self.principal([c.T for c in C], finite)
         sums, shares = batch.restored(bases, C, C_own)

@@ -2,7 +2,7 @@
 
 An engine returns what the sum has become and what it holds of this process. It knows nothing of errors: what a share
 does not hold of the matrix that was put in is the error, whatever the engine. What changes from step to step by plan
-follows the iteration, so that a step can be repeated. The host never waits for a result: a matrix that is not finite
+follows the iteration, so that a step can be repeated. The CPU never waits for a result: a matrix that is not finite
 on any process makes ``finite`` false, a boolean on the device, and then the rest means nothing.
 """
 
@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
-from edgc.comm.packed import Packed, known_to_host
+from edgc.comm.collectives import Communicator, Exchange
+from edgc.comm.packed import Packed, on_cpu
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.error_feedback import ErrorRule
@@ -65,7 +65,7 @@ class Elementwise(Engine, ABC):
         """Seed what is drawn at random for the sums of these gradients, on this process of the group."""
 
     @abstractmethod
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         """The sums of fp32 matrices; of tensors of any shape, if the engine is ``Piecewise``."""
 
 
@@ -73,7 +73,7 @@ class Piecewise(Elementwise, ABC):
     """An engine to which it is all the same whether gradients come whole or in pieces of whole groups of values."""
 
     @abstractmethod
-    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Steps[Sums]:
+    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
         """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class LowRank(Engine, ABC):
 
     def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
         """Householder's QR refuses factors that are not finite: it gets zeros."""
-        if self._orthonormalise is lowrank.cholesky_basis or (known_to_host(finite) and finite):
+        if self._orthonormalise is lowrank.cholesky_basis or (on_cpu(finite) and finite):
             return factors
         return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 
@@ -137,7 +137,7 @@ class LowRank(Engine, ABC):
     @abstractmethod
     def sum(
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[FactoredSums]:
+    ) -> Exchange[FactoredSums]:
         """The sums of the matrices of a batch."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from edgc.comm.collectives import Communicator, Steps, interleave
+from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
 from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
@@ -29,7 +29,7 @@ class PowerSGD(LowRank):
     3. Q_i = M_i^T P
     4. Q   = sum_i Q_i            second message (n x r)
     5. The sum is P Q^T, the share of process i is P Q_i^T with Q_i as the sum holds it, so that rounding on the wire is
-       fed back; with ``local_error`` off, the processes' mean in the place of their own Q_i.
+       fed back.
     6. V   = orthonormal(Q), its columns sorted by norm, the strongest first
 
     V and Q are on the shorter side, where the directions that are in use cover more of the space. ``transpose`` off
@@ -86,7 +86,7 @@ class PowerSGD(LowRank):
 
     def sum(
         self, batch: Batch, ranks: Mapping[str, int], iteration: int, communicator: Communicator
-    ) -> Steps[FactoredSums]:
+    ) -> Exchange[FactoredSums]:
         M = batch  # noqa: N806 - the letters of the paper; a factor travels as its transpose, (r x m) or (r x n)
         bases = [self.basis(self.matrices[name], ranks[name], iteration) for name in M]
         # What is only handed on has no name here: it would stay in memory while messages are under way.
@@ -99,8 +99,6 @@ class PowerSGD(LowRank):
         finite = finite & all_finite(Q)
         with record_function("edgc/next basis"):
             learned, strengths = self.principal([q.T for q in Q], finite)
-        if not self.config.study.local_error:
-            Q_own = [q / communicator.world_size for q in Q]  # noqa: N806
         sums, shares = M.restored(P, Q, Q_own)
         return FactoredSums(sums, shares, finite, learned, strengths)
 
@@ -114,7 +112,7 @@ class PowerSGD(LowRank):
         kept = [self.bases[key] for key in keys]
         self.bases.update(zip(keys, choose_all(usable.unbind(), pack_all(sums.learned, STORED), kept), strict=True))
 
-    def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Steps[list[Tensor]]:
+    def _sum_first_factors(self, factors: Sequence[Tensor], communicator: Communicator) -> Exchange[list[Tensor]]:
         """The sums of (r x m) factors, whose rows are sorted by strength."""
         strong = [math.ceil(len(factor) * STRONG_SHARE) for factor in factors]
         if len(self.p_wires) == 1 or strong == [len(factor) for factor in factors]:
@@ -133,4 +131,4 @@ class PowerSGD(LowRank):
 
 def _projected(batch: Batch, bases: Sequence[Tensor]) -> list[Tensor]:
     with record_function("edgc/project"):
-        return batch.times([basis.T for basis in bases])
+        return batch.multiplied_by([basis.T for basis in bases])

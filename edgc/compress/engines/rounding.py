@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
 from edgc.compress.engines.base import Piecewise, Sums, all_finite
 from edgc.config import EDGCConfig
@@ -38,14 +38,14 @@ class Rounding(Piecewise):
             # round in step.
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, process, *names))
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         if self.exact:  # then nothing is left of this process, and nobody asks for its share
             sums = yield from communicator.sum_alone(tensors, self.wire)
             return Sums(sums, [], all_finite(sums))
         sums, shares = yield from communicator.sum(tensors, self.wire, self._generator)
         return Sums(sums, shares, all_finite(sums))
 
-    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Steps[Sums]:
+    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
         sums, shares = yield from communicator.sum_shards(shards, self.wire, self._generator)
         finite = all_finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.device)
         return Sums(sums, [share for shard in shares for share in shard], finite)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.config import EDGCConfig
@@ -41,7 +41,7 @@ class Rows(Elementwise):
         """Bytes of a row, and of the norms of all."""
         return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORMS.bytes_per_value()
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         parts = yield from self.sum_rows(tensors, communicator)
 
         def spread(values: Sequence[Tensor]) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Rows(Elementwise):
 
         return Sums(spread(parts.sums), spread(parts.shares), parts.finite)
 
-    def sum_rows(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps["ChosenRows"]:
+    def sum_rows(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange["ChosenRows"]:
         """As ``sum``, without the rows that do not travel."""
         norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORMS)
         finite = all_finite(norms)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Steps
+from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import FP32
 from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.config import EDGCConfig
@@ -35,7 +35,7 @@ class TopK(Sparse):
     in int32, and in int64 where a gradient has more than 2^31 elements.
     """
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         small = all(tensor.numel() - 1 <= LARGEST_INDEX for tensor in tensors)
         index_type = torch.int32 if small else torch.int64
         chosen, values = [], []
@@ -73,7 +73,7 @@ class RandomK(Sparse):
         # on the CPU, so that every device gets the same
         self._generator = torch.Generator().manual_seed(stable_seed(self.config.seed, "random-k", iteration))
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Steps[Sums]:
+    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         chosen = [self._draw(tensor.numel()).to(self.device) for tensor in tensors]
         local = [tensor.view(-1)[indices] for tensor, indices in zip(tensors, chosen, strict=True)]
         # what is not chosen must not hide what is not finite

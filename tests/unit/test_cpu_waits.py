@@ -1,4 +1,4 @@
-"""No step makes the host wait for the device: on the device ``meta``, which has no values, reading one is an error."""
+"""No step makes the CPU wait for the device: on the device ``meta``, which has no values, reading one is an error."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.comm.collectives import Communicator, Traffic, run
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.packed import pack_all
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -65,7 +65,7 @@ def test_no_value_is_read(
         under_test.set_rank(None if iteration < 2 else 8)
         gradients = {name: torch.empty(shape, dtype=dtype, device=META) for name, shape in SHAPES.items()}
         under_test.observer.measure(gradients, iteration)
-        run(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
+        run_to_end(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
         if iteration == 3:  # the next spikes are counted from a number, not from a tensor
             measured = under_test.observer.measurements.take()
             under_test.observer.measurements.entropy = measured.entropy

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-_FEW = 2**15  # codes for which starting an operation costs more than going over them
-_MANY = 2**23  # codes, of which words take eight bytes each
+_FEW_CODES = 2**15  # codes for which starting an operation costs more than going over them
+_MANY_CODES = 2**23  # codes, of which words take eight bytes each
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -21,8 +21,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             words = words.view(joined)
             mask, half = 2**step - 1, 4 * joined.itemsize
             words = (words >> (half - step)).bitwise_and_(mask << step).bitwise_or_(words & mask)
-    elif codes.numel() > _MANY:
-        parts = torch.split(codes, max(_MANY // rows // count, 1) * count, dim=1)
+    elif codes.numel() > _MANY_CODES:
+        parts = torch.split(codes, max(_MANY_CODES // rows // count, 1) * count, dim=1)
         return torch.cat([pack(part, bits) for part in parts], dim=1)
     else:
         words = (codes.view(rows, -1, count).to(word) << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
@@ -34,7 +34,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     rows, (count, length, word) = packed.shape[0], _word(bits)
-    if not _folds(packed) and packed.numel() > (most := _MANY // count * length):
+    if not _folds(packed) and packed.numel() > (most := _MANY_CODES // count * length):
         parts = torch.split(packed, max(most // rows // length, 1) * length, dim=1)
         return torch.cat([unpack(part, bits).to(torch.uint8) for part in parts], dim=1)
     size = _joints(bits)[-1][0].itemsize if _folds(packed) else word.itemsize
@@ -56,7 +56,7 @@ def _folds(tensor: Tensor) -> bool:
     """Whether codes are joined in pairs, then pairs of pairs, until they fill whole bytes: a CPU goes over many of them
     faster so than in one operation on words of eight bytes each. On a GPU each operation costs a launch.
     """
-    return tensor.device.type == "cpu" and tensor.numel() > _FEW
+    return tensor.device.type == "cpu" and tensor.numel() > _FEW_CODES
 
 
 @functools.cache
