@@ -14,7 +14,7 @@ from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
-from edgc.hosts.checkpoint import load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
+from edgc.hosts.checkpoint import load_stage, misfit, restore_measurements, resume_controller, stage_state
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
@@ -308,7 +308,7 @@ class EDGCState:
         layout, tensors = {}, {}
         for name, contents, message in stage_state(self.stage, self.steps):
             layout[name], tensors[name] = contents, message.to("cpu", copy=True)
-        own = [plain(reducer.observer.measurements) for reducer in self.stage.reducers], self.stage.byte_counts()
+        own = [reducer.observer.measurements.state_dict() for reducer in self.stage.reducers], self.stage.byte_counts()
         everyone = all_gather_objects(own, self.group)
         controller = self.windows.controller
         return {

@@ -29,7 +29,7 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.hosts.checkpoint import ERROR, load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
+from edgc.hosts.checkpoint import ERROR, load_stage, misfit, restore_measurements, resume_controller, stage_state
 from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
@@ -198,7 +198,7 @@ class Checkpoints:
                     state[key] = _tensor(key, message, own if local else 0) if sharded else message
             if own == 0:
                 layouts[place] = [ranks, layout]
-            measured = [plain(reducer.observer.before(iteration)) for reducer in stage.reducers]
+            measured = [reducer.observer.before(iteration).state_dict() for reducer in stage.reducers]
             state |= _of_each(f"{place}.measurements", measured, group, sharded)
         if self.messages is not None:
             state |= _of_each(message_place(), self.messages.state_dict(iteration), replica_group(), sharded)
