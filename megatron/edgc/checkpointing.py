@@ -29,7 +29,15 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.hosts.checkpoint import ERROR, load_stage, misfit, restore_measurements, resume_controller, stage_state
+from edgc.hosts.checkpoint import (
+    ERROR,
+    STATE_VERSION,
+    load_stage,
+    misfit,
+    restore_measurements,
+    resume_controller,
+    stage_state,
+)
 from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
@@ -40,7 +48,6 @@ from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-VERSION = 13
 RANKS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
 ASKED = *RANKS, "link_gbps"  # those as given, by which it decides
@@ -214,7 +221,7 @@ class Checkpoints:
         if self.controller is not None:
             kept, of_messages = self._before[1] if iteration == self._before[0] else self._controllers()
             index = {
-                "version": VERSION,
+                "version": STATE_VERSION,
                 "iteration": iteration,
                 "parallel": parallel_sizes(self.args),
                 "engine": self.requested.engine,
@@ -252,9 +259,10 @@ class Checkpoints:
             warn(f"{name} was written without EDGC: its state starts anew")
             return None
         index: dict[str, Any] = entry["index"]
-        if index["version"] != VERSION:
+        if index["version"] != STATE_VERSION:
             raise ConfigError(
-                f"{folder}: the EDGC state is of version {index['version']}, this release reads {VERSION}; {GO_ON}"
+                f"{folder}: the EDGC state is of version {index['version']}, this release reads {STATE_VERSION}; "
+                f"{GO_ON}"
             )
         if index["engine"] != self.requested.engine:
             raise ConfigError(
