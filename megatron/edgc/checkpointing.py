@@ -152,8 +152,8 @@ class Checkpoints:
 
     def _warn_of_dropped(self, index: Mapping[str, Any], folder: str) -> None:
         """Experts of which no copies are left are not summed, so that nothing can send what is owed to them."""
-        stages = {str(key) for key in self.keys}
-        if dropped := [name for name in index["stages"] if name not in stages and name != str(TIED_STAGE)]:
+        experts = [StageKey(Part.EXPERTS, key.pipeline_stage) for key in self.keys if key.part is Part.LAYERS]
+        if dropped := [str(key) for key in experts if key.id in index["stages"] and key not in self.keys]:
             warn(
                 f"{os.path.basename(folder)} has errors of {', '.join(dropped)}, which this run does not sum: what was "
                 "left unsent of them is lost"
@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _index(self, iteration: int, layouts: Mapping[str, Any]) -> dict[str, Any]:
         """What a load has to know before it reads any state: plain values, the same on all processes."""
-        counts: list[tuple[Any, ...]] = [(str(stage.key), *stage.byte_counts()) for stage in self.stages]
+        counts: list[tuple[Any, ...]] = [(stage.key.id, *stage.byte_counts()) for stage in self.stages]
         if self.messages is not None:
             counts.append(("messages", *self.messages.byte_counts()))
         everywhere = gather_objects((layouts, counts))
@@ -227,7 +227,7 @@ class Checkpoints:
                 "engine": self.requested.engine,
                 "requested": self.requested.only(ASKED),
                 "resolved": self.controller.config.only(RESOLVED),
-                "stages": [str(key) for key in self.keys],
+                "stages": [key.id for key in self.keys],
                 "controller": kept,
                 "messages": self._message_plan(of_messages),
                 "replicas": 0 if self.messages is None else dist.get_world_size(replica_group()),
@@ -241,7 +241,7 @@ class Checkpoints:
         if self.messages is None or self.message_controller is None:
             return None
         return {
-            "boundaries": [str(boundary) for boundary in self.messages.boundaries],
+            "boundaries": [boundary.id for boundary in self.messages.boundaries],
             "requested": self.requested.only(("pp", *ASKED)),
             "resolved": self.message_controller.config.only(RESOLVED),
             "controller": controller,
@@ -280,7 +280,7 @@ class Checkpoints:
                 f"{name} used the engine {index['resolved']['engine']}, here it is {self.config.engine}: of its EDGC "
                 "state only the error feedback is used"
             )
-        if (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys):
+        if (TIED_STAGE.id in index["stages"]) != (TIED_STAGE in self.keys):
             warn(
                 f"{name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding starts anew"
             )
@@ -297,7 +297,7 @@ class Checkpoints:
     def _layout(self, stage: MegatronStage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What this run takes of a stage's state: by its key, what ``_described`` says of each tensor in it."""
         _, layout = index["places"].get(place_of(stage), (0, {}))
-        alike, moved = self._same_engine(index), (str(TIED_STAGE) in index["stages"]) != (TIED_STAGE in self.keys)
+        alike, moved = self._same_engine(index), (TIED_STAGE.id in index["stages"]) != (TIED_STAGE in self.keys)
         return {
             key: contents
             for key, contents in layout.items()
@@ -343,7 +343,7 @@ class Checkpoints:
         self._load_messages(index, state, folder)
         if self.controller is None or not self._same_engine(index):
             return
-        if index["stages"] != [str(key) for key in self.keys]:
+        if index["stages"] != [key.id for key in self.keys]:
             warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
         resolved = {name: index["resolved"][name] for name in RANKS}
@@ -385,7 +385,7 @@ class Checkpoints:
         controller, kept = self.message_controller, index.get("messages")
         if controller is None or kept is None:
             return
-        if kept["boundaries"] != [str(boundary) for boundary in self.messages.boundaries]:
+        if kept["boundaries"] != [boundary.id for boundary in self.messages.boundaries]:
             warn(f"{folder} has other messages in low rank than this run: their controller starts anew")
             return
         then, now = kept["requested"], self.requested.only(("pp", *ASKED))
@@ -398,7 +398,7 @@ class Checkpoints:
             ranks = kept["controller"]["plan"]["ranks"]
             timed, controller.dense = controller.dense, frozenset(p for p, rank in enumerate(ranks) if rank is None)
             if controller.dense != timed:
-                stay = ", ".join(kept["boundaries"][place] for place in sorted(controller.dense)) or "none"
+                stay = ", ".join(str(self.messages.boundaries[place]) for place in sorted(controller.dense)) or "none"
                 warn(
                     f"messages between stages go on as in {os.path.basename(folder)}, whatever was timed now: "
                     f"uncompressed stay {stay}"
@@ -424,7 +424,7 @@ class Checkpoints:
         if self._same_processes(stage, index):
             measured = state[f"{place}.measurements.{dist.get_rank(stage.process_group)}"]
             restore_measurements(stage.reducers, measured)
-        stage.restore_bytes(ByteCounts(*index["bytes"][str(stage.key)]))
+        stage.restore_bytes(ByteCounts(*index["bytes"][stage.key.id]))
 
 
 def _goes_on(found: tuple[Any, ...], args: Namespace) -> bool:

@@ -13,13 +13,11 @@ from megatron.edgc.stages import MegatronStage
 def place_of(stage: MegatronStage) -> str:
     """Where a stage's state belongs, whatever the number of data-parallel ranks."""
     key = stage.key
-    if key.part is Part.EMBEDDING:
-        return f"embedding-tp{parallel_state.get_tensor_model_parallel_rank()}"
     if key.part is Part.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
         expert = parallel_state.get_expert_model_parallel_rank()
-        return f"stage{key.pipeline_stage}-experts-tp{tensor}-ep{expert}"
-    return f"stage{key.pipeline_stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
+        return f"{key.id}-tp{tensor}-ep{expert}"
+    return f"{key.id}-tp{parallel_state.get_tensor_model_parallel_rank()}"
 
 
 def message_place() -> str:

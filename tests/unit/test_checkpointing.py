@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.observe.window import Boundary
+from edgc.plan.run import Part, StageKey
 from tests.unit.test_budget import controller
 
 
@@ -27,13 +29,21 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
     assert index["requested"]["link_gbps"] is None
 
 
+def test_stages_and_boundaries_have_names_in_checkpoints_that_no_wording_changes() -> None:
+    keys = [StageKey(part, 1) for part in (Part.LAYERS, Part.EXPERTS)] + [StageKey(Part.EMBEDDING, 0)]
+    assert [key.id for key in keys] == ["stage1", "stage1-experts", "embedding"]
+    assert [str(key) for key in keys] == ["stage 2", "stage 2 experts", "tied embedding"]
+    boundaries = [Boundary("backward", 1, 0), Boundary("forward", 3, 0)]
+    assert [one.id for one in boundaries] == ["backward-1-0", "forward-3-0"]
+
+
 @pytest.mark.parametrize("kept", [(None, 0), (None, None)])
 def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are_timed(
     kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron.edgc import checkpointing
 
-    boundaries = ["gradients from stage 2 to 1", "gradients from stage 3 to 2"]
+    boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
     messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
     controller = SimpleNamespace(dense=frozenset({0, 1}))
     config = EDGCConfig.of(pp="auto:int4")
@@ -42,7 +52,11 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     loaded: list[Any] = []
     monkeypatch.setattr(own, "_load_controller", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
-    plan = {"boundaries": boundaries, "requested": config.only(("pp", *checkpointing.ASKED)), "resolved": {}}
+    plan = {
+        "boundaries": [one.id for one in boundaries],
+        "requested": config.only(("pp", *checkpointing.ASKED)),
+        "resolved": {},
+    }
     index = {"bytes": {}, "messages": {**plan, "controller": {"plan": {"ranks": kept}}}}
     own._load_messages(index, {}, "/checkpoints/iter_0000007")
     assert loaded and controller.dense == {place for place, rank in enumerate(kept) if rank is None}
