@@ -3,10 +3,10 @@
 So Megatron writes it with everything else, asynchronously if asked to, into every kind of checkpoint it knows, declares
 a checkpoint complete only with it, and removes it with the rest. Plain Megatron does not ask for the entry.
 
-The entry has an ``index``, the same on all processes, and a ``state`` by key. Of each stage of the plan, for each
-tensor- and expert-parallel rank, the state holds the error feedback as its *sum* over the data-parallel processes, the
-other parts of the reducers' state, and what each process has measured since the last window; where messages between
-stages are compressed, what each process has left unsent.
+The entry has an ``index``, the same on all processes, and a ``state`` by key. Of each stage of the plan, for each part
+that tensor and expert parallelism cut it into, the state holds the error feedback as its *sum* over the data-parallel
+processes, the other parts of the reducers' state, and what each process has measured since the last window; where
+messages between stages are compressed, what each process has left unsent.
 """
 
 import os
@@ -42,15 +42,15 @@ from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
+from megatron.edgc.checkpoint_keys import in_words, mean_bytes, message_key, parallel_sizes, replica_group, stage_key
 from megatron.edgc.pipeline_messages import PipelineMessages
-from megatron.edgc.places import in_words, mean_bytes, message_place, parallel_sizes, place_of, replica_group
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"
-RANKS = "rmin", "rmax", "static_rank", "volume"
-RESOLVED = "engine", *RANKS  # settings that a probe of the link may have decided
-ASKED = *RANKS, "link_gbps"  # those as given, by which it decides
+RANK_SETTINGS = "rmin", "rmax", "static_rank", "volume"
+RESOLVED = "engine", *RANK_SETTINGS  # settings that a probe of the link may have decided
+ASKED = *RANK_SETTINGS, "link_gbps"  # those as given, by which it decides
 TIED_STAGE = StageKey(Part.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 GO_ON = "give --edgc-reset-state to go on without it"
@@ -108,7 +108,7 @@ class Checkpoints:
             if self._entry is not None:
                 state_dict[ENTRY] = self._entry
             elif kwargs.get("iteration") is not None:  # a load asks for none
-                # With the format torch only some ranks come here. The others wait until the launcher ends them.
+                # With the format torch only some processes come here. The others wait until the launcher ends them.
                 raise ConfigError(
                     "this checkpoint would be without EDGC's state: save_checkpoint was imported before EDGC was "
                     "attached. Call megatron.training.checkpointing.save_checkpoint by this name"
@@ -124,7 +124,7 @@ class Checkpoints:
                 return found
             first, self._found, index = self._found, None, None
             if sharded_state_dict is not None and first is not None and _goes_on(first, args):
-                index = _on_all_ranks(lambda: self._usable(first[0].get(ENTRY), _folder(first)))
+                index = _on_all_processes(lambda: self._usable(first[0].get(ENTRY), _folder(first)))
                 if index is not None:
                     sharded_state_dict[ENTRY] = {"state": self._requests(index)}
             found = read(load_dir, args, rank0=False, sharded_state_dict=sharded_state_dict, **kwargs)
@@ -132,10 +132,10 @@ class Checkpoints:
                 return found
             entry, folder = found[0].pop(ENTRY, None), _folder(found)
             if sharded_state_dict is None:
-                index = _on_all_ranks(lambda: self._usable(entry, folder))
+                index = _on_all_processes(lambda: self._usable(entry, folder))
             if index is not None:
                 self.messages_dropped = False
-                _on_all_ranks(lambda: self.load_state_dict(index, entry["state"], folder))
+                _on_all_processes(lambda: self.load_state_dict(index, entry["state"], folder))
                 if any(all_gather_objects(self.messages_dropped)):
                     warn(
                         f"{os.path.basename(folder)} has other messages between stages, or of other replicas: what was "
@@ -192,10 +192,10 @@ class Checkpoints:
         state: dict[str, Any] = {}
         layouts = {}
         for stage in self.stages:
-            place, group = place_of(stage), stage.process_group
-            own, ranks = dist.get_rank(group), dist.get_world_size(group)
+            place, group = stage_key(stage), stage.process_group
+            own, processes = dist.get_rank(group), dist.get_world_size(group)
             layout = {}
-            kept = [0] * ranks  # bytes
+            kept = [0] * processes  # bytes
             for name, contents, message in stage_state(stage, iteration):
                 layout[name] = contents
                 keeper = kept.index(min(kept))
@@ -204,11 +204,11 @@ class Checkpoints:
                     key, message = f"{place}.{name}", message.to("cpu", copy=True)
                     state[key] = _tensor(key, message, own if local else 0) if sharded else message
             if own == 0:
-                layouts[place] = [ranks, layout]
+                layouts[place] = [processes, layout]
             measured = [reducer.observer.before(iteration).state_dict() for reducer in stage.reducers]
             state |= _of_each(f"{place}.measurements", measured, group, sharded)
         if self.messages is not None:
-            state |= _of_each(message_place(), self.messages.state_dict(iteration), replica_group(), sharded)
+            state |= _of_each(message_key(), self.messages.state_dict(iteration), replica_group(), sharded)
         return {"index": self._index(iteration, layouts), "state": state if writes else {}}
 
     def _index(self, iteration: int, layouts: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Checkpoints:
 
     def _layout(self, stage: MegatronStage, index: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What this run takes of a stage's state: by its key, what ``_described`` says of each tensor in it."""
-        _, layout = index["places"].get(place_of(stage), (0, {}))
+        _, layout = index["places"].get(stage_key(stage), (0, {}))
         alike, moved = self._same_engine(index), (TIED_STAGE.id in index["stages"]) != (TIED_STAGE in self.keys)
         return {
             key: contents
@@ -306,14 +306,14 @@ class Checkpoints:
 
     def _same_processes(self, stage: MegatronStage, index: Mapping[str, Any]) -> bool:
         """Other processes have measured other things: then the window starts anew."""
-        ranks, _ = index["places"].get(place_of(stage), (0, {}))
-        return self._same_engine(index) and bool(ranks == dist.get_world_size(stage.process_group))
+        processes, _ = index["places"].get(stage_key(stage), (0, {}))
+        return self._same_engine(index) and bool(processes == dist.get_world_size(stage.process_group))
 
     def _requests(self, index: Mapping[str, Any]) -> dict[str, Any]:
         """What this process needs of the state, in Megatron's terms."""
         requests: dict[str, Any] = {}
         for stage in self.stages:
-            place, own = place_of(stage), dist.get_rank(stage.process_group)
+            place, own = stage_key(stage), dist.get_rank(stage.process_group)
             for name, contents in self._layout(stage, index).items():
                 size = sum(size for _, _, size in contents.values())
                 key = f"{place}.{name}"
@@ -322,7 +322,7 @@ class Checkpoints:
                 key = f"{place}.measurements.{own}"
                 requests[key] = _object(key, None)
         if self._same_replicas(index):
-            key = f"{message_place()}.{dist.get_rank(replica_group())}"
+            key = f"{message_key()}.{dist.get_rank(replica_group())}"
             requests[key] = _object(key, None)
         return requests
 
@@ -334,7 +334,7 @@ class Checkpoints:
         for stage in self.stages:
             self._load_stage(stage, index, state, folder)
         layers = self.stages[0]
-        before = index["places"].get(place_of(layers))
+        before = index["places"].get(stage_key(layers))
         if before is not None and before[0] != dist.get_world_size(layers.process_group):
             warn(
                 f"{os.path.basename(folder)} was written by {before[0]} data-parallel processes: the sums of their "
@@ -346,7 +346,7 @@ class Checkpoints:
         if index["stages"] != [key.id for key in self.keys]:
             warn(f"{os.path.basename(folder)} has other stages than this run: the controller starts anew")
             return
-        resolved = {name: index["resolved"][name] for name in RANKS}
+        resolved = {name: index["resolved"][name] for name in RANK_SETTINGS}
         others = index["requested"] != self.requested.only(ASKED)
         # one process has no link that could bound ranks
         alike = before is not None and (before[0] == 1) == (dist.get_world_size(layers.process_group) == 1)
@@ -376,7 +376,7 @@ class Checkpoints:
             return
         own = None
         if self._same_replicas(index):
-            own = state[f"{message_place()}.{dist.get_rank(replica_group())}"]
+            own = state[f"{message_key()}.{dist.get_rank(replica_group())}"]
         if own is not None and self.messages.fits(own):
             self.messages.load_state_dict(own)
         else:
@@ -408,7 +408,7 @@ class Checkpoints:
     def _load_stage(
         self, stage: MegatronStage, index: Mapping[str, Any], state: Mapping[str, Any], folder: str
     ) -> None:
-        place = place_of(stage)
+        place = stage_key(stage)
         if place not in index["places"]:  # experts that had no copies to reduce over
             warn(f"{folder} has nothing of {stage.key}: its state starts anew")
             return
@@ -439,7 +439,7 @@ def _folder(found: tuple[Any, ...]) -> str:
     return os.path.dirname(os.path.dirname(name)) if kind is CheckpointType.LEGACY else str(name)
 
 
-def _on_all_ranks[T](work: Callable[[], T]) -> T:
+def _on_all_processes[T](work: Callable[[], T]) -> T:
     """Raise on every process what one of them raises: the others would wait for it."""
     message, result = None, None
     try:
@@ -464,12 +464,12 @@ def _object(key: str, data: Any) -> ShardedObject:
 
 def _of_each(key: str, own: Any, group: dist.ProcessGroup, sharded: bool) -> dict[str, Any]:
     """State that each process of a group has for itself; of all of them where not each one writes."""
-    rank = dist.get_rank(group)
+    process = dist.get_rank(group)
     if sharded:
-        return {f"{key}.{rank}": _object(f"{key}.{rank}", own)}
+        return {f"{key}.{process}": _object(f"{key}.{process}", own)}
     state = {}
     for sender in range(dist.get_world_size(group)):  # one after another: a device need not hold all
-        state[f"{key}.{sender}"] = broadcast_object(own if sender == rank else None, group, sender)
+        state[f"{key}.{sender}"] = broadcast_object(own if sender == process else None, group, sender)
     return state
 
 

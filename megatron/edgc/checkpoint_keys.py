@@ -1,4 +1,4 @@
-"""Where in the model the state of a process belongs."""
+"""The keys under which a checkpoint holds the state of a process: where in the model it belongs."""
 
 from argparse import Namespace
 from typing import Any
@@ -10,8 +10,8 @@ from edgc.plan.run import Part
 from megatron.edgc.stages import MegatronStage
 
 
-def place_of(stage: MegatronStage) -> str:
-    """Where a stage's state belongs, whatever the number of data-parallel ranks."""
+def stage_key(stage: MegatronStage) -> str:
+    """Of a stage's state, whatever the number of data-parallel processes."""
     key = stage.key
     if key.part is Part.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
@@ -20,8 +20,8 @@ def place_of(stage: MegatronStage) -> str:
     return f"{key.id}-tp{parallel_state.get_tensor_model_parallel_rank()}"
 
 
-def message_place() -> str:
-    """The same for stages and tensor-parallel ranks as of ``place_of``."""
+def message_key() -> str:
+    """Of what was left unsent of messages to other stages: one for each part of the model, as of ``stage_key``."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return f"messages{stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
 
