@@ -394,15 +394,13 @@ class Checkpoints:
             return
         # also of a rank that was given: how much of it messages get has been timed
         resolved = kept["resolved"] if self.requested.pipeline.messages.follows and then == now else {}
-        if not self.requested.pipeline.messages.follows:  # and so has what stays uncompressed
-            ranks = kept["controller"]["plan"]["ranks"]
-            timed, controller.dense = controller.dense, frozenset(p for p, rank in enumerate(ranks) if rank is None)
-            if controller.dense != timed:
-                stay = ", ".join(str(self.messages.boundaries[place]) for place in sorted(controller.dense)) or "none"
-                warn(
-                    f"messages between stages go on as in {os.path.basename(folder)}, whatever was timed now: "
-                    f"uncompressed stay {stay}"
-                )
+        # and so has what stays uncompressed
+        if not self.requested.pipeline.messages.follows and controller.settle_dense(kept["controller"]):
+            stay = ", ".join(str(self.messages.boundaries[place]) for place in sorted(controller.dense)) or "none"
+            warn(
+                f"messages between stages go on as in {os.path.basename(folder)}, whatever was timed now: "
+                f"uncompressed stay {stay}"
+            )
         self._load_controller(controller, kept["controller"], resolved, folder)
 
     def _load_stage(

@@ -214,6 +214,10 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
             weights.before = [each[weights.communicator.process].clone() for each in shards]
 
+    def forget_weights(self) -> None:
+        """Others were loaded: gather them whole until ``keep_weights`` knows what the other processes have."""
+        self.edgc_weights.before = None
+
     def _check_and_scale(self) -> None:
         """As Megatron does before its own collective; an average in the collective becomes one before it."""
         config = self.ddp_config

@@ -58,6 +58,14 @@ class Session:
     Raises ``ConfigError`` for options that EDGC cannot take.
     """
 
+    # what there is once ``install`` has been given the model
+    model_config: Any
+    run: Run
+    driver: StepDriver
+    windows: WindowExchange
+    reporter: Reporter
+    checkpoints: Checkpoints
+
     def __init__(self, config: EDGCConfig, args: Namespace):
         check_megatron()
         self.args = args
@@ -74,16 +82,13 @@ class Session:
         self.config = config.but(fuse_embedding_sync=fused)
         self.scaled = scales_loss(args)
         self.seam = Seam()
+        self.chunks: list[DistributedDataParallel] = []  # of the model
+        self.keys: list[StageKey] = []  # all stages of the plan
+        self.stages: list[MegatronStage] = []  # those of this process
         self.messages: PipelineMessages | None = None  # where there is a pipeline
-        self.stages: list[MegatronStage] = []  # of this process
         self.tied: TiedEmbedding | None = None  # where the sum of its copies is EDGC's
         self.installed = False  # on a model
         self.completed = 0  # steps, those of this process
-
-    @property
-    def keys(self) -> list[StageKey]:
-        """All stages of the plan."""
-        return self.driver.keys
 
     def close(self) -> None:
         """Give Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model."""
@@ -103,14 +108,14 @@ class Session:
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
-        self.config = plan.config
+        self.config, self.keys = plan.config, plan.keys
         sent_back = self._message_costs(device)
         planned = plan_messages(self.config, self.args, sent_back)
         for line in (*plan.warnings, *filter(None, [planned.warning])):
             warn(line)
 
         self.driver = StepDriver(
-            plan.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
+            self.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
         )
         overlap = Overlap(device)
         for stage in self.stages:
@@ -152,7 +157,7 @@ class Session:
             self.args,
             self.requested,
             self.config,
-            plan.keys,
+            self.keys,
             self.stages,
             controller,
             self.messages,
@@ -241,7 +246,7 @@ class Session:
         self.reporter.resume(self.driver.plan, self.windows.controller)
         for stage in self.stages:
             for group in stage.groups:
-                group.edgc_weights.before = None
+                group.forget_weights()
 
     def _loss_scale(self) -> Tensor | None:
         """What gradients are multiplied with, 0-dimensional."""

@@ -8,7 +8,9 @@ import pytest
 
 from edgc.config import ConfigError, EDGCConfig
 from edgc.observe.window import Boundary
+from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
+from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
 
 
@@ -42,11 +44,13 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron.edgc import checkpointing
+    from megatron.edgc.message_plan import message_config
 
     boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
     messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
-    controller = SimpleNamespace(dense=frozenset({0, 1}))
     config = EDGCConfig.of(pp="auto:int4")
+    specs = [[MatrixSpec(one.id, 8, 8)] for one in boundaries]
+    controller = Controller(message_config(config), 100, specs, [None, None], dense={0, 1})
     own: Any = checkpointing.Checkpoints(Namespace(), config, config, [], [], None, messages, controller)  # type: ignore[arg-type]
     monkeypatch.setattr(own, "_same_replicas", lambda index: False)
     loaded: list[Any] = []
