@@ -14,9 +14,9 @@ from edgc.config import ConfigError
 from edgc.hosts.reporting import warn_of_new_plans
 from edgc.hosts.stage import Stage
 from edgc.observe.measurements import Measurements
-from edgc.observe.moments import GradientStatistics
 from edgc.plan.controller import Controller
 
+STATE_VERSION = 14  # of what every host saves; goes up where an earlier state can no longer be read
 ERROR = "error."  # a parameter's name follows
 Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
 
@@ -99,25 +99,11 @@ def unpacked(message: torch.Tensor, contents: Mapping[str, Any], device: torch.d
     }
 
 
-def plain(measurements: Measurements) -> dict[str, Any]:
-    """Without tensors on a device and without classes."""
-    return {
-        "entropy": [float(value) for value in measurements.entropy],
-        "residual": [float(value) for value in measurements.residual],
-        "energies": [{name: energy.cpu() for name, energy in one.items()} for one in measurements.energies],
-        "fidelity": [{name: values.cpu() for name, values in one.items()} for one in measurements.fidelity],
-        "row_shares": [{name: shares.cpu() for name, shares in one.items()} for one in measurements.row_shares],
-        "statistics": [{name: vars(one) for name, one in step.items()} for step in measurements.statistics],
-        "spikes": float(measurements.spikes),
-        "largest_spike": float(measurements.largest_spike),
-    }
-
-
 def restore_measurements(reducers: Sequence[GradientReducer], kept: Sequence[dict[str, Any]]) -> None:
     """Go on with what so many reducers had measured in the window; other units have measured other things."""
     if len(kept) == len(reducers):
         for reducer, measurements in zip(reducers, kept, strict=True):
-            reducer.observer.measurements = measurements_of(measurements)
+            reducer.observer.measurements = Measurements.from_state_dict(measurements)
 
 
 def resume_controller(
@@ -133,9 +119,3 @@ def resume_controller(
     if not goes_on:
         warn_of_new_plans(place, controller.config, group)
     return goes_on
-
-
-def measurements_of(state: dict[str, Any]) -> Measurements:
-    """What ``plain`` was made from."""
-    statistics = [{name: GradientStatistics(**one) for name, one in step.items()} for step in state["statistics"]]
-    return Measurements(**{**state, "statistics": statistics})

@@ -14,7 +14,14 @@ from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
-from edgc.hosts.checkpoint import load_stage, misfit, plain, restore_measurements, resume_controller, stage_state
+from edgc.hosts.checkpoint import (
+    STATE_VERSION,
+    load_stage,
+    misfit,
+    restore_measurements,
+    resume_controller,
+    stage_state,
+)
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
@@ -31,7 +38,6 @@ from edgc.plan.settle import plan_run
 from edgc.plan.stages import Part, ProcessStage, StageKey
 from edgc.specs import Parameter
 
-VERSION = 11
 KEY = StageKey(Part.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
@@ -313,11 +319,11 @@ class EDGCState:
         layout, tensors = {}, {}
         for name, contents, message in stage_state(self.stage, self.steps):
             layout[name], tensors[name] = contents, message.to("cpu", copy=True)
-        own = [plain(reducer.observer.measurements) for reducer in self.stage.reducers], self.stage.byte_counts()
+        own = [reducer.observer.measurements.state_dict() for reducer in self.stage.reducers], self.stage.byte_counts()
         everyone = all_gather_objects(own, self.group)
         controller = self.windows.controller
         return {
-            "version": VERSION,
+            "version": STATE_VERSION,
             "steps": self.steps,
             "requested": self.requested.flat(),
             "config": self.config.flat(),
@@ -379,8 +385,8 @@ class EDGCState:
         self.windows.adopt_plans()
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        if state["version"] != VERSION:
-            raise ConfigError(f"EDGC state of version {state['version']}: this release reads {VERSION}")
+        if state["version"] != STATE_VERSION:
+            raise ConfigError(f"EDGC state of version {state['version']}: this release reads {STATE_VERSION}")
         engine = state["requested"]["engine"]
         if engine != self.requested.engine:
             raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Measurements:
         """As they are now, whatever is added later."""
         return Measurements(**{name: copy(value) for name, value in vars(self).items()})
 
+    def state_dict(self) -> dict[str, Any]:
+        """The entries as plain values and CPU tensors, without ``windows``, which no checkpoint holds."""
+        return {name: _plain(value) for name, value in vars(self).items() if name != "windows"}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Measurements":
+        """What ``state_dict`` was made from. Raises TypeError for entries of another release."""
+        statistics = [{name: GradientStatistics(**one) for name, one in step.items()} for step in state["statistics"]]
+        return cls(**{**state, "statistics": statistics})
+
     def add_spikes(self, excess: Tensor, limit: float, finite: Tensor) -> None:
         """Count the gradients of a reduction, if it was ``finite``, with a norm above ``limit`` times its running norm.
 
@@ -67,6 +78,19 @@ class Measurements:
                 if all(map(math.isfinite, numbers)):
                     seen.setdefault(name, []).append(Fidelity.of(numbers))
         return {name: Fidelity.total(several) for name, several in seen.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Without classes, and without tensors on a device: a number in place of a 0-dimensional one."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, GradientStatistics):
+        return vars(value)
+    if isinstance(value, Tensor):
+        return value.cpu() if value.ndim else float(value)
+    return value
 
 
 def _means(several: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:

@@ -23,6 +23,11 @@ class Boundary:
     sender: int
     receiver: int
 
+    @property
+    def id(self) -> str:
+        """Its name in checkpoints, which stays as it is whatever ``str`` says to the user."""
+        return f"{self.direction}-{self.sender}-{self.receiver}"
+
     def __str__(self) -> str:
         what = "gradients" if self.direction == "backward" else "activations"
         return f"{what} from stage {self.sender + 1} to {self.receiver + 1}"

@@ -153,6 +153,15 @@ class Controller:
             self.budget.bound(self.config.ranks.largest)
             self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
 
+    def settle_dense(self, state: Mapping[str, Any]) -> bool:
+        """Leave those stages dense that an earlier run with a constant rank has left dense, whatever was timed now.
+
+        ``state``: of that run's controller. Returns whether they are others than this run's.
+        """
+        before = self.dense
+        self.dense = frozenset(place for place, rank in enumerate(state["plan"]["ranks"]) if rank is None)
+        return self.dense != before
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain numbers and lists."""
         return {

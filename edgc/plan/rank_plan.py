@@ -14,7 +14,7 @@ def rank_in_words(rank: int | None) -> str:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every rank.
+    """The ranks of all stages from an iteration on; None is dense. Immutable, and the same on every process.
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
     stage's rank. ``formats`` holds for each stage the wire format, or engine, of parameters without a rank; None, or a

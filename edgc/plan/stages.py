@@ -23,6 +23,13 @@ class StageKey:
     part: Part
     pipeline_stage: int  # counted from 0
 
+    @property
+    def id(self) -> str:
+        """Its name in checkpoints, which stays as it is whatever ``str`` says to the user."""
+        if self.part is Part.EMBEDDING:
+            return "embedding"
+        return f"stage{self.pipeline_stage}{'-experts' if self.part is Part.EXPERTS else ''}"
+
     def __str__(self) -> str:
         if self.part is Part.EMBEDDING:
             return "tied embedding"

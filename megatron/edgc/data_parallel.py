@@ -112,8 +112,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
     goes on working. As long as nothing of the stage is compressed or owed, Megatron's own collective runs and is only
     counted.
 
-    With the distributed optimizer a rank computes and, where possible, gets only its own shard of the sums. The factors
-    of a matrix reach all processes anyway, since the next step starts from them.
+    With the distributed optimizer a process computes and, where possible, gets only its own shard of the sums. The
+    factors of a matrix reach all processes anyway, since the next step starts from them.
     """
 
     grad_reduce_handle: Any  # of either kind
@@ -196,17 +196,17 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             super().start_param_sync(force_sync=force_sync)  # waits for the one under way
             return
         weights = self.edgc_weights
-        ranks = weights.communicator.world_size
+        processes = weights.communicator.world_size
         counters = [weights.dense, *([weights.communicator.traffic] if weights.before is None else [])]
         for bucket in self.buckets:
-            shard = bucket.param_data[: bucket.param_data.numel() // ranks]
+            shard = bucket.param_data[: bucket.param_data.numel() // processes]
             for traffic in counters:
-                traffic.count_all_gather(shard, ranks)
+                traffic.count_all_gather(shard, processes)
         if weights.before is None:
             super().start_param_sync(force_sync=force_sync)
             return
-        all_shards = [shard_buffer(bucket.param_data, ranks) for bucket in self.buckets]
-        gather = weights.gather(all_shards, [_parts(bucket, ranks) for bucket in self.buckets])
+        all_shards = [shard_buffer(bucket.param_data, processes) for bucket in self.buckets]
+        gather = weights.gather(all_shards, [_parts(bucket, processes) for bucket in self.buckets])
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:
@@ -223,6 +223,10 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
             shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
             weights.before = [each[weights.communicator.process].clone() for each in shards]
+
+    def forget_weights(self) -> None:
+        """Others were loaded: gather them whole until ``keep_weights`` knows what the other processes have."""
+        self.edgc_weights.before = None
 
     def _check_and_scale(self) -> None:
         """As Megatron does before its own collective; an average in the collective becomes one before it."""
@@ -249,10 +253,10 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         return views
 
     def _shard_bounds(self) -> dict[str, ShardBounds]:
-        """Where in each flattened gradient the shards of the ranks begin and end."""
-        ranks = self.edgc_sums.communicator.world_size
+        """Where in each flattened gradient the shards of the processes begin and end."""
+        processes = self.edgc_sums.communicator.world_size
         return {
-            self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // ranks, ranks)
+            self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // processes, processes)
             for bucket in self.buckets
             for parameter, (start, end) in bucket.param_to_index.items()
             if parameter in self.edgc_names
@@ -283,19 +287,19 @@ class WeightGather:
         self.before = [shards[self.communicator.process].clone() for shards in all_shards]
 
 
-def _parts(bucket: _ParamAndGradBucket, ranks: int) -> list[list[int]]:
+def _parts(bucket: _ParamAndGradBucket, processes: int) -> list[list[int]]:
     """For each process's shard of a bucket: the lengths of the pieces of parameters, and of gaps, in it."""
-    size = bucket.param_data.numel() // ranks
+    size = bucket.param_data.numel() // processes
     ends = {end for ends in bucket.param_to_index.values() for end in ends}
-    cuts = sorted(ends | {rank * size for rank in range(ranks + 1)})
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    cuts = sorted(ends | {process * size for process in range(processes + 1)})
+    parts: list[list[int]] = [[] for _ in range(processes)]
     for start, end in pairwise(cuts):
         parts[start // size].append(end - start)
     return parts
 
 
 def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
-    """The ranks among which a bucket group's gradients are summed."""
+    """The processes among which a bucket group's gradients are summed."""
     if group.ddp_config.use_distributed_optimizer:
         shards: dist.ProcessGroup = group.intra_distributed_optimizer_instance_group
         return shards
@@ -305,8 +309,8 @@ def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
 
 def count_dense(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:
     """Count what Megatron's own collective sends of a bucket."""
-    ranks = dist.get_world_size(process_group(group))
+    processes = dist.get_world_size(process_group(group))
     if group.ddp_config.use_distributed_optimizer:
-        traffic.count_reduce_scatter(buffer, ranks)
+        traffic.count_reduce_scatter(buffer, processes)
     else:
-        traffic.count_all_reduce(buffer, ranks)
+        traffic.count_all_reduce(buffer, processes)

@@ -1,8 +1,8 @@
 """The tied word embedding of a pipeline: its two copies' gradients summed at once.
 
-Megatron sums the gradient of each copy over its own data-parallel ranks and then the two with each other. Optimus-CC
-(Song et al., ASPLOS 2023) calls one sum over the ranks of both fused embedding synchronisation. Here that sum goes
-through a ``GradientReducer`` like any other, so it may be compressed.
+Megatron sums the gradient of each copy over its own data-parallel processes and then the two with each other.
+Optimus-CC (Song et al., ASPLOS 2023) calls one sum over the processes of both fused embedding synchronisation. Here
+that sum goes through a ``GradientReducer`` like any other, so it may be compressed.
 """
 
 import sys
@@ -42,7 +42,7 @@ class TiedEmbedding:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self.weight: torch.nn.Parameter | None = None
-        self.asked = False  # whether the sum was asked for in this step, on ranks without a copy as well
+        self.asked = False  # whether the sum was asked for in this step, on processes without a copy as well
         copy = tied_copy(chunks)
         if copy is not None:
             chunk, self.weight = copy
@@ -50,12 +50,12 @@ class TiedEmbedding:
         self.process_group = self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of a copy."""
+        """The processes that hold the same part of a copy."""
         mine = (parallel_state.get_tensor_model_parallel_rank(), self.weight is not None)
         everyone = all_gather_objects(mine)
         own = None
-        for tensor_rank in sorted({rank for rank, _ in everyone}):
-            members = [rank for rank, place in enumerate(everyone) if place == (tensor_rank, True)]
+        for tensor_place in sorted({place for place, _ in everyone}):
+            members = [process for process, one in enumerate(everyone) if one == (tensor_place, True)]
             if not members:  # no copy is trained
                 continue
             group = dist.new_group(members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes))

@@ -96,7 +96,7 @@ class PipelineMessages:
 
     def specs(self) -> list[list[MatrixSpec]]:
         """For the controller: the matrix of each boundary."""
-        return [[MatrixSpec(str(boundary), *message_shape(self.args))] for boundary in self.boundaries]
+        return [[MatrixSpec(boundary.id, *message_shape(self.args))] for boundary in self.boundaries]
 
     def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
         """What travels in the place of a (tokens, micro-batch, width) tensor."""

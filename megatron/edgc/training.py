@@ -36,7 +36,9 @@ from edgc.plan.run import Run, RunPlan
 from edgc.plan.settle import plan_run, slowest
 from edgc.plan.stages import Part, ProcessStage, StageKey
 from megatron.edgc import pipeline_parallel
-from megatron.edgc.checkpointing import Checkpoints
+from megatron.edgc.checkpoint_hooks import CheckpointHooks
+from megatron.edgc.checkpoint_index import RunState
+from megatron.edgc.checkpoint_saving import CheckpointSaver
 from megatron.edgc.compatibility import (
     check_megatron,
     check_options,
@@ -60,6 +62,14 @@ class Session:
     Raises ``ConfigError`` for options that EDGC cannot take.
     """
 
+    # what there is once ``install`` has been given the model
+    model_config: Any
+    run: Run
+    driver: StepDriver
+    windows: WindowExchange
+    reporter: Reporter
+    saver: CheckpointSaver
+
     def __init__(self, config: EDGCConfig, args: Namespace):
         check_megatron()
         self.args = args
@@ -76,16 +86,13 @@ class Session:
         self.config = config.but(fuse_embedding_sync=fused)
         self.scaled = scales_loss(args)
         self.seam = Seam()
+        self.chunks: list[DistributedDataParallel] = []  # of the model
+        self.keys: list[StageKey] = []  # all stages of the plan
+        self.stages: list[MegatronStage] = []  # those of this process
         self.messages: PipelineMessages | None = None  # where there is a pipeline
-        self.stages: list[MegatronStage] = []  # of this process
         self.tied: TiedEmbedding | None = None  # where the sum of its copies is EDGC's
         self.installed = False  # on a model
         self.completed = 0  # steps, those of this process
-
-    @property
-    def keys(self) -> list[StageKey]:
-        """All stages of the plan."""
-        return self.driver.keys
 
     def close(self) -> None:
         """Give Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model."""
@@ -105,14 +112,14 @@ class Session:
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
-        self.config = plan.config
+        self.config, self.keys = plan.config, plan.keys
         sent_back = self._message_costs(device)
         planned = plan_messages(self.config, self.args, sent_back)
         for line in (*plan.warnings, *filter(None, [planned.warning])):
             warn(line)
 
         self.driver = StepDriver(
-            plan.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
+            self.keys, self.stages, self.config.ranks.window, lambda: int(self.args.curr_iteration), self._loss_scale
         )
         overlap = Overlap(device)
         for stage in self.stages:
@@ -150,17 +157,18 @@ class Session:
         self.reporter.start(plan, planned.settings, sent_back, embedding_bytes, embedding_apart(self.args))
         if controller is not None:
             warn_of_budget(controller)
-        self.checkpoints = Checkpoints(
+        state = RunState(
             self.args,
             self.requested,
             self.config,
-            plan.keys,
+            self.keys,
             self.stages,
             controller,
             self.messages,
             message_controller,
         )
-        self.checkpoints.install(self.seam, self._resume)
+        self.saver = CheckpointSaver(state)
+        CheckpointHooks(state, self.saver, self._resume).install(self.seam)
         self.installed = True
         return chunks
 
@@ -243,7 +251,7 @@ class Session:
         self.reporter.resume(self.driver.plan, self.windows.controller)
         for stage in self.stages:
             for group in stage.groups:
-                group.edgc_weights.before = None
+                group.forget_weights()
 
     def _loss_scale(self) -> Tensor | None:
         """What gradients are multiplied with, 0-dimensional."""
@@ -274,7 +282,7 @@ class Session:
         self.reporter.progress(self.completed, self.driver.window_steps.seconds)
         last = self.completed == self.run.iterations
         if last or self.driver.closes_window(iteration):
-            report = self.windows.exchange(self.completed, lambda: self.checkpoints.keep_controllers(iteration))
+            report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
             self.reporter.window(report, last)
 
     def end_early(self) -> None:

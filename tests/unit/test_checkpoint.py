@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
-from edgc.hosts.checkpoint import measurements_of, plain, stage_state, unpacked
+from edgc.hosts.checkpoint import stage_state, unpacked
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from megatron.edgc.pipeline_messages import PipelineMessages
@@ -47,18 +47,27 @@ def test_every_part_of_a_reducers_state_comes_back() -> None:
             assert torch.equal(found[part][name].values(), packed.values())
 
 
-def test_measurements_come_back() -> None:
+def test_measurements_come_back_as_plain_values() -> None:
     seen = Measurements(
-        entropy=[-3.5],
+        entropy=[torch.tensor(-3.5)],
         residual=[0.25],
         energies=[{"a": torch.tensor([1.0, 2.0])}],
         statistics=[{"a": GradientStatistics.of(torch.randn(100))}],
+        fidelity=[{"a": torch.tensor([3.0])}],
+        row_shares=[{"a": torch.tensor([0.5, 0.75])}],
         spikes=torch.tensor(2),
         largest_spike=torch.tensor(17.0),
+        windows=3,
     )
-    found = measurements_of(plain(seen))
+    state = seen.state_dict()
+    assert state.keys() == vars(seen).keys() - {"windows"}
+    assert [type(state[name][0]) for name in ("entropy", "residual")] == [float, float]
+    assert type(state["statistics"][0]["a"]) is dict
+    found = Measurements.from_state_dict(state)
     assert (found.entropy, found.residual, found.spikes, found.largest_spike) == ([-3.5], [0.25], 2.0, 17.0)
-    assert torch.equal(found.energies[0]["a"], seen.energies[0]["a"]) and found.statistics == seen.statistics
+    for name in ("energies", "fidelity", "row_shares"):
+        assert torch.equal(getattr(found, name)[0]["a"], getattr(seen, name)[0]["a"])
+    assert found.statistics == seen.statistics and found.windows == 0
 
 
 def test_messages_of_which_no_copy_is_kept_are_not_rolled_back() -> None:
