@@ -152,7 +152,7 @@ class _Group:
     def start(self, overlap: Overlap, scatters: bool) -> Handle:
         """Start a reduction as training does."""
         reduction = self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
-        return overlap.start(reduction, memory=self.reducer.memory(self.gradients))
+        return overlap.start(reduction, memory=self.reducer.router.memory(self.gradients))
 
 
 def _host_share(scatters: bool) -> float:

@@ -258,7 +258,7 @@ class EDGCState:
         reducer.observer.measure(gradients, step.iteration, step.loss_scale)
         torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
-        memory = reducer.memory(gradients)
+        memory = reducer.router.memory(gradients)
         self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, memory))
 
     @torch.no_grad()

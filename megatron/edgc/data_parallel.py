@@ -74,7 +74,7 @@ class StageSums:
             reducer, shards = unit.reducer, self.shards if scatter else None
             reduction = reducer.reduce(unit.gradients, step.iteration, step.loss_scale, shards)
             self._handles[unit] = self.overlap.start(
-                reduction, reducer.state.tensors, self.spans, reducer.memory(unit.gradients)
+                reduction, reducer.state.tensors, self.spans, reducer.router.memory(unit.gradients)
             )
 
     def end(self, overlapped: bool) -> None:

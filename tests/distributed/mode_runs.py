@@ -177,7 +177,7 @@ class Watch:
         }
         digest = {name: hashlib.sha256(message.numpy().tobytes()).hexdigest() for name, message in shared.items()}
         everyone: list[Any] = [None] * reducer.communicator.world_size
-        dist.all_gather_object(everyone, (digest, reducer.ranks), group=reducer.communicator.group)
+        dist.all_gather_object(everyone, (digest, reducer.router.ranks), group=reducer.communicator.group)
         if any(other != everyone[0] for other in everyone):
             self.apart.append(f"{dist.get_rank()}: {sorted(shared)[:3]}")
 
@@ -200,7 +200,7 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
     fed_back = {
         name: gradient.view(reducer.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
-        if gradient.numel() and (name in reducer.ranks or not reducer.elementwise(name).exact)
+        if gradient.numel() and (name in reducer.router.ranks or not reducer.router.elementwise(name).exact)
     }
     if not fed_back:
         return {}
@@ -214,7 +214,7 @@ def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor]) -> dict[
     return {
         name: share * packed[name].values().view_as(gradient).double()
         for name, gradient in gradients.items()
-        if name in packed and (name in reducer.ranks or not reducer.elementwise(name).exact)
+        if name in packed and (name in reducer.router.ranks or not reducer.router.elementwise(name).exact)
     }
 
 

@@ -705,7 +705,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
     reduce = GradientReducer.reduce
 
     def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
-        time.sleep((first if training.step_number < NEW_LINK else then)[self.compressed])
+        time.sleep((first if training.step_number < NEW_LINK else then)[self.router.compressed])
         yield from reduce(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -718,7 +718,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
             most = max(most, lost_in_step(training, alone))
             training.optimizer.step()
             assert training.state is not None
-            if training.state.stage.reducers[0].by_host:
+            if training.state.stage.reducers[0].router.by_host:
                 by_host += 1
                 assert not any(error.any() for error in training.errors().values()), "the host's sum leaves no error"
             if step == NEW_LINK - 1:
@@ -767,7 +767,7 @@ def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
 
     def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
         low_rank, rounded, host = (0.05, 0.05, 0.2) if training.step_number < NEW_LINK else (0.15, 0.3, 0.8)
-        time.sleep(host if not self.compressed else low_rank if self.ranks else rounded)
+        time.sleep(host if not self.router.compressed else low_rank if self.router.ranks else rounded)
         yield from reduce(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -780,8 +780,8 @@ def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
             training.optimizer.step()
             assert training.state is not None
             reducers = training.state.stage.reducers
-            rounded.append(all(one.compressed and not one.ranks for one in reducers))
-            in_low_rank.append(any(one.compressed and bool(one.ranks) for one in reducers))
+            rounded.append(all(one.router.compressed and not one.router.ranks for one in reducers))
+            in_low_rank.append(any(one.router.compressed and bool(one.router.ranks) for one in reducers))
     return most, rounded, in_low_rank
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from edgc import stacking
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.overlap import Overlap
-from edgc.compress import assignment, routes
+from edgc.compress import router, routes
 from edgc.compress.probe import cost_in_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -80,7 +80,7 @@ def across_plans(rank: int) -> None:
         taken = {None: set(), 4: {"wide", "conv"}, 9: {"wide"}, 400: set()}
         for step, stage_rank in enumerate([None, 4, 4, 9, 9, None, 4, 400, 9, 4, None]):
             under_test.set_rank(stage_rank, {"wide": 8, "conv": 4} if stage_rank == 4 and step > 5 else None)
-            assert set(under_test.ranks) == taken[stage_rank]
+            assert set(under_test.router.ranks) == taken[stage_rank]
             local = gradients(rank, step)
             for name, gradient in local.items():
                 put_in[name] += summed(gradient)
@@ -245,7 +245,7 @@ def memory_of_steps(rank: int) -> dict[str, float]:
     whole = 4 * side * side * count
     assert dist.group.WORLD is not None
     # as small beside these matrices as they are beside those of large models
-    stacking.SMALL, routes.PORTION, assignment.LITTLE_BYTES = side * side // 2, side * side // 2, 0
+    stacking.SMALL, routes.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
     gradients = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
     peaks = {}
     for preset in ("paper", "safe", "balanced", "fast"):
@@ -272,7 +272,7 @@ def memory_of_steps(rank: int) -> dict[str, float]:
                     handles = []
                     for name, gradient in gradients.items():
                         for unit in units.add({name: gradient}):
-                            held = unit.reducer.memory(unit.gradients)
+                            held = unit.reducer.router.memory(unit.gradients)
                             reduction = unit.reducer.reduce(unit.gradients, step)
                             handles.append(overlap.start(reduction, memory=held))
                     for handle in handles:

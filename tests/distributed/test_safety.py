@@ -368,17 +368,17 @@ def perturbed_in(rank: int, what: str, wrong: int | None) -> str:
     step(0)
     if rank == wrong:
         if what == "factors":
-            packed = under_test.engine.bases["second", 0]
+            packed = under_test.router.engine.bases["second", 0]
             packed.message = packed.message.clone()
             packed.message[0, 3] ^= 1
         elif what == "scales":
             rows, cols = under_test.state.equaliser._moments["second"]
             under_test.state.equaliser._moments["second"] = rows, cols * (1 + 1e-7)
         elif what == "rank":
-            under_test.ranks["second"] += 1
+            under_test.router.ranks["second"] += 1
         else:
             own = lowrank.orthonormalise
-            under_test.engine._orthonormalise = lambda factor: own(factor) * (1 + 1e-7)
+            under_test.router.engine._orthonormalise = lambda factor: own(factor) * (1 + 1e-7)
             step(1)
     elif what == "sum":
         step(1)

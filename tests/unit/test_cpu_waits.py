@@ -34,9 +34,9 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
     allocation = allocate([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
     under_test = GradientReducer(allocation, config, communicator, torch.device("cpu"))
-    under_test.device = META
-    if under_test.engine is not None:
-        under_test.engine.device = META
+    under_test.router.device = META
+    if under_test.router.engine is not None:
+        under_test.router.engine.device = META
     # the device "meta" has no generator of random numbers
     under_test.state.feedback._packed = lambda names, errors, kept_in, *occasion: pack_all(errors, kept_in)
     return under_test
@@ -77,7 +77,7 @@ def test_replicas_are_compared_on_the_device_of_the_gradients(
 ) -> None:
     """Also where nothing was reduced: NCCL takes no tensors of the CPU."""
     under_test = reducer(communicator, preset="paper")
-    under_test.device = META
+    under_test.router.device = META
     handed: list[torch.device] = []
 
     def all_gather(self: Communicator, tensor: torch.Tensor) -> None:

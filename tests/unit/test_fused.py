@@ -45,7 +45,7 @@ def fused(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings
     pytest.importorskip("triton")  # torch for CPUs only comes without
     from tests.interpreter import interpreted_kernels
 
-    made._kernels = interpreted_kernels()
+    made.router._kernels = interpreted_kernels()
     return made
 
 
@@ -207,5 +207,5 @@ class NoKernels:
 @pytest.mark.parametrize("settings", [{}, {"equalise": True, "error_dtype": "bf16"}], ids=str)
 def test_beside_the_kernels_only_the_norm_goes_over_a_gradient(settings: dict[str, Any]) -> None:
     made = reducer(EQUAL, **settings)
-    made._kernels = NoKernels
+    made.router._kernels = NoKernels
     assert passes(made) == (1, 0)

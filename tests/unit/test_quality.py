@@ -249,7 +249,7 @@ def test_entropy_is_that_of_gradients_without_their_loss_scale() -> None:
 
 def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(work: Any, groups: Any, *rest: Any) -> float:
-        return 1 + 0.01 * max(groups[0].reducer.ranks.values(), default=0)
+        return 1 + 0.01 * max(groups[0].reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
     cost = probe.probe([Allocation((MATRIX,), ())], EDGCConfig(), communicator(), CPU)
@@ -266,10 +266,10 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
 ) -> None:
     def seconds(work: Any, groups: Any, *rest: Any) -> float:
         reducer = groups[0].reducer
-        if reducer.formats:
-            assert not reducer.ranks and reducer.formats == {MATRIX.name: "int4", "bias": "int8"}
+        if reducer.router.formats:
+            assert not reducer.router.ranks and reducer.router.formats == {MATRIX.name: "int4", "bias": "int8"}
             return 0.25
-        return 1 + 0.01 * max(reducer.ranks.values(), default=0)
+        return 1 + 0.01 * max(reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
     allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))

@@ -126,7 +126,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
         worst = {"result": 0.0, "result_and_error": 0.0}
         for matrix in some:
             given = torch.randn(matrix.rows, matrix.cols, generator=torch.Generator().manual_seed(1))
-            engine: Any = reducer.engine
+            engine: Any = reducer.router.engine
             start = engine.basis(matrix, rank, 1).values().double().cpu()
             tall = given.double().T if engine.transposes(matrix, 1) else given.double()
             basis = torch.linalg.qr(tall @ start).Q

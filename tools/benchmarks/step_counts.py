@@ -152,7 +152,7 @@ def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int | str]
             handles = []
             for reducer, own in reducers:
                 reducer.begin(iteration)
-                handles.append(overlap.start(reducer.reduce(own, iteration), memory=reducer.memory(own)))
+                handles.append(overlap.start(reducer.reduce(own, iteration), memory=reducer.router.memory(own)))
             for handle in handles:
                 handle.wait()
             most = memory.peak - memory.now
@@ -187,9 +187,9 @@ def _reducers(
             numbers = [one for one in ranks or () if isinstance(one, int)]
             allocation = allocate(unit, config, min(numbers, default=1))
             reducer = GradientReducer(allocation, config, communicator, torch.device("cpu"))
-            reducer.device = META
-            if isinstance(reducer.engine, LowRank):
-                reducer.engine.device, reducer.engine._orthonormalise = META, lowrank.cholesky_basis
+            reducer.router.device = META
+            if isinstance(reducer.router.engine, LowRank):
+                reducer.router.engine.device, reducer.router.engine._orthonormalise = META, lowrank.cholesky_basis
             if ranks is not None:
                 travel = _by_layer(stage, ranks)
                 rounded = {name: one for name, one in travel.items() if isinstance(one, str)}

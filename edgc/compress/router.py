@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from edgc.compress import routes
 from edgc.compress.batch import triton_kernels
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route, portion_of
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.allocation import Allocation, uniform_ranks
@@ -23,8 +22,8 @@ ROUNDING_MEMORY = 8  # times the memory of a portion that rounding and summing i
 LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold
 
 
-class Assignment:
-    """The routes of some gradients under a plan.
+class Router:
+    """Gives gradients their routes under a plan.
 
     Args:
         allocation: which parameters the engine takes.
@@ -114,28 +113,29 @@ class Assignment:
                 factors += self.ranks[name] * (self.specs[name].rows + self.specs[name].cols)
             if not low_rank or gradient.dtype != torch.float32:
                 rounded += gradient.numel()
-        held = rounded + ROUNDING_MEMORY * min(rounded, routes.portion_of(rounded)) + 2 * factors
+        held = rounded + ROUNDING_MEMORY * min(rounded, portion_of(rounded)) + 2 * factors
         return held / elements / MOST_HELD if 4 * held > LITTLE_BYTES else 0.0
 
-    def routes(self, gradients: Mapping[str, Tensor], context: ReductionContext, measured: bool) -> list[Route]:
-        """One route for each gradient: that of the low-rank engine if it has a rank, else that of ``elementwise``."""
+    def route(self, gradients: Mapping[str, Tensor], context: ReductionContext, measured: bool) -> list[Route]:
+        """The routes of these gradients, each in one: that of the low-rank engine if it has a rank, else that of what
+        ``elementwise`` gives. ``measured``: whether the reduction is.
+        """
         ranked = {name: gradient for name, gradient in gradients.items() if name in self.ranks}
         others = {name: gradient for name, gradient in gradients.items() if name not in self.ranks}
-        routes: list[Route] = []
         taken: dict[Elementwise, dict[str, Tensor]] = {}
         for name, gradient in others.items():
             taken.setdefault(self.elementwise(name), {})[name] = gradient
-        routes += [ElementwiseRoute(own, self.specs, context, engine) for engine, own in taken.items()]
+        found: list[Route] = [ElementwiseRoute(own, self.specs, context, engine) for engine, own in taken.items()]
         if not ranked:
-            return routes
+            return found
         if isinstance(self.engine, LowRank):
             kernels = None if measured else self._kernels  # they leave nothing to measure
             before = {name: self.elementwise(name) for name in ranked if name in self.formats}
             first = {name: engine for name, engine in before.items() if isinstance(engine, Rows)}
             if kernels is not None and not first and FusedRoute.fits(kernels, ranked, self.ranks, context):
-                routes.append(FusedRoute(ranked, self.specs, context, self.engine, self.ranks, kernels))
+                found.append(FusedRoute(ranked, self.specs, context, self.engine, self.ranks, kernels))
             else:
-                routes.append(FactorRoute(ranked, self.specs, context, self.engine, self.ranks, first))
+                found.append(FactorRoute(ranked, self.specs, context, self.engine, self.ranks, first))
         elif isinstance(self.engine, Elementwise):
-            routes.append(ElementwiseRoute(ranked, self.specs, context, self.engine))
-        return routes
+            found.append(ElementwiseRoute(ranked, self.specs, context, self.engine))
+        return found
