@@ -1,17 +1,20 @@
-"""The keys under which a checkpoint holds the state of a process: where in the model it belongs."""
+"""Under which keys a checkpoint holds EDGC's state, and as what Megatron writes and reads it."""
 
-from argparse import Namespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from edgc.plan.run import Part
 from megatron.edgc.stages import MegatronStage
 
+ENTRY = "edgc"  # of the state dict that Megatron saves
+
 
 def stage_key(stage: MegatronStage) -> str:
-    """Of a stage's state, whatever the number of data-parallel processes."""
+    """Of a stage's state: where in the model it belongs, whatever the number of data-parallel processes."""
     key = stage.key
     if key.part is Part.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
@@ -20,10 +23,25 @@ def stage_key(stage: MegatronStage) -> str:
     return f"{key.id}-tp{parallel_state.get_tensor_model_parallel_rank()}"
 
 
+def tensor_key(stage: MegatronStage, name: str) -> str:
+    """Of one tensor of a stage's state, as ``edgc.hosts.checkpoint.stage_state`` names it."""
+    return f"{stage_key(stage)}.{name}"
+
+
+def measurements_key(stage: MegatronStage) -> str:
+    """Of what its processes have measured; ``of_process`` has that of each."""
+    return f"{stage_key(stage)}.measurements"
+
+
 def message_key() -> str:
-    """Of what was left unsent of messages to other stages: one for each part of the model, as of ``stage_key``."""
+    """Of what the processes of ``replica_group`` have left unsent of messages; ``of_process`` has that of each."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return f"messages{stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
+
+
+def of_process(key: str, process: int) -> str:
+    """Of what one process of a group has for itself."""
+    return f"{key}.{process}"
 
 
 def replica_group() -> dist.ProcessGroup:
@@ -32,25 +50,11 @@ def replica_group() -> dist.ProcessGroup:
     return group
 
 
-def parallel_sizes(args: Namespace) -> dict[str, int]:
-    """The sizes that decide which parameters, and which parts of them, a process holds."""
-    return {
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "virtual pipeline": args.virtual_pipeline_model_parallel_size or 1,
-        "expert": args.expert_model_parallel_size,
-        "expert tensor": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-    }
+def sharded_tensor(key: str, data: torch.Tensor, replica: int) -> ShardedTensor:
+    """A tensor that Megatron writes for replica 0 alone, and reads for all."""
+    return ShardedTensor.from_rank_offsets(f"{ENTRY}.{key}", data, replica_id=replica)
 
 
-def in_words(parallel: dict[str, int]) -> str:
-    """The same, for the user."""
-    return ", ".join(f"{name}-parallel size {size}" for name, size in parallel.items())
-
-
-def mean_bytes(counts: list[tuple[Any, ...]]) -> dict[str, list[float]]:
-    """Over the processes, by stage."""
-    by_stage: dict[str, list[tuple[float, ...]]] = {}
-    for stage, *values in counts:
-        by_stage.setdefault(stage, []).append(tuple(values))
-    return {stage: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for stage, rows in by_stage.items()}
+def sharded_object(key: str, data: Any) -> ShardedObject:
+    """What is no tensor, of one process. ``data``: None in a request."""
+    return ShardedObject(f"{ENTRY}.{key}", data, (1,), (0,))

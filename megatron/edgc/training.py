@@ -34,7 +34,9 @@ from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, ProcessStage, Run, RunPlan, StageKey, plan_run, slowest
 from megatron.edgc import pipeline_parallel
-from megatron.edgc.checkpointing import Checkpoints
+from megatron.edgc.checkpoint_hooks import CheckpointHooks
+from megatron.edgc.checkpoint_index import RunState
+from megatron.edgc.checkpoint_saving import CheckpointSaver
 from megatron.edgc.compatibility import (
     check_megatron,
     check_options,
@@ -64,7 +66,7 @@ class Session:
     driver: StepDriver
     windows: WindowExchange
     reporter: Reporter
-    checkpoints: Checkpoints
+    saver: CheckpointSaver
 
     def __init__(self, config: EDGCConfig, args: Namespace):
         check_megatron()
@@ -153,7 +155,7 @@ class Session:
         self.reporter.start(plan, planned.settings, sent_back, embedding_bytes, embedding_apart(self.args))
         if controller is not None:
             warn_of_budget(controller)
-        self.checkpoints = Checkpoints(
+        state = RunState(
             self.args,
             self.requested,
             self.config,
@@ -163,7 +165,8 @@ class Session:
             self.messages,
             message_controller,
         )
-        self.checkpoints.install(self.seam, self._resume)
+        self.saver = CheckpointSaver(state)
+        CheckpointHooks(state, self.saver, self._resume).install(self.seam)
         self.installed = True
         return chunks
 
@@ -277,7 +280,7 @@ class Session:
         self.reporter.progress(self.completed, self.driver.step_seconds)
         last = self.completed == self.run.iterations
         if last or self.driver.closes_window(iteration):
-            report = self.windows.exchange(self.completed, lambda: self.checkpoints.keep_controllers(iteration))
+            report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
             self.reporter.window(report, last)
 
     def end_early(self) -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint says of a run, without Megatron's part."""
 
+import json
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
 from edgc.plan.controller import Controller
 from edgc.plan.run import Part, StageKey
@@ -14,21 +16,89 @@ from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
 
 
+def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
+    """Of a run with these settings and without stages of its own."""
+    from megatron.edgc.checkpoint_index import RunState
+
+    settings = settings or EDGCConfig()
+    usual = {
+        "args": Namespace(),
+        "requested": settings,
+        "config": settings,
+        "keys": [],
+        "stages": [],
+        "controller": None,
+    }
+    return RunState(**{**usual, **parts})
+
+
+def index_of(config: EDGCConfig, **parts: Any) -> Any:
+    """Of a checkpoint of a run with these settings."""
+    from megatron.edgc.checkpoint_index import ASKED, RESOLVED, Index
+
+    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.only(ASKED)}
+    usual |= {"resolved": config.only(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
+    return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
+
+
+def resume(run: Any, index: Any) -> Any:
+    from megatron.edgc.checkpoint_index import Usable
+    from megatron.edgc.checkpoint_loading import Resume
+
+    usable = Usable(index, same_engine=True, tied_apart=False, stages={}, messages=None)
+    return Resume(run, usable, "/checkpoints/iter_0000007")
+
+
 def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its_own_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.edgc import checkpointing
+    from megatron.edgc import checkpoint_index
 
-    in_force = SimpleNamespace(config=EDGCConfig.of(rmin=16, rmax=64), budget=None, state_dict=dict)
-    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig.of(rmin=12, rmax=48), [], [], in_force)
-    monkeypatch.setattr(checkpointing, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(checkpointing, "broadcast_object", lambda value: value)
-    monkeypatch.setattr(checkpointing, "parallel_sizes", lambda args: {})
-    monkeypatch.setattr(checkpointing, "mean_bytes", lambda counts: {})
-    index = own._index(7, {})
+    in_force = SimpleNamespace(config=EDGCConfig.of(rmin=16, rmax=64))
+    run = run_state(EDGCConfig(), config=EDGCConfig.of(rmin=12, rmax=48), controller=in_force)
+    monkeypatch.setattr(checkpoint_index, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(checkpoint_index, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(checkpoint_index, "parallel_sizes", lambda args: {})
+    index = checkpoint_index.gathered_index(run, 7, [{}, None], {})
     assert (index["resolved"]["rmin"], index["resolved"]["rmax"]) == (16, 64)
     # by which a run that is resumed with another link knows that these ranks are not for it
     assert index["requested"]["link_gbps"] is None
+
+
+def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
+    from megatron.edgc.checkpoint_index import Index, SavedMessages, SavedStage
+
+    messages = SavedMessages(["backward-1-0"], {"pp": "auto"}, {"engine": "int4"}, {"plan": {}})
+    saved = {"stage0-tp0": SavedStage(2, {"error.w": {"w": [[3, 5], [32, False, False, True], 60]}})}
+    index = index_of(EDGCConfig(), stages=["stage0"], bytes={"stage0": [1.0, 2.0]}, messages=messages, saved=saved)
+    found = json.loads(json.dumps(index.to_dict()))
+    assert found["version"] == STATE_VERSION and Index.from_dict(found) == index
+
+
+def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_errors_are_taken_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.edgc import checkpoint_index
+
+    stage: Any = SimpleNamespace(key=StageKey(Part.LAYERS, 0), process_group=None)
+    names = ["error.a.weight", "error.embedding.word_embeddings.weight", "engine", "norms"]
+    saved = {"stage0-tp0": checkpoint_index.SavedStage(2, {name: {} for name in names})}
+    monkeypatch.setattr(checkpoint_index, "stage_key", lambda stage: f"{stage.key.id}-tp0")
+    monkeypatch.setattr(checkpoint_index, "measurements_key", lambda stage: "measurements")
+    monkeypatch.setattr(checkpoint_index.dist, "get_rank", lambda group: 1)
+
+    def usable(processes: int, **changed: Any) -> Any:
+        monkeypatch.setattr(checkpoint_index.dist, "get_world_size", lambda group: processes)
+        run = run_state(EDGCConfig(), keys=[stage.key], stages=[stage])
+        index = index_of(EDGCConfig(), saved=saved, **{"stages": [stage.key.id], **changed})
+        found = checkpoint_index.Usable.of(index, run)
+        own = found.stages[stage.key]
+        return list(own.layout), own.same_processes, own.measurements
+
+    assert usable(2) == (names, True, "measurements.1")
+    assert usable(4) == (names, False, None)
+    assert usable(2, stages=["stage0", "embedding"]) == ([names[0], *names[2:]], True, "measurements.1")
+    assert usable(2, resolved={"engine": "another"}) == (names[:2], True, None)
 
 
 def test_stages_and_boundaries_have_names_in_checkpoints_that_no_wording_changes() -> None:
@@ -43,7 +113,8 @@ def test_stages_and_boundaries_have_names_in_checkpoints_that_no_wording_changes
 def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are_timed(
     kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.edgc import checkpointing
+    from megatron.edgc import checkpoint_loading
+    from megatron.edgc.checkpoint_index import ASKED_OF_MESSAGES, SavedMessages
     from megatron.edgc.message_plan import message_config
 
     boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
@@ -51,19 +122,15 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     config = EDGCConfig.of(pp="auto:int4")
     specs = [[MatrixSpec(one.id, 8, 8)] for one in boundaries]
     controller = Controller(message_config(config), 100, specs, [None, None], dense={0, 1})
-    own: Any = checkpointing.Checkpoints(Namespace(), config, config, [], [], None, messages, controller)  # type: ignore[arg-type]
-    monkeypatch.setattr(own, "_same_replicas", lambda index: False)
+    plan = {"plan": {"ranks": kept}}
+    saved = SavedMessages([one.id for one in boundaries], config.only(ASKED_OF_MESSAGES), {}, plan)
+    own = resume(run_state(config, messages=messages, message_controller=controller), index_of(config, messages=saved))
     loaded: list[Any] = []
-    monkeypatch.setattr(own, "_load_controller", lambda *arguments: loaded.append(arguments))
-    monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
-    plan = {
-        "boundaries": [one.id for one in boundaries],
-        "requested": config.only(("pp", *checkpointing.ASKED)),
-        "resolved": {},
-    }
-    index = {"bytes": {}, "messages": {**plan, "controller": {"plan": {"ranks": kept}}}}
-    own._load_messages(index, {}, "/checkpoints/iter_0000007")
-    assert loaded and controller.dense == {place for place, rank in enumerate(kept) if rank is None}
+    monkeypatch.setattr(checkpoint_loading, "resume_controller", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    own._resume_messages()
+    assert [arguments[:2] for arguments in loaded] == [(controller, plan)]
+    assert controller.dense == {place for place, rank in enumerate(kept) if rank is None}
     said = capsys.readouterr().out
     assert ("messages between stages go on as in iter_0000007" in said) == (kept == (None, 0))
     assert said.endswith("uncompressed stay gradients from stage 2 to 1\n") or not said
@@ -73,14 +140,14 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
 def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
     before: bool, now: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.edgc import checkpointing
+    from megatron.edgc import checkpoint_loading
 
-    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], None)
-    monkeypatch.setattr(checkpointing, "warn", lambda line: print(line))
+    own = resume(run_state(), index_of(EDGCConfig()))
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
     state = controller(rounds=before).state_dict()
     for settings, rounds in (({"rmax": 64}, before), ({}, now)):  # nothing is settled where other ranks are asked for
         resumed = controller(rounds=now)
-        assert own._load_controller(resumed, state, settings, "/checkpoints/iter_0000007")
+        assert own._resume(resumed, state, settings)
         assert resumed.rounds == rounds
         how = "rounded" if rounds else "in low rank"
         said = f"compressed gradients go on {how} as in iter_0000007, whatever was timed now\n"
@@ -90,20 +157,24 @@ def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that imported Megatron's save_checkpoint by itself, before EDGC was attached."""
     from megatron.training import checkpointing as megatron_checkpointing
+    from megatron.training import training as megatron_training
 
-    from megatron.edgc import checkpointing
+    from megatron.edgc.checkpoint_hooks import CheckpointHooks
     from megatron.edgc.seam import Seam
 
-    own: Any = checkpointing.Checkpoints(Namespace(), EDGCConfig(), EDGCConfig(), [], [], None)
+    saver: Any = SimpleNamespace(entry=lambda iteration, local: {"state": iteration})
+    own = CheckpointHooks(run_state(), saver, lambda: None)
     monkeypatch.setattr(megatron_checkpointing, "generate_state_dict", lambda *args, **kwargs: {"model": 1})
-    monkeypatch.setattr(own, "state_dict", lambda iteration, local: {"state": iteration})
 
     def saved(iteration: int, *args: Any, **kwargs: Any) -> Any:
         return megatron_checkpointing.generate_state_dict(None, iteration=iteration)
 
     monkeypatch.setattr(megatron_checkpointing, "save_checkpoint", saved)
+    monkeypatch.setattr(megatron_training, "save_checkpoint", saved)
     with Seam() as seam:
-        own.install(seam, lambda: None)
+        own.install(seam)
+        for module in (megatron_checkpointing, megatron_training):
+            assert module.save_checkpoint(7) == {"model": 1, "edgc": {"state": 7}}
         with pytest.raises(ConfigError, match="this checkpoint would be without EDGC's state"):
             saved(7)
         assert megatron_checkpointing.generate_state_dict(None) == {"model": 1}, "as a load asks for it"

@@ -1,0 +1,211 @@
+"""The index of EDGC's state in a checkpoint: what a run has to know of the state before it reads any of it."""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from edgc.comm.objects import broadcast_object, gather_objects
+from edgc.config import EDGCConfig
+from edgc.hosts.checkpoint import ERROR, STATE_VERSION, Layout
+from edgc.plan.controller import Controller
+from edgc.plan.run import Part, StageKey
+from megatron.edgc.checkpoint_keys import measurements_key, message_key, of_process, replica_group, stage_key
+from megatron.edgc.pipeline_messages import PipelineMessages
+from megatron.edgc.stages import MegatronStage
+
+RANK_SETTINGS = "rmin", "rmax", "static_rank", "volume"
+RESOLVED = "engine", *RANK_SETTINGS  # settings that a probe of the link may have decided
+ASKED = *RANK_SETTINGS, "link_gbps"  # those as given, by which it decides
+ASKED_OF_MESSAGES = "pp", *ASKED
+MESSAGES = "messages"  # beside the stages' ids among the byte counts
+TIED_STAGE = StageKey(Part.EMBEDDING, 0)
+TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What of a run a checkpoint keeps the state of, and the settings that decide what a resumed run takes of it.
+
+    ``requested`` are the settings as given, ``config`` as resolved. ``keys`` are the stages of the plan, ``stages``
+    those of this process. Controllers are on global process 0 alone.
+    """
+
+    args: Namespace
+    requested: EDGCConfig
+    config: EDGCConfig
+    keys: Sequence[StageKey]
+    stages: Sequence[MegatronStage]
+    controller: Controller | None
+    messages: PipelineMessages | None = None
+    message_controller: Controller | None = None
+
+
+@dataclass(frozen=True)
+class SavedStage:
+    """What there is of a stage, or of one part that tensor or expert parallelism cuts it into."""
+
+    processes: int  # in its data-parallel group
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class SavedMessages:
+    """What sets the ranks of messages between stages."""
+
+    boundaries: list[str]  # their ids
+    requested: dict[str, Any]
+    resolved: dict[str, Any]
+    controller: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is in a checkpoint, the same on all processes."""
+
+    iteration: int  # steps that are in the checkpoint
+    parallel: dict[str, int]  # ``parallel_sizes``
+    engine: str  # as given
+    requested: dict[str, Any]
+    resolved: dict[str, Any]
+    stages: list[str]  # of the plan, their ids
+    controller: dict[str, Any]
+    messages: SavedMessages | None  # None: nothing sets their ranks
+    replicas: int  # how many processes have left something of the same messages unsent; 0: none compresses any
+    bytes: dict[str, list[float]]  # sent so far: the mean over the processes, by a stage's id, and of messages
+    saved: dict[str, SavedStage]  # by ``stage_key``
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved: plain values."""
+        return {
+            "version": STATE_VERSION,
+            **vars(self),
+            "messages": None if self.messages is None else vars(self.messages),
+            "saved": {key: vars(one) for key, one in self.saved.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "Index":
+        """What ``to_dict`` was made from, in this version."""
+        entries = {name: value for name, value in found.items() if name != "version"}
+        messages = None if found["messages"] is None else SavedMessages(**found["messages"])
+        saved = {key: SavedStage(**one) for key, one in found["saved"].items()}
+        return cls(**{**entries, "messages": messages, "saved": saved})
+
+
+def gathered_index(
+    run: RunState, iteration: int, controllers: Sequence[Any], saved: Mapping[str, SavedStage]
+) -> dict[str, Any]:
+    """The index of a checkpoint with so many steps, as it is saved. Every process calls this, and gets it.
+
+    ``controllers``: the states of both, on process 0. ``saved``: what this process describes.
+    """
+    counts: list[tuple[Any, ...]] = [(stage.key.id, *stage.byte_counts()) for stage in run.stages]
+    if run.messages is not None:
+        counts.append((MESSAGES, *run.messages.byte_counts()))
+    everywhere = gather_objects((saved, counts))
+    index = None
+    if run.controller is not None:
+        of_gradients, of_messages = controllers
+        index = Index(
+            iteration=iteration,
+            parallel=parallel_sizes(run.args),
+            engine=run.requested.engine,
+            requested=run.requested.only(ASKED),
+            resolved=run.controller.config.only(RESOLVED),
+            stages=[key.id for key in run.keys],
+            controller=of_gradients,
+            messages=_saved_messages(run, of_messages),
+            replicas=0 if run.messages is None else dist.get_world_size(replica_group()),
+            bytes=_mean_bytes([count for _, counts in everywhere for count in counts]),
+            saved={key: one for described, _ in everywhere for key, one in described.items()},
+        ).to_dict()
+    shared: dict[str, Any] = broadcast_object(index)
+    return shared
+
+
+def _saved_messages(run: RunState, controller: Any) -> SavedMessages | None:
+    if run.messages is None or run.message_controller is None:
+        return None
+    return SavedMessages(
+        boundaries=[boundary.id for boundary in run.messages.boundaries],
+        requested=run.requested.only(ASKED_OF_MESSAGES),
+        resolved=run.message_controller.config.only(RESOLVED),
+        controller=controller,
+    )
+
+
+def _mean_bytes(counts: Sequence[tuple[Any, ...]]) -> dict[str, list[float]]:
+    """Over the processes, by stage."""
+    by_stage: dict[str, list[tuple[float, ...]]] = {}
+    for stage, *values in counts:
+        by_stage.setdefault(stage, []).append(tuple(values))
+    return {stage: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for stage, rows in by_stage.items()}
+
+
+def parallel_sizes(args: Namespace) -> dict[str, int]:
+    """The sizes that decide which parameters, and which parts of them, a process holds."""
+    return {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual pipeline": args.virtual_pipeline_model_parallel_size or 1,
+        "expert": args.expert_model_parallel_size,
+        "expert tensor": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    }
+
+
+def in_words(parallel: Mapping[str, int]) -> str:
+    """The same, for the user."""
+    return ", ".join(f"{name}-parallel size {size}" for name, size in parallel.items())
+
+
+@dataclass(frozen=True)
+class UsableStage:
+    """What this process takes of what there is of one of its stages."""
+
+    layout: Layout  # of the tensors that it takes
+    processes: int  # of its data-parallel group, when it was saved
+    same_processes: bool  # whether there are as many now
+    measurements: str | None  # the key of its own; None: the window starts anew
+
+
+@dataclass(frozen=True)
+class Usable:
+    """What a run takes of a checkpoint, on this process.
+
+    ``same_engine``: more than the errors, which are good for any engine. ``tied_apart``: only one of both runs sums the
+    copies of a tied embedding at once, so that their errors are of no use. ``stages``: those of which there is
+    something. ``messages``: the key of what this process has left unsent of them; None: that is of other replicas.
+    """
+
+    index: Index
+    same_engine: bool
+    tied_apart: bool
+    stages: dict[StageKey, UsableStage]
+    messages: str | None
+
+    @classmethod
+    def of(cls, index: Index, run: RunState) -> "Usable":
+        same_engine = bool(index.resolved["engine"] == run.config.engine)
+        tied_apart = (TIED_STAGE.id in index.stages) != (TIED_STAGE in run.keys)
+
+        def takes(name: str) -> bool:
+            if name.startswith(ERROR):
+                return not (tied_apart and name.endswith(TIED_NAMES))
+            return same_engine
+
+        stages = {}
+        for stage in run.stages:
+            saved, group = index.saved.get(stage_key(stage)), stage.process_group
+            if saved is not None:
+                layout = {name: contents for name, contents in saved.layout.items() if takes(name)}
+                same = saved.processes == dist.get_world_size(group)
+                own = of_process(measurements_key(stage), dist.get_rank(group))
+                # other processes have measured other things
+                stages[stage.key] = UsableStage(layout, saved.processes, same, own if same and same_engine else None)
+        messages = None
+        if run.messages is not None and index.replicas == dist.get_world_size(replica_group()):
+            messages = of_process(message_key(), dist.get_rank(replica_group()))
+        return cls(index, same_engine, tied_apart, stages, messages)
