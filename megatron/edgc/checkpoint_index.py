@@ -166,7 +166,8 @@ class UsableStage:
     """What this process takes of what there is of one of its stages."""
 
     layout: Layout  # of the tensors that it takes
-    same_processes: bool  # whether as many have saved it
+    processes: int  # of its data-parallel group, when it was saved
+    same_processes: bool  # whether there are as many now
     measurements: str | None  # the key of its own; None: the window starts anew
 
 
@@ -203,7 +204,7 @@ class Usable:
                 same = saved.processes == dist.get_world_size(group)
                 own = of_process(measurements_key(stage), dist.get_rank(group))
                 # other processes have measured other things
-                stages[stage.key] = UsableStage(layout, same, own if same and same_engine else None)
+                stages[stage.key] = UsableStage(layout, saved.processes, same, own if same and same_engine else None)
         messages = None
         if run.messages is not None and index.replicas == dist.get_world_size(replica_group()):
             messages = of_process(message_key(), dist.get_rank(replica_group()))

@@ -25,7 +25,7 @@ from megatron.edgc.checkpoint_index import (
     in_words,
     parallel_sizes,
 )
-from megatron.edgc.checkpoint_keys import ENTRY, sharded_object, sharded_tensor, stage_key, tensor_key
+from megatron.edgc.checkpoint_keys import ENTRY, sharded_object, sharded_tensor, tensor_key
 from megatron.edgc.stages import MegatronStage
 
 GO_ON = "give --edgc-reset-state to go on without it"
@@ -106,11 +106,10 @@ class Resume:
         """
         for stage in self.run.stages:
             self._load_stage(stage, state)
-        layers = self.run.stages[0]
-        saved = self.index.saved.get(stage_key(layers))
-        if saved is not None and not self.usable.stages[layers.key].same_processes:
+        layers = self.usable.stages.get(self.run.stages[0].key)
+        if layers is not None and not layers.same_processes:
             warn(
-                f"{self.name} was written by {saved.processes} data-parallel processes: the sums of their errors go "
+                f"{self.name} was written by {layers.processes} data-parallel processes: the sums of their errors go "
                 "on, what its last window had measured does not"
             )
         dropped = self._load_messages(state)
@@ -160,10 +159,10 @@ class Resume:
             warn(f"{self.name} has other stages than this run: the controller starts anew")
             return
         others = index.requested != run.requested.only(ASKED)
-        layers = run.stages[0]
-        saved = index.saved.get(stage_key(layers))
+        layers = self.usable.stages.get(run.stages[0].key)
+        processes = dist.get_world_size(run.stages[0].process_group)
         # one process has no link that could bound ranks
-        alike = saved is not None and (saved.processes == 1) == (dist.get_world_size(layers.process_group) == 1)
+        alike = layers is not None and (layers.processes == 1) == (processes == 1)
         settings = {name: index.resolved[name] for name in RANK_SETTINGS} if alike and not others else {}
         if self._resume(run.controller, index.controller, settings) and others:
             warn(f"{self.name} was written with other ranks or another link given: those of now hold")
