@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread
+from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.specs import MatrixSpec
 
@@ -18,14 +18,14 @@ Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the for
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A way to send some parts of a parameter in each step: directions by low rank, or rows.
+class PartialSend:
+    """A way to send a part of a parameter in each step: some directions, by low rank, or some rows.
 
-    ``bytes_each``: of a part. ``bytes_besides``: whatever the number of parts. ``format_name``: in which parts travel,
-    where that counts.
+    ``spectrum``: of the energies of all directions, or rows. ``bytes_each``: of one of them. ``bytes_besides``: however
+    many are sent. ``format_name``: in which they travel, where that counts.
     """
 
-    spread: Spread
+    spectrum: EnergySpectrum
     bytes_each: float
     bytes_besides: float = 0.0
     format_name: str = "fp32"
@@ -41,8 +41,8 @@ class Candidate:
     """
 
     matrix: MatrixSpec
-    directions: Parts | None = None
-    rows: Parts | None = None
+    directions: PartialSend | None = None
+    rows: PartialSend | None = None
     price: float = 1.0
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
@@ -76,7 +76,7 @@ class Candidate:
         """
         if self.directions is None:
             return [ROUNDED_FINE]
-        found: list[Choice] = [*formats, *ranks_to_try(self.directions.spread.parts)]
+        found: list[Choice] = [*formats, *ranks_to_try(self.directions.spectrum.parts)]
         if self.rows is not None:
             found += [f"rows:{share:g}" for share in ROW_SHARES]
         if same_way:
@@ -96,10 +96,11 @@ class Candidate:
     def noise(self, choice: Choice) -> float:
         """The noise under this choice, predicted; ``CHANGE`` times it of a way that is known but not in use."""
         if isinstance(choice, str) and not is_rows(choice):
-            noise, known = self.rounding.noise(choice), self.rounding.times
+            noise, known = self.rounding.noise(choice), self.rounding.measurements
         else:
             parts, sent = self._parts(choice)
-            noise, known = parts.spread.noise(sent) + self.rounding.noise(parts.format_name), parts.spread.times
+            noise = parts.spectrum.noise(sent) + self.rounding.noise(parts.format_name)
+            known = parts.spectrum.measurements
         return CHANGE * noise if known and self.way not in ("", way_of(choice)) else noise
 
     def fitted(self, choice: Choice, noise: float) -> "Candidate":
@@ -111,7 +112,7 @@ class Candidate:
             return replace(self, rounding=self.rounding.fitted(choice, noise))
         parts, sent = self._parts(choice)
         noise = max(noise - self.rounding.noise(parts.format_name), 0.01 * noise)
-        fitted = replace(parts, spread=parts.spread.fitted(sent, noise))
+        fitted = replace(parts, spectrum=parts.spectrum.fitted(sent, noise))
         if isinstance(choice, int):
             return replace(self, directions=fitted, rows=_grown(self.rows, parts, fitted, sent))
         return replace(self, rows=fitted, directions=_grown(self.directions, parts, fitted, sent))
@@ -127,11 +128,11 @@ class Candidate:
         *parts, even = shares
         counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
         held = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
-        known = replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
-        if self.directions is None or self.directions.spread.times:
+        known = replace(self, rows=replace(self.rows, spectrum=replace(self.rows.spectrum, held=tuple(held.items()))))
+        if self.directions is None or self.directions.spectrum.measurements:
             return known
-        harder = self.directions.spread.harder(self.even / even)  # what an earlier window showed is taken back
-        return replace(known, directions=replace(self.directions, spread=harder), even=even)
+        harder = self.directions.spectrum.harder(self.even / even)  # what an earlier window showed is taken back
+        return replace(known, directions=replace(self.directions, spectrum=harder), even=even)
 
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
@@ -144,9 +145,9 @@ class Candidate:
 
     def learned(self) -> list[Any]:
         """What measurements have shown, as plain numbers and lists."""
-        spreads = [None if way is None else way.spread for way in (self.directions, self.rows)]
-        return [None if one is None else [one.steepness, one.factor, one.times, one.held] for one in spreads] + [
-            [self.rounding.factor, self.rounding.times],
+        spectra = [None if way is None else way.spectrum for way in (self.directions, self.rows)]
+        return [None if one is None else [one.steepness, one.factor, one.measurements, one.held] for one in spectra] + [
+            [self.rounding.factor, self.rounding.measurements],
             self.energy,
             self.even,
         ]
@@ -155,14 +156,14 @@ class Candidate:
         """The same with what ``learned`` gave."""
         return replace(
             self,
-            directions=_with_spread(self.directions, directions),
-            rows=_with_spread(self.rows, rows),
+            directions=_with_spectrum(self.directions, directions),
+            rows=_with_spectrum(self.rows, rows),
             rounding=RoundingNoise(*rounding),
             energy=energy,
             even=even,
         )
 
-    def _parts(self, choice: Choice) -> tuple[Parts, int]:
+    def _parts(self, choice: Choice) -> tuple[PartialSend, int]:
         if isinstance(choice, int):
             assert self.directions is not None
             return self.directions, choice
@@ -170,23 +171,23 @@ class Candidate:
         return self.rows, math.ceil(float(choice.partition(":")[2]) * self.matrix.rows)
 
 
-def _with_spread(parts: Parts | None, learned: Any) -> Parts | None:
+def _with_spectrum(parts: PartialSend | None, learned: Any) -> PartialSend | None:
     if parts is None:
         return None
-    steepness, factor, times, held = learned
-    spread = Spread(parts.spread.parts, steepness, factor, times, tuple((count, share) for count, share in held))
-    return replace(parts, spread=spread)
+    steepness, factor, measurements, held = learned
+    pairs = tuple((count, share) for count, share in held)
+    return replace(parts, spectrum=EnergySpectrum(parts.spectrum.parts, steepness, factor, measurements, pairs))
 
 
-def _grown(other: Parts | None, before: Parts, after: Parts, sent: int) -> Parts | None:
+def _grown(other: PartialSend | None, before: PartialSend, after: PartialSend, sent: int) -> PartialSend | None:
     """What is known of the other parts once these are measured again: gradients that spread wider do so in both.
 
     Else the other way would look ever better as the noise grows, only because nothing measures it.
     """
-    known, now = before.spread.noise(sent), after.spread.noise(sent)
-    if other is None or not before.spread.times or not known > 0:
+    known, now = before.spectrum.noise(sent), after.spectrum.noise(sent)
+    if other is None or not before.spectrum.measurements or not known > 0:
         return other
-    return replace(other, spread=other.spread.harder(now / known))
+    return replace(other, spectrum=other.spectrum.harder(now / known))
 
 
 def rounded_format(low_rank: bool) -> str:

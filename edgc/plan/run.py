@@ -8,12 +8,12 @@ from enum import IntEnum
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.plan.allocation import Allocation, allocate, largest_rank, width
 from edgc.plan.budget import LEAST_RATE, BudgetPlanner, worth_of
-from edgc.plan.candidates import ROUNDED, Candidate, Parts, bits_of
+from edgc.plan.candidates import ROUNDED, Candidate, PartialSend, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.controller import Controller
 from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
-from edgc.plan.noise import Spread
+from edgc.plan.noise import EnergySpectrum
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec, Parameter
@@ -127,10 +127,12 @@ class ReductionSizes:
             return []
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
-            directions = Parts(Spread(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
+            directions = PartialSend(EnergySpectrum(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
+            rows = None
             # The rows of a layer are no choice: of queries, keys and values in one matrix the values have the largest,
             # and what queries and keys need would wait.
-            rows = Parts(Spread(one.rows, ROWS), *self.rows(one), self.row_format) if one.embedding else None
+            if one.embedding:
+                rows = PartialSend(EnergySpectrum(one.rows, ROWS), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
         return found + [Candidate(one.spec, price=price, energy=VECTOR) for one in others]

@@ -11,11 +11,11 @@ import pytest
 import edgc.plan.budget as budget_module
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner, options, spend, worth_of
-from edgc.plan.candidates import ROW_SHARES, Candidate, Parts, ranks_to_try, way_of
+from edgc.plan.candidates import ROW_SHARES, Candidate, PartialSend, ranks_to_try, way_of
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.link_times import LinkTimes, Timing
-from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
+from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.trials import Trials
@@ -34,8 +34,8 @@ def candidate(
     by_rows: float | None = None,
 ) -> Candidate:
     """``by_rows``: exponent of the energies of rows; None: rows are no choice."""
-    directions = Parts(Spread(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
-    parts = None if by_rows is None else Parts(Spread(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
+    directions = PartialSend(EnergySpectrum(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
+    parts = None if by_rows is None else PartialSend(EnergySpectrum(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
     return Candidate(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
 
 
@@ -396,7 +396,7 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     low_rank = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
     assert sparse.candidates[0][-1].noise(16) == pytest.approx(10 * low_rank.noise(16)), "what few rows have"
     assert sparse.choices[0][-1] in ("rows:0.07", "rows:0.1") and not sparse.changed[0]
-    assert sparse.candidates[0][-1].rows.spread.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
+    assert sparse.candidates[0][-1].rows.spectrum.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
     even = after_warmup(list(ROW_SHARES))
     assert not str(even.choices[0][-1]).startswith("rows")
     state = json.loads(json.dumps(sparse.state_dict()))
@@ -406,7 +406,7 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     fitted = sparse.candidates[0][-1].fitted("rows:0.05", 2.0)
     assert fitted.noise("rows:0.05") == pytest.approx(2.0, rel=0.02) and fitted.noise("rows:0.02") > 4
     for nothing in ([], [math.nan] * 10, [0.0] * 10, held[:9]):
-        assert after_warmup(nothing).candidates[0][-1].rows.spread.held == ()
+        assert after_warmup(nothing).candidates[0][-1].rows.spectrum.held == ()
 
 
 def test_noise_that_grows_makes_the_other_way_no_better() -> None:
