@@ -9,14 +9,20 @@ from typing import Any
 from edgc.plan.candidates import Candidate, Choice, is_rows, way_of
 from edgc.plan.ledger import Ledger
 
-# A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
-LEAST_USED, LEAST_GAIN = 0.97, 0.05
-NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which every parameter travels as it does now
-# Mean noise that is little enough at the first step of a run with a volume of 24; of other volumes it goes with this
-# power. What such a step does not need is kept for later ones: the noise of the same bytes grows during a run.
-LITTLE, LITTLE_POWER = 0.03, 1.7
-LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
-ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
+# A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
+# measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
+LEAST_BUDGET_USED, LEAST_GAIN_OF_PLAN = 0.97, 0.05
+# Less noise, of the whole plan, than the best one in which every parameter travels as it does now. Not tuned.
+LEAST_GAIN_OF_METHODS = 0.1
+# Mean noise that is little enough at the first step of a run with a volume of 24. What such a step does not need is
+# kept for later ones: the noise of the same bytes grows during a run. Of 0, 0.03 and 0.1 trials chose 0.03
+# (docs/frontier, "Bytes kept for later"). The bound of other volumes goes with this power of theirs, because fewer
+# bytes leave more noise. No trial of the power is recorded.
+LITTLE_NOISE, LITTLE_NOISE_POWER = 0.03, 1.7
+LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives; not tuned
+# Times the least fidelity: then steps get fewer bytes again. Fewer bytes lower the fidelity, so if this were about 1,
+# bytes would go up and down in turn. Not tuned.
+ENOUGH_FIDELITY = 3.0
 LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
 
@@ -99,7 +105,7 @@ class BudgetPlanner:
         worth: what a byte is worth in each iteration (None: always the same).
         least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
             parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
-            ``ENOUGH`` times.
+            ``ENOUGH_FIDELITY`` times.
         least_worth: steps that are worth no more than this are not guarded so.
         window: iterations between two decisions.
         rounds: every parameter is rounded, whatever the budget, because that takes less time.
@@ -234,23 +240,23 @@ class BudgetPlanner:
             self.relief = 1.0
         elif self.fidelity < self.least_fidelity:
             self.relief = min(2 * self.relief, LARGEST_RELIEF)
-        elif self.fidelity > ENOUGH * self.least_fidelity:
+        elif self.fidelity > ENOUGH_FIDELITY * self.least_fidelity:
             self.relief = max(self.relief / 2, 1.0)
         budget = self.budget(iteration)
         usual, best = self._best(iteration, same_ways=True), self._best(iteration)
-        if self._size(usual) <= budget and self._noise(best) > (1 - NEW_WAYS_GAIN) * self._noise(usual):
+        if self._size(usual) <= budget and self._noise(best) > (1 - LEAST_GAIN_OF_METHODS) * self._noise(usual):
             best = usual
         size, noise = self._size(self.choices), self._noise(self.choices)
-        # the best plan may need less than the budget
-        fits = LEAST_USED * min(budget, self._size(best)) <= size <= min(budget, self._size(best) / LEAST_USED)
-        if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
+        most = min(budget, self._size(best) / LEAST_BUDGET_USED)  # the best plan may need less than the budget
+        fits = LEAST_BUDGET_USED * min(budget, self._size(best)) <= size <= most
+        if not fits or self._noise(best) < (1 - LEAST_GAIN_OF_PLAN) * noise:
             self.choices = best
 
     def little(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
         if self.relief > 1:
             return 0.0
-        return float(LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations))
+        return float(LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations))
 
     def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
         if self.rounds:

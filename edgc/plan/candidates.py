@@ -6,11 +6,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
-from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.specs import MatrixSpec
 
 CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
-ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
+# What a plan chooses from: numbers of bits, and shares of the rows. Not tuned.
+FORMATS = "int8", "int6", "int5", "int4", "int3", "int2"
+ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4
+# Ranks are multiples of 4. From the first number on they are multiples of the second, and a sixth to an eleventh apart.
+# Matrices of one shape and rank are handled at once, and of more large ranks fewer would be equal by chance. Not tuned.
+LARGE_RANK, LARGE_RANK_MULTIPLE = 96, 16
+# Of the shorter side, the rank that takes what the rows leave: of an embedding the softmax gives all rows a gradient of
+# few directions. Not tuned.
+RANK_BESIDE_ROWS = 1 / 16
 # A parameter that is too small for low rank always travels in the second: it is a small part of the bytes, and noise in
 # it costs much. Where all are rounded, the others travel in the first.
 ROUNDED, ROUNDED_FINE = "int4", "int8"
@@ -51,9 +59,8 @@ class Candidate:
 
     @property
     def rank_beside_rows(self) -> int:
-        """Of what the rows leave: a sixteenth of the shorter side, as a multiple of 4."""
-        shorter = min(self.matrix.rows, self.matrix.cols)
-        return max(RANK_MULTIPLE, RANK_MULTIPLE * round(shorter / 16 / RANK_MULTIPLE))
+        """Of what the rows leave."""
+        return nearest_rank(RANK_BESIDE_ROWS * min(self.matrix.rows, self.matrix.cols))
 
     @property
     def weight(self) -> float:
@@ -214,12 +221,9 @@ def is_rows(choice: str) -> bool:
 
 
 def ranks_to_try(directions: int) -> list[int]:
-    """Multiples of 4 up to half of full rank; beyond 96 of 16 and a sixth apart.
-
-    Matrices of one shape and rank are handled at once. Where ranks are large, few of them would be equal by chance.
-    """
+    """Those that a plan chooses from, up to half of full rank, which is ``directions``."""
     ranks, rank = [], RANK_MULTIPLE
     while rank <= directions // 2:
         ranks.append(rank)
-        rank += RANK_MULTIPLE if rank < 96 else 16 * (rank // 96)
+        rank += RANK_MULTIPLE if rank < LARGE_RANK else LARGE_RANK_MULTIPLE * (rank // LARGE_RANK)
     return ranks

@@ -36,6 +36,11 @@ LOST: Mapping[str, float] = {
     "int3": 0.03454,
     **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
 }
+# Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
+# are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
+# rows of an embedding may have a token that occurs in a step.
+STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS = 1.7, 1.3
+ENERGY_OF_VECTORS = 10.0  # of an entry of a one-dimensional parameter, over that of a mean entry: a guess as well
 STEEPEST = 4.0  # exponent of a power law
 LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
 LEAST_NOISE = 1e-3  # of parts that hold all energy of the gradients seen: later ones may have others

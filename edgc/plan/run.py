@@ -13,16 +13,10 @@ from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.controller import Controller
 from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
-from edgc.plan.noise import EnergySpectrum
+from edgc.plan.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec, Parameter
-
-# Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
-# are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
-# rows of an embedding may have a token that occurs in a step.
-DIRECTIONS, ROWS = 1.7, 1.3
-VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
 class Part(IntEnum):
@@ -127,15 +121,15 @@ class ReductionSizes:
             return []
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
-            directions = PartialSend(EnergySpectrum(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
-            rows = None
+            spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
+            directions, rows = PartialSend(spectrum, self.factors(one)), None
             # The rows of a layer are no choice: of queries, keys and values in one matrix the values have the largest,
             # and what queries and keys need would wait.
             if one.embedding:
-                rows = PartialSend(EnergySpectrum(one.rows, ROWS), *self.rows(one), self.row_format)
+                rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
-        return found + [Candidate(one.spec, price=price, energy=VECTOR) for one in others]
+        return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, part: Part) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""

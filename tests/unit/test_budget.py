@@ -362,7 +362,7 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
     volume: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 100x the last steps would have less than the smallest choices take."""
-    monkeypatch.setattr(budget_module, "LITTLE", 0.0)  # nothing is kept for them
+    monkeypatch.setattr(budget_module, "LITTLE_NOISE", 0.0)  # nothing is kept for them
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
     planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
@@ -538,7 +538,7 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     sizes: dict[float, list[float]] = {}
     for little in (0.0, 0.1):
-        monkeypatch.setattr(budget_module, "LITTLE", little)
+        monkeypatch.setattr(budget_module, "LITTLE_NOISE", little)
         planner, sent = BudgetPlanner(24.0, 1000, 20, stages, (), BYTES, 0.5, window=20), 0.0
         for window in range(50):
             sent += 20 * (planner._size(planner.choices) if window else planner.ledger.uncompressed)
