@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from edgc.plan.candidates import Candidate, Choice, is_rows, way_of
+from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list, to_list
 from edgc.plan.ledger import Ledger
 
 # A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
 # measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
 LEAST_BUDGET_USED, LEAST_GAIN_OF_PLAN = 0.97, 0.05
-# Less noise, of the whole plan, than the best one in which every parameter travels as it does now. Not tuned.
+# Less noise, of the whole plan, than the best one in which every parameter keeps its method. Not tuned.
 LEAST_GAIN_OF_METHODS = 0.1
 # Mean noise that is little enough at the first step of a run with a volume of 24. What such a step does not need is
 # kept for later ones: the noise of the same bytes grows during a run. Of 0, 0.03 and 0.1 trials chose 0.03
@@ -35,11 +35,11 @@ class Option:
     noise: float
 
 
-def options(candidate: Candidate, bytes_per_value: Mapping[str, float], same_way: bool = False) -> list[Option]:
+def options(candidate: Candidate, bytes_per_value: Mapping[str, float], same_method: bool = False) -> list[Option]:
     """The ways to send a parameter that lie on the lower convex hull of noise over bytes, fewest bytes first."""
     found = [
         Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice))
-        for choice in candidate.choices(bytes_per_value, same_way)
+        for choice in candidate.choices(bytes_per_value, same_method)
     ]
     hull: list[Option] = []
     for option in sorted(found, key=lambda option: (option.size, option.noise)):
@@ -59,18 +59,18 @@ def spend(
     candidates: Sequence[Candidate],
     bytes_per_value: Mapping[str, float],
     budget: float,
-    same_ways: bool = False,
+    same_methods: bool = False,
     little: float = 0.0,
 ) -> list[Choice]:
     """For each parameter the choice with which all together have the least weighted noise in ``budget`` bytes.
 
-    ``same_ways``: each travels as it does now, with more or less of it. ``little``: no more bytes are spent once the
+    ``same_methods``: each keeps the method by which it travels now. ``little``: no more bytes are spent once the
     mean noise is less than this.
 
     All start at their smallest option. Steps up the hulls are taken in falling order of noise saved per byte, as long
     as they fit. If not even the smallest options fit, they are the choice.
     """
-    ways = [options(candidate, bytes_per_value, same_ways) for candidate in candidates]
+    ways = [options(candidate, bytes_per_value, same_methods) for candidate in candidates]
     places = [0] * len(ways)
     left = budget - sum(way[0].size for way in ways)
     steps = sorted(
@@ -144,8 +144,8 @@ class BudgetPlanner:
         self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
         self.least_fidelity, self.fidelity = least_fidelity, math.nan  # as asked for, and in the last window
         self.relief = 1.0  # how many times the bytes of its budget a step gets
-        # parameters that travel in another way since the last decision, by place: what the way before had left is sent
-        # in their first window, so that window says little about the new way
+        # parameters that travel in another encoding since the last decision, by place: what the one before had left is
+        # sent in their first window, so that window says little about the new one
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.choices: dict[int, list[Choice]] = {}
         self.choices = self._best(first)
@@ -228,7 +228,7 @@ class BudgetPlanner:
             place: [
                 one.matrix.name
                 for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
-                if way_of(old) != way_of(new)
+                if old.encoding != new.encoding
             ]
             for place in self.places
         }
@@ -243,7 +243,7 @@ class BudgetPlanner:
         elif self.fidelity > ENOUGH_FIDELITY * self.least_fidelity:
             self.relief = max(self.relief / 2, 1.0)
         budget = self.budget(iteration)
-        usual, best = self._best(iteration, same_ways=True), self._best(iteration)
+        usual, best = self._best(iteration, same_methods=True), self._best(iteration)
         if self._size(usual) <= budget and self._noise(best) > (1 - LEAST_GAIN_OF_METHODS) * self._noise(usual):
             best = usual
         size, noise = self._size(self.choices), self._noise(self.choices)
@@ -258,15 +258,15 @@ class BudgetPlanner:
             return 0.0
         return float(LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations))
 
-    def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
+    def _best(self, iteration: int, same_methods: bool = False) -> dict[int, list[Choice]]:
         if self.rounds:
             return {place: [one.rounded for one in self.candidates[place]] for place in self.places}
         budget = self.budget(iteration)
         every = [candidate for place in self.places for candidate in self.candidates[place]]
         if self.choices:
-            ways = [way_of(choice) for place in self.places for choice in self.choices[place]]
-            every = [replace(candidate, way=way) for candidate, way in zip(every, ways, strict=True)]
-        found = iter(spend(every, self.bytes_per_value, budget, same_ways, self.little(iteration)))
+            current = [choice for place in self.places for choice in self.choices[place]]
+            every = [replace(candidate, current=choice) for candidate, choice in zip(every, current, strict=True)]
+        found = iter(spend(every, self.bytes_per_value, budget, same_methods, self.little(iteration)))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
         self.short, self.bounded = self._size(best) > budget, budget == self.most
         return best
@@ -275,7 +275,7 @@ class BudgetPlanner:
         """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
         finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
         return sum(
-            one.size(finest if one.directions is None else rank, self.bytes_per_value)
+            one.size(Rounded(finest) if one.directions is None else LowRank(rank), self.bytes_per_value)
             for stage in self.candidates.values()
             for one in stage
         )
@@ -295,15 +295,12 @@ class BudgetPlanner:
         )
 
     def ranks(self, place: int) -> dict[str, int]:
-        """Of a stage's parameters that travel in low rank, by name."""
-        low_rank = ((one, choice) for one, choice in self._chosen(place) if isinstance(choice, int) or is_rows(choice))
-        return {
-            one.matrix.name: choice if isinstance(choice, int) else one.rank_beside_rows for one, choice in low_rank
-        }
+        """Of a stage's parameters that travel in low rank, also beside rows, by name."""
+        return {one.matrix.name: choice.rank for one, choice in self._chosen(place) if choice.rank is not None}
 
     def formats(self, place: int) -> dict[str, str]:
         """Of a stage's parameters that are rounded, or of which rows travel, by name."""
-        return {one.matrix.name: choice for one, choice in self._chosen(place) if isinstance(choice, str)}
+        return {one.matrix.name: choice.format for one, choice in self._chosen(place) if choice.format is not None}
 
     def _chosen(self, place: int) -> Iterator[tuple[Candidate, Choice]]:
         return zip(self.candidates[place], self.choices[place], strict=True)
@@ -321,7 +318,7 @@ class BudgetPlanner:
         """Plain numbers and lists."""
         stages = {
             str(place): {
-                one.matrix.name: [*one.shape, choice, *one.learned()]
+                one.matrix.name: [*one.shape, to_list(choice), *one.learned()]
                 for one, choice in zip(self.candidates[place], self.choices[place], strict=True)
             }
             for place in self.places
@@ -353,7 +350,7 @@ class BudgetPlanner:
         for place in known:
             self.changed[place] = list(state["changed"][str(place)])
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
-            self.choices[place] = [choice for choice, *_ in saved]
+            self.choices[place] = [from_list(choice) for choice, *_ in saved]
             self.candidates[place] = [
                 one.with_learned(*learned) for one, (_, *learned) in zip(self.candidates[place], saved, strict=True)
             ]

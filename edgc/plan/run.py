@@ -122,7 +122,8 @@ class ReductionSizes:
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
             spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
-            directions, rows = PartialSend(spectrum, self.factors(one)), None
+            directions = PartialSend(spectrum, self.factors(one))
+            rows: PartialSend | None = None
             # The rows of a layer are no choice: of queries, keys and values in one matrix the values have the largest,
             # and what queries and keys need would wait.
             if one.embedding:
