@@ -390,6 +390,16 @@ def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
         assert replace(tried, current=Rounded("int8")).noise(choice) == pytest.approx(1.25, rel=0.02)
 
 
+def test_another_number_of_bits_is_another_encoding_of_the_same_method() -> None:
+    rounded = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(IN_4_BITS, 1.0), current=IN_4_BITS)
+    assert rounded.choices(BYTES, same_method=True) == [Rounded(name) for name in BYTES]
+    fewer_bits = Rounded("int2")
+    assert rounded.noise(fewer_bits) == pytest.approx(1.25 * rounded.rounding.noise("int2"))
+    at_rank = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(AT_8, 1.0), current=AT_8)
+    assert {type(choice) for choice in at_rank.choices(BYTES, same_method=True)} == {LowRank}
+    assert at_rank.noise(AT_16) == replace(at_rank, current=None).noise(AT_16), "another rank is no other encoding"
+
+
 def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     """An embedding of which a tenth of the rows hold nearly all energy, and one whose rows are alike."""
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
