@@ -167,8 +167,8 @@ class Candidate:
         return self.price * size
 
     def noise(self, choice: Choice) -> float:
-        """The noise under this choice, predicted; ``CHANGE`` times it if its method has been measured and its encoding is
-        not in use.
+        """The noise under this choice, predicted; ``CHANGE`` times it where its method has been measured and
+        its encoding is not in use.
         """
         if isinstance(choice, Rounded):
             noise, known = self.rounding.noise(choice.format), self.rounding.measurements

@@ -10,10 +10,11 @@ import pytest
 
 import edgc.plan.budget as budget_module
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, options, spend, worth_of
+from edgc.plan.budget import BudgetPlanner, worth_of
 from edgc.plan.candidates import ROW_SHARES, Candidate, LowRank, PartialSend, Rounded, Rows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
+from edgc.plan.hull import options, spend
 from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation
@@ -191,7 +192,7 @@ def test_a_budget_below_the_smallest_options_gets_these() -> None:
     (chosen,) = spend([candidate("w")], BYTES, 1.0)
     assert chosen == LowRank(4)
     planner = BudgetPlanner(1000.0, 100, 10, [[candidate("w")]], (), BYTES, 4.0)
-    assert planner.short and planner.reason == "the budget is too small"
+    assert planner.reason == "the budget is too small"
 
 
 def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, noise: float) -> float:
@@ -503,7 +504,7 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
     assert isinstance(planner.choices[0][-1], LowRank)
     few = candidate("words", 1024, 128, by_rows=2.5).rows
     planner.candidates[0][-1] = replace(words.fitted(AT_16, 4.0), rows=few).weighed(energy)
-    usual, best = planner._best(10, same_methods=True), planner._best(10)
+    usual, best = (planner._best(10, planner.choices, same_methods=same).choices for same in (True, False))
     assert isinstance(best[0][-1], Rows) and planner._noise(best) < 0.99 * planner._noise(usual)
     planner.decide(10)
     assert planner.choices == (best if moves else usual)
@@ -532,7 +533,7 @@ def observed(noise: float) -> list[StageObservation]:
 def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief: float) -> None:
     under_test = controller()
     assert under_test.budget is not None
-    under_test.budget.least_fidelity = 0.1
+    under_test.budget.guard.least = 0.1
     under_test.decide(10)
     under_test.observe(observed(noise))
     assert under_test.decide(20).relief == relief
@@ -672,7 +673,7 @@ def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> No
     budget = under_test.budget
     assert budget is not None
     under_test.decide(10)
-    budget.rounds, budget.least_fidelity = True, 0.1  # no bytes are added to those of rounding
+    budget.rounds, budget.guard.least = True, 0.1  # no bytes are added to those of rounding
     for end in range(20, 110, 10):
         dense = end * step
         under_test.observe(observed(12.0), None, (dense / 7, dense, dense))
