@@ -105,7 +105,7 @@ class BudgetPlanner:
 
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
-        counted = sum(self.ledger.step(iteration, self.relief))
+        counted = self.ledger.step(iteration, self.relief).total
         return min(counted / (self.ledger.overhead or 1.0) - self.never_bytes, self.most)
 
     def observe(

@@ -22,7 +22,8 @@ def test_no_option_lies_below_the_hull() -> None:
                     assert one.noise >= lower.noise + share * (upper.noise - lower.noise) - 1e-12
 
 
-def test_the_hull_has_no_option_between_two_on_a_line_nor_two_of_one_size() -> None:
+def test_the_hull_has_no_option_between_two_on_a_line_nor_two_of_one_size_or_noise() -> None:
     on_a_line = [Option(LowRank(size), float(size), 3.0 - size) for size in (1, 2, 3)]
     assert lower_hull(reversed(on_a_line)) == [on_a_line[0], on_a_line[2]]
-    assert lower_hull([Option(LowRank(8), 1.0, 3.0), on_a_line[0]]) == [on_a_line[0]]
+    for worse in (Option(LowRank(8), 1.0, 3.0), Option(LowRank(8), 2.0, 2.0)):
+        assert lower_hull([worse, on_a_line[0]]) == [on_a_line[0]]
