@@ -11,19 +11,18 @@ from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.allocation import allocate
+from edgc.plan.candidates import FORMATS
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import ReductionSizes, Run
 from edgc.specs import MatrixSpec, Parameter
-
-CHOICES = "int8", "int6", "int5", "int4", "int3", "int2"  # of the formats, those that a budget chooses from
 
 
 def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
     """For the controller of a run."""
     warmup = wire(config.formats.dense_wire)
     uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
-    bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in CHOICES}
+    bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in FORMATS}
 
     def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)

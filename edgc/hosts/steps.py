@@ -15,7 +15,7 @@ from edgc.hosts.stage import Stage
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 
-RECENT = 20  # steps, of whose times the median is taken
+RECENT_STEPS = 20  # of whose times the median is taken; of more, a link that changes would show later; not tuned
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class StepDriver:
 
     def _time(self, seconds: deque[float], step: float) -> None:
         """Keep a step's time. A trial is compared with the steps that are next to it."""
-        if self.plan.trial is None or len(seconds) < RECENT:
+        if self.plan.trial is None or len(seconds) < RECENT_STEPS:
             seconds.append(step)
 
     def _prepare(self, stage: Stage) -> None:
@@ -168,7 +168,7 @@ def _no_seconds() -> dict[bool, deque[float]]:
     """Of the newest steps since a trial was last begun or ended, by whether the host has summed; after a change not of
     the first.
     """
-    return {by_host: deque(maxlen=RECENT) for by_host in (False, True)}
+    return {by_host: deque(maxlen=RECENT_STEPS) for by_host in (False, True)}
 
 
 def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) -> bool:

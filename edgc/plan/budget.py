@@ -2,88 +2,34 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from edgc.plan.candidates import Candidate, Choice, is_rows, way_of
+from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list, to_list
+from edgc.plan.guard import FidelityGuard
+from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger
 
-# A plan stays while it is within the budget, uses this much of it, and a new one would not have this much less noise.
-LEAST_USED, LEAST_GAIN = 0.97, 0.05
-NEW_WAYS_GAIN = 0.1  # less noise, of the whole plan, than the best one in which every parameter travels as it does now
-# Mean noise that is little enough at the first step of a run with a volume of 24; of other volumes it goes with this
-# power. What such a step does not need is kept for later ones: the noise of the same bytes grows during a run.
-LITTLE, LITTLE_POWER = 0.03, 1.7
-LARGEST_RELIEF = 64.0  # times as many bytes of a step, where too little of the gradient arrives
-ENOUGH = 3.0  # times the least fidelity: then steps get fewer again
+# A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
+# measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
+LEAST_BUDGET_USED, LEAST_GAIN_OF_PLAN = 0.97, 0.05
+# Less noise, of the whole plan, than the best one in which every parameter keeps its method. Not tuned.
+LEAST_GAIN_OF_METHODS = 0.1
+# Mean noise that is little enough at the first step of a run with a volume of 24. What such a step does not need is
+# kept for later ones: the noise of the same bytes grows during a run. Of 0, 0.03 and 0.1 trials chose 0.03
+# (docs/frontier, "Bytes kept for later"). The bound of other volumes goes with this power of theirs, because fewer
+# bytes leave more noise. No trial of the power is recorded.
+LITTLE_NOISE, LITTLE_NOISE_POWER = 0.03, 1.7
 LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
-
-@dataclass(frozen=True)
-class Option:
-    """One way to send a parameter: bytes of a message, and the noise."""
-
-    choice: Choice
-    size: float
-    noise: float
+Choices = dict[int, list[Choice]]  # of the parameters of each stage, by its place
 
 
-def options(candidate: Candidate, bytes_per_value: Mapping[str, float], same_way: bool = False) -> list[Option]:
-    """The ways to send a parameter that lie on the lower convex hull of noise over bytes, fewest bytes first."""
-    found = [
-        Option(choice, candidate.size(choice, bytes_per_value), candidate.noise(choice))
-        for choice in candidate.choices(bytes_per_value, same_way)
-    ]
-    hull: list[Option] = []
-    for option in sorted(found, key=lambda option: (option.size, option.noise)):
-        if hull and option.noise >= hull[-1].noise:
-            continue
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
-            hull.pop()
-        hull.append(option)
-    return hull
+class Spending(NamedTuple):
+    """Choices that spend the budget of a step as well as they can, and what limits its bytes."""
 
-
-def _slope(first: Option, second: Option) -> float:
-    return (second.noise - first.noise) / (second.size - first.size)
-
-
-def spend(
-    candidates: Sequence[Candidate],
-    bytes_per_value: Mapping[str, float],
-    budget: float,
-    same_ways: bool = False,
-    little: float = 0.0,
-) -> list[Choice]:
-    """For each parameter the choice with which all together have the least weighted noise in ``budget`` bytes.
-
-    ``same_ways``: each travels as it does now, with more or less of it. ``little``: no more bytes are spent once the
-    mean noise is less than this.
-
-    All start at their smallest option. Steps up the hulls are taken in falling order of noise saved per byte, as long
-    as they fit. If not even the smallest options fit, they are the choice.
-    """
-    ways = [options(candidate, bytes_per_value, same_ways) for candidate in candidates]
-    places = [0] * len(ways)
-    left = budget - sum(way[0].size for way in ways)
-    steps = sorted(
-        (candidate.weight * _slope(lower, upper), index, place)
-        for index, (candidate, way) in enumerate(zip(candidates, ways, strict=True))
-        for place, (lower, upper) in enumerate(pairwise(way))
-    )
-    noise = sum(one.weight * way[0].noise for one, way in zip(candidates, ways, strict=True))
-    enough = little * sum(one.weight for one in candidates)
-    for _, index, place in steps:
-        if noise < enough:
-            break
-        cost = ways[index][place + 1].size - ways[index][place].size
-        # a step that does not fit ends a parameter's turn: it would have to skip one
-        if cost <= left and places[index] == place:
-            noise += candidates[index].weight * (ways[index][place + 1].noise - ways[index][place].noise)
-            places[index] += 1
-            left -= cost
-    return [way[place].choice for way, place in zip(ways, places, strict=True)]
+    choices: Choices
+    limit: str
 
 
 class BudgetPlanner:
@@ -98,8 +44,7 @@ class BudgetPlanner:
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
         worth: what a byte is worth in each iteration (None: always the same).
         least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
-            parameters by weight. After a window below it each step gets twice the bytes, until windows are above it by
-            ``ENOUGH`` times.
+            parameters by weight. After a window below it each step gets twice the bytes (``edgc.plan.guard``).
         least_worth: steps that are worth no more than this are not guarded so.
         window: iterations between two decisions.
         rounds: every parameter is rounded, whatever the budget, because that takes less time.
@@ -122,8 +67,6 @@ class BudgetPlanner:
         rounds: bool = False,
     ):
         self.volume, self.iterations, self.first, self.rounds = volume, iterations, first, rounds
-        # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        self.guarded = [one > least_worth for one in worth or [1.0] * iterations]
         self.places = [place for place in range(len(stages)) if place not in never]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
@@ -135,14 +78,14 @@ class BudgetPlanner:
         self.ledger = Ledger(
             volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, window
         )
-        self.short = self.bounded = False  # whether not even the smallest options fit; whether ``most`` is the budget
-        self.least_fidelity, self.fidelity = least_fidelity, math.nan  # as asked for, and in the last window
-        self.relief = 1.0  # how many times the bytes of its budget a step gets
-        # parameters that travel in another way since the last decision, by place: what the way before had left is sent
-        # in their first window, so that window says little about the new way
+        self.fidelity = math.nan  # in the last window
+        # steps of a learning rate so small that noise does no harm need no more bytes than their budget
+        self.guard = FidelityGuard(least_fidelity, [one > least_worth for one in worth or [1.0] * iterations])
+        # parameters that travel in another encoding since the last decision, by place: what the one before had left is
+        # sent in their first window, so that window says little about the new one
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
-        self.choices: dict[int, list[Choice]] = {}
-        self.choices = self._best(first)
+        self.limit = "budget"
+        self.choices, self.limit = self._best(first)
 
     def bound(self, most: int | None) -> None:
         """No step takes more bytes than this rank in every parameter that can have one (None: no bound)."""
@@ -155,9 +98,14 @@ class BudgetPlanner:
         least = warmup * ledger.uncompressed + (self.iterations - warmup) * ledger.least
         return self.iterations * ledger.dense_bytes / least if least else math.inf
 
+    @property
+    def relief(self) -> float:
+        """How many times the bytes of its budget a step gets."""
+        return self.guard.relief
+
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
-        counted = sum(self.ledger.step(iteration, self.relief))
+        counted = self.ledger.step(iteration, self.relief).total
         return min(counted / (self.ledger.overhead or 1.0) - self.never_bytes, self.most)
 
     def observe(
@@ -176,10 +124,8 @@ class BudgetPlanner:
         ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``). ``host_share``: of the
         steps of this window, those that the host has summed; ``idle``: because nothing was to be compressed.
         """
-        for place in self.places if rows else ():
-            self.candidates[place] = [
-                one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
-            ]
+        if rows:
+            self._take_rows(rows)
         # what a step sends because the link asks for it is no part of the budget
         self.ledger.observe(sent, host_bytes, in_fp32, *((1.0, True) if self.rounds else (host_share, idle)))
         nothing = (math.nan, math.nan)
@@ -193,11 +139,18 @@ class BudgetPlanner:
             for one, (own, energy) in zip(self.candidates[place], seen[place], strict=True)
             if 0 < energy < math.inf
         ]
-        elements = sum(size for size, _, _ in measured)
-        mean = sum(size * energy for size, _, energy in measured) / elements if elements else math.nan
-        kept = [(size * energy, 1 / (1 + own)) for size, own, energy in measured if own >= 0]
-        weight = sum(size for size, _ in kept)
-        self.fidelity = sum(size * share for size, share in kept) / weight if kept else math.nan
+        self.fidelity = fidelity(measured)
+        self._fit(seen, mean_energy(measured))
+
+    def _take_rows(self, rows: Sequence[Mapping[str, Sequence[float]]]) -> None:
+        """Take in what the warm-up has shown of the rows of each stage's gradients."""
+        for place in self.places:
+            self.candidates[place] = [
+                one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
+            ]
+
+    def _fit(self, seen: Mapping[int, Sequence[tuple[float, float]]], mean: float) -> None:
+        """Take in the noise of each parameter, and the energy of an entry. ``mean``: that of all entries."""
         for place in self.places:
             self.candidates[place] = [
                 one.fitted(choice, math.nan if one.matrix.name in self.changed[place] else own).weighed(energy / mean)
@@ -209,67 +162,66 @@ class BudgetPlanner:
         if iteration >= self.iterations:
             return
         if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
-            self.choices = {}
-            self.choices = self._best(iteration)
+            self.choices, self.limit = self._best(iteration)
             return
         self.ledger.learn(self._size(self.choices) + self.never_bytes)
         before = self.choices
         if self.rounds:
-            self.relief, self.choices = 1.0, self._best(iteration)
+            self.guard.relief = 1.0
+            self.choices, self.limit = self._best(iteration)
         else:
-            self._spend_on(iteration)
+            self.guard.update(self.fidelity, iteration)
+            self.choices, self.limit = self._kept_or_best(iteration)
         self.changed = {
             place: [
                 one.matrix.name
                 for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
-                if way_of(old) != way_of(new)
+                if old.encoding != new.encoding
             ]
             for place in self.places
         }
         self.ledger.grant(iteration, self.relief)
 
-    def _spend_on(self, iteration: int) -> None:
-        """The choices that spend the budget from ``iteration`` on."""
-        if not self.guarded[iteration]:
-            self.relief = 1.0
-        elif self.fidelity < self.least_fidelity:
-            self.relief = min(2 * self.relief, LARGEST_RELIEF)
-        elif self.fidelity > ENOUGH * self.least_fidelity:
-            self.relief = max(self.relief / 2, 1.0)
+    def _kept_or_best(self, iteration: int) -> Spending:
+        """The choices as they are, or the best ones from ``iteration`` on, if these pay for the change."""
         budget = self.budget(iteration)
-        usual, best = self._best(iteration, same_ways=True), self._best(iteration)
-        if self._size(usual) <= budget and self._noise(best) > (1 - NEW_WAYS_GAIN) * self._noise(usual):
+        best, limit = self._best(iteration, self.choices)
+        usual, _ = self._best(iteration, self.choices, same_methods=True)
+        if self._size(usual) <= budget and self._noise(best) > (1 - LEAST_GAIN_OF_METHODS) * self._noise(usual):
             best = usual
         size, noise = self._size(self.choices), self._noise(self.choices)
-        # the best plan may need less than the budget
-        fits = LEAST_USED * min(budget, self._size(best)) <= size <= min(budget, self._size(best) / LEAST_USED)
-        if not fits or self._noise(best) < (1 - LEAST_GAIN) * noise:
-            self.choices = best
+        most = min(budget, self._size(best) / LEAST_BUDGET_USED)  # the best plan may need less than the budget
+        fits = LEAST_BUDGET_USED * min(budget, self._size(best)) <= size <= most
+        pays = self._noise(best) < (1 - LEAST_GAIN_OF_PLAN) * noise
+        return Spending(self.choices if fits and not pays else best, limit)
 
     def little(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
         if self.relief > 1:
             return 0.0
-        return float(LITTLE * (self.volume / 24) ** LITTLE_POWER * (1 - iteration / self.iterations))
+        return float(LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations))
 
-    def _best(self, iteration: int, same_ways: bool = False) -> dict[int, list[Choice]]:
+    def _best(self, iteration: int, current: Choices | None = None, same_methods: bool = False) -> Spending:
+        """The choices with the least noise from ``iteration`` on. ``current``: those of now; None before the first."""
         if self.rounds:
-            return {place: [one.rounded for one in self.candidates[place]] for place in self.places}
+            rounded: Choices = {place: [one.rounded for one in self.candidates[place]] for place in self.places}
+            return Spending(rounded, self.limit)
         budget = self.budget(iteration)
         every = [candidate for place in self.places for candidate in self.candidates[place]]
-        if self.choices:
-            ways = [way_of(choice) for place in self.places for choice in self.choices[place]]
-            every = [replace(candidate, way=way) for candidate, way in zip(every, ways, strict=True)]
-        found = iter(spend(every, self.bytes_per_value, budget, same_ways, self.little(iteration)))
+        if current is not None:
+            ways = [choice for place in self.places for choice in current[place]]
+            every = [replace(candidate, current=choice) for candidate, choice in zip(every, ways, strict=True)]
+        found = iter(spend(every, self.bytes_per_value, budget, same_methods, self.little(iteration)))
         best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
-        self.short, self.bounded = self._size(best) > budget, budget == self.most
-        return best
+        if self._size(best) > budget:  # not even the smallest options fit
+            return Spending(best, "the budget is too small")
+        return Spending(best, "link" if budget == self.most else "budget")
 
     def _at_rank(self, rank: int) -> float:
         """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
         finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
         return sum(
-            one.size(finest if one.directions is None else rank, self.bytes_per_value)
+            one.size(Rounded(finest) if one.directions is None else LowRank(rank), self.bytes_per_value)
             for stage in self.candidates.values()
             for one in stage
         )
@@ -289,15 +241,12 @@ class BudgetPlanner:
         )
 
     def ranks(self, place: int) -> dict[str, int]:
-        """Of a stage's parameters that travel in low rank, by name."""
-        low_rank = ((one, choice) for one, choice in self._chosen(place) if isinstance(choice, int) or is_rows(choice))
-        return {
-            one.matrix.name: choice if isinstance(choice, int) else one.rank_beside_rows for one, choice in low_rank
-        }
+        """Of a stage's parameters that travel in low rank, also beside rows, by name."""
+        return {one.matrix.name: choice.rank for one, choice in self._chosen(place) if choice.rank is not None}
 
     def formats(self, place: int) -> dict[str, str]:
         """Of a stage's parameters that are rounded, or of which rows travel, by name."""
-        return {one.matrix.name: choice for one, choice in self._chosen(place) if isinstance(choice, str)}
+        return {one.matrix.name: choice.format for one, choice in self._chosen(place) if choice.format is not None}
 
     def _chosen(self, place: int) -> Iterator[tuple[Candidate, Choice]]:
         return zip(self.candidates[place], self.choices[place], strict=True)
@@ -309,13 +258,13 @@ class BudgetPlanner:
             return "rounding is faster"
         if self.relief > 1:
             return f"too little of the gradient arrived: {self.relief:g} times the budget"
-        return "the budget is too small" if self.short else "link" if self.bounded else "budget"
+        return self.limit
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         stages = {
             str(place): {
-                one.matrix.name: [*one.shape, choice, *one.learned()]
+                one.matrix.name: [*one.shape, to_list(choice), *one.learned()]
                 for one, choice in zip(self.candidates[place], self.choices[place], strict=True)
             }
             for place in self.places
@@ -343,14 +292,32 @@ class BudgetPlanner:
             if {name: values[:3] for name, values in saved.items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.ledger.load_state_dict(state["ledger"])
-        self.relief = state["relief"]
+        self.guard.relief = state["relief"]
         for place in known:
             self.changed[place] = list(state["changed"][str(place)])
             saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
-            self.choices[place] = [choice for choice, *_ in saved]
+            self.choices[place] = [from_list(choice) for choice, *_ in saved]
             self.candidates[place] = [
                 one.with_learned(*learned) for one, (_, *learned) in zip(self.candidates[place], saved, strict=True)
             ]
+
+
+def mean_energy(measured: Sequence[tuple[int, float, float]]) -> float:
+    """Of an entry of all gradients; NaN if nothing was measured.
+
+    ``measured``: of each parameter the number of elements, the noise, and the energy of an entry.
+    """
+    elements = sum(size for size, _, _ in measured)
+    return sum(size * energy for size, _, energy in measured) / elements if elements else math.nan
+
+
+def fidelity(measured: Sequence[tuple[int, float, float]]) -> float:
+    """The share of the energy of what the optimizer got that lies along the true gradient, over all parameters whose
+    noise is known; NaN if there are none. ``measured``: as of ``mean_energy``.
+    """
+    kept = [(size * energy, 1 / (1 + own)) for size, own, energy in measured if own >= 0]
+    weight = sum(size for size, _ in kept)
+    return sum(size * share for size, share in kept) / weight if kept else math.nan
 
 
 def worth_of(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:

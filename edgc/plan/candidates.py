@@ -2,33 +2,110 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, ClassVar
 
-from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread
-from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
+from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.specs import MatrixSpec
 
-CHANGE = 1.25  # a change of the way costs a window, in which what the way before has left unsent is sent
-ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4  # that a plan chooses from
+# Times the noise of an encoding that is not in use: to change to it costs a window, in which what the one before has
+# left unsent is sent. Not tuned.
+CHANGE = 1.25
+# What a plan chooses from: numbers of bits, and shares of the rows. Not tuned.
+FORMATS = "int8", "int6", "int5", "int4", "int3", "int2"
+ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4
+# Ranks are multiples of 4. From the first number on they are multiples of the second, and a sixth to an eleventh apart.
+# Matrices of one shape and rank are handled at once, and of more large ranks fewer would be equal by chance. Not tuned.
+LARGE_RANK, LARGE_RANK_MULTIPLE = 96, 16
+# Of the shorter side, the rank that takes what the rows leave: of an embedding the softmax gives all rows a gradient of
+# few directions. Not tuned.
+RANK_BESIDE_ROWS = 1 / 16
 # A parameter that is too small for low rank always travels in the second: it is a small part of the bytes, and noise in
 # it costs much. Where all are rounded, the others travel in the first.
 ROUNDED, ROUNDED_FINE = "int4", "int8"
-Choice = int | str  # a rank, "rows:SHARE" with ``rank_beside_rows``, or the format in which every value travels
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A way to send some parts of a parameter in each step: directions by low rank, or rows.
+class LowRank:
+    """The parameter travels at a rank."""
 
-    ``bytes_each``: of a part. ``bytes_besides``: whatever the number of parts. ``format_name``: in which parts travel,
-    where that counts.
+    rank: int
+    format: ClassVar[None] = None
+    method: ClassVar[str] = "low rank"
+    encoding: ClassVar[str] = "low rank"
+
+    def parts(self, matrix: MatrixSpec) -> int:
+        """How many directions of this matrix travel in a step."""
+        return self.rank
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This share of the rows travels, the largest ones, and what they leave travels at a rank."""
+
+    share: float
+    rank: int
+    method: ClassVar[str] = "rows"
+    encoding: ClassVar[str] = "rows"
+
+    @property
+    def format(self) -> str:
+        """The engine that sends the rows, with its argument."""
+        return f"rows:{self.share:g}"
+
+    def parts(self, matrix: MatrixSpec) -> int:
+        """How many rows of this matrix travel in a step."""
+        return math.ceil(self.share * matrix.rows)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Every value of the parameter travels in a wire format."""
+
+    format: str
+    rank: ClassVar[None] = None
+    method: ClassVar[str] = "rounding"
+
+    @property
+    def encoding(self) -> str:
+        return self.format
+
+
+# How a parameter travels. ``rank`` and ``format`` go into the plan of ranks; None where it has none. ``method``: one of
+# the three. ``encoding``: the method, and of rounding the number of bits as well. After a change of the encoding, what
+# the one before has left unsent is sent.
+Choice = LowRank | Rows | Rounded
+
+
+def to_list(choice: Choice) -> list[Any]:
+    """Plain numbers and texts, of which ``from_list`` makes the choice again."""
+    return [choice.method, *astuple(choice)]
+
+
+def from_list(saved: Sequence[Any]) -> Choice:
+    """What ``to_list`` was given."""
+    method, *values = saved
+    kinds: tuple[type[LowRank], type[Rows], type[Rounded]] = (LowRank, Rows, Rounded)
+    return next(one for one in kinds if one.method == method)(*values)
+
+
+@dataclass(frozen=True)
+class PartialSend:
+    """A way to send a part of a parameter in each step: some directions, by low rank, or some rows.
+
+    ``spectrum``: of the energies of all directions, or rows. ``bytes_each``: of one of them. ``bytes_besides``: however
+    many are sent. ``format_name``: in which they travel, where that counts.
     """
 
-    spread: Spread
+    spectrum: EnergySpectrum
     bytes_each: float
     bytes_besides: float = 0.0
     format_name: str = "fp32"
+
+    def size(self, sent: int) -> float:
+        """Bytes where so many are sent."""
+        return self.bytes_besides + sent * self.bytes_each
 
 
 @dataclass(frozen=True)
@@ -36,24 +113,23 @@ class Candidate:
     """A parameter, and what it costs to send it.
 
     ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
-    gradient, over that of the mean entry of all. ``way``: in which it travels now; empty where nothing has begun.
+    gradient, over that of the mean entry of all. ``current``: how it travels now; None where nothing has begun.
     ``even``: how alike its rows are, as far as the guess of ``directions`` knows.
     """
 
     matrix: MatrixSpec
-    directions: Parts | None = None
-    rows: Parts | None = None
+    directions: PartialSend | None = None
+    rows: PartialSend | None = None
     price: float = 1.0
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
-    way: str = ""
+    current: Choice | None = None
     even: float = 1.0
 
     @property
     def rank_beside_rows(self) -> int:
-        """Of what the rows leave: a sixteenth of the shorter side, as a multiple of 4."""
-        shorter = min(self.matrix.rows, self.matrix.cols)
-        return max(RANK_MULTIPLE, RANK_MULTIPLE * round(shorter / 16 / RANK_MULTIPLE))
+        """Of what the rows leave."""
+        return nearest_rank(RANK_BESIDE_ROWS * min(self.matrix.rows, self.matrix.cols))
 
     @property
     def weight(self) -> float:
@@ -65,56 +141,57 @@ class Candidate:
         return self.matrix.rows * self.matrix.cols
 
     @property
-    def rounded(self) -> Choice:
+    def rounded(self) -> Rounded:
         """Its choice where all parameters are rounded."""
-        return rounded_format(low_rank=self.directions is not None)
+        return Rounded(rounded_format(low_rank=self.directions is not None))
 
-    def choices(self, formats: Collection[str], same_way: bool = False) -> list[Choice]:
-        """All ways to send it, with these formats.
-
-        ``same_way``: only those of its present way. Rounding is one way, whatever the format.
-        """
+    def choices(self, formats: Collection[str], same_method: bool = False) -> list[Choice]:
+        """All ways to send it, with these formats. ``same_method``: only those of its present method."""
         if self.directions is None:
-            return [ROUNDED_FINE]
-        found: list[Choice] = [*formats, *ranks_to_try(self.directions.spread.parts)]
+            return [Rounded(ROUNDED_FINE)]
+        found: list[Choice] = [Rounded(name) for name in formats]
+        found += [LowRank(rank) for rank in ranks_to_try(self.directions.spectrum.parts)]
         if self.rows is not None:
-            found += [f"rows:{share:g}" for share in ROW_SHARES]
-        if same_way:
-            return [choice for choice in found if _kind(way_of(choice)) == _kind(self.way)]
+            found += [Rows(share, self.rank_beside_rows) for share in ROW_SHARES]
+        if same_method and self.current is not None:
+            return [choice for choice in found if choice.method == self.current.method]
         return found
 
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
         """Bytes of a message, times the price."""
-        if choice in bytes_per_value:
-            return self.price * self.elements * bytes_per_value[str(choice)]
-        parts, sent = self._parts(choice)
-        size = parts.bytes_besides + sent * parts.bytes_each
-        if not isinstance(choice, int) and self.directions is not None:
-            size += self.rank_beside_rows * self.directions.bytes_each
+        if isinstance(choice, Rounded):
+            return self.price * self.elements * bytes_per_value[choice.format]
+        size = self._partial_send(choice).size(choice.parts(self.matrix))
+        if isinstance(choice, Rows) and self.directions is not None:
+            size += self.directions.size(choice.rank)
         return self.price * size
 
     def noise(self, choice: Choice) -> float:
-        """The noise under this choice, predicted; ``CHANGE`` times it of a way that is known but not in use."""
-        if isinstance(choice, str) and not is_rows(choice):
-            noise, known = self.rounding.noise(choice), self.rounding.times
+        """The noise under this choice, predicted; ``CHANGE`` times it where its method has been measured and
+        its encoding is not in use.
+        """
+        if isinstance(choice, Rounded):
+            noise, known = self.rounding.noise(choice.format), self.rounding.measurements
         else:
-            parts, sent = self._parts(choice)
-            noise, known = parts.spread.noise(sent) + self.rounding.noise(parts.format_name), parts.spread.times
-        return CHANGE * noise if known and self.way not in ("", way_of(choice)) else noise
+            send = self._partial_send(choice)
+            noise = send.spectrum.noise(choice.parts(self.matrix)) + self.rounding.noise(send.format_name)
+            known = send.spectrum.measurements
+        changes = self.current is not None and self.current.encoding != choice.encoding
+        return CHANGE * noise if known and changes else noise
 
     def fitted(self, choice: Choice, noise: float) -> "Candidate":
         """The same with the noise that was measured under ``choice``."""
         if not noise > 0:
             return self
         noise = min(noise, LARGEST_NOISE)
-        if isinstance(choice, str) and not is_rows(choice):
-            return replace(self, rounding=self.rounding.fitted(choice, noise))
-        parts, sent = self._parts(choice)
-        noise = max(noise - self.rounding.noise(parts.format_name), 0.01 * noise)
-        fitted = replace(parts, spread=parts.spread.fitted(sent, noise))
-        if isinstance(choice, int):
-            return replace(self, directions=fitted, rows=_grown(self.rows, parts, fitted, sent))
-        return replace(self, rows=fitted, directions=_grown(self.directions, parts, fitted, sent))
+        if isinstance(choice, Rounded):
+            return replace(self, rounding=self.rounding.fitted(choice.format, noise))
+        before, sent = self._partial_send(choice), choice.parts(self.matrix)
+        noise = max(noise - self.rounding.noise(before.format_name), 0.01 * noise)
+        after = replace(before, spectrum=before.spectrum.fitted(sent, noise))
+        if isinstance(choice, LowRank):
+            return replace(self, directions=after, rows=_grown(self.rows, before, after, sent))
+        return replace(self, rows=after, directions=_grown(self.directions, before, after, sent))
 
     def with_rows(self, shares: Sequence[float]) -> "Candidate":
         """The same where the largest rows are known to hold these shares of a gradient, at each of ``ROW_SHARES``.
@@ -127,11 +204,11 @@ class Candidate:
         *parts, even = shares
         counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
         held = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
-        known = replace(self, rows=replace(self.rows, spread=replace(self.rows.spread, held=tuple(held.items()))))
-        if self.directions is None or self.directions.spread.times:
+        known = replace(self, rows=replace(self.rows, spectrum=replace(self.rows.spectrum, held=tuple(held.items()))))
+        if self.directions is None or self.directions.spectrum.measurements:
             return known
-        harder = self.directions.spread.harder(self.even / even)  # what an earlier window showed is taken back
-        return replace(known, directions=replace(self.directions, spread=harder), even=even)
+        harder = self.directions.spectrum.harder(self.even / even)  # what an earlier window showed is taken back
+        return replace(known, directions=replace(self.directions, spectrum=harder), even=even)
 
     def weighed(self, energy: float) -> "Candidate":
         """The same with this energy of an entry, if it is known."""
@@ -144,9 +221,9 @@ class Candidate:
 
     def learned(self) -> list[Any]:
         """What measurements have shown, as plain numbers and lists."""
-        spreads = [None if way is None else way.spread for way in (self.directions, self.rows)]
-        return [None if one is None else [one.steepness, one.factor, one.times, one.held] for one in spreads] + [
-            [self.rounding.factor, self.rounding.times],
+        spectra = [None if way is None else way.spectrum for way in (self.directions, self.rows)]
+        return [None if one is None else [one.steepness, one.factor, one.measurements, one.held] for one in spectra] + [
+            [self.rounding.factor, self.rounding.measurements],
             self.energy,
             self.even,
         ]
@@ -155,38 +232,36 @@ class Candidate:
         """The same with what ``learned`` gave."""
         return replace(
             self,
-            directions=_with_spread(self.directions, directions),
-            rows=_with_spread(self.rows, rows),
+            directions=_with_spectrum(self.directions, directions),
+            rows=_with_spectrum(self.rows, rows),
             rounding=RoundingNoise(*rounding),
             energy=energy,
             even=even,
         )
 
-    def _parts(self, choice: Choice) -> tuple[Parts, int]:
-        if isinstance(choice, int):
-            assert self.directions is not None
-            return self.directions, choice
-        assert self.rows is not None
-        return self.rows, math.ceil(float(choice.partition(":")[2]) * self.matrix.rows)
+    def _partial_send(self, choice: LowRank | Rows) -> PartialSend:
+        send = self.directions if isinstance(choice, LowRank) else self.rows
+        assert send is not None
+        return send
 
 
-def _with_spread(parts: Parts | None, learned: Any) -> Parts | None:
-    if parts is None:
+def _with_spectrum(send: PartialSend | None, learned: Any) -> PartialSend | None:
+    if send is None:
         return None
-    steepness, factor, times, held = learned
-    spread = Spread(parts.spread.parts, steepness, factor, times, tuple((count, share) for count, share in held))
-    return replace(parts, spread=spread)
+    steepness, factor, measurements, held = learned
+    pairs = tuple((count, share) for count, share in held)
+    return replace(send, spectrum=EnergySpectrum(send.spectrum.parts, steepness, factor, measurements, pairs))
 
 
-def _grown(other: Parts | None, before: Parts, after: Parts, sent: int) -> Parts | None:
+def _grown(other: PartialSend | None, before: PartialSend, after: PartialSend, sent: int) -> PartialSend | None:
     """What is known of the other parts once these are measured again: gradients that spread wider do so in both.
 
     Else the other way would look ever better as the noise grows, only because nothing measures it.
     """
-    known, now = before.spread.noise(sent), after.spread.noise(sent)
-    if other is None or not before.spread.times or not known > 0:
+    known, now = before.spectrum.noise(sent), after.spectrum.noise(sent)
+    if other is None or not before.spectrum.measurements or not known > 0:
         return other
-    return replace(other, spread=other.spread.harder(now / known))
+    return replace(other, spectrum=other.spectrum.harder(now / known))
 
 
 def rounded_format(low_rank: bool) -> str:
@@ -199,26 +274,10 @@ def bits_of(name: str) -> int:
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
-def way_of(choice: Choice) -> str:
-    """In which a parameter travels: in low rank, in rows, or in a format."""
-    return "rank" if isinstance(choice, int) else "rows" if is_rows(choice) else choice
-
-
-def _kind(way: str) -> str:
-    return way if way in ("rank", "rows") else "rounding"
-
-
-def is_rows(choice: str) -> bool:
-    return choice.startswith("rows:")
-
-
 def ranks_to_try(directions: int) -> list[int]:
-    """Multiples of 4 up to half of full rank; beyond 96 of 16 and a sixth apart.
-
-    Matrices of one shape and rank are handled at once. Where ranks are large, few of them would be equal by chance.
-    """
+    """Those that a plan chooses from, up to half of full rank, which is ``directions``."""
     ranks, rank = [], RANK_MULTIPLE
     while rank <= directions // 2:
         ranks.append(rank)
-        rank += RANK_MULTIPLE if rank < 96 else 16 * (rank // 96)
+        rank += RANK_MULTIPLE if rank < LARGE_RANK else LARGE_RANK_MULTIPLE * (rank // LARGE_RANK)
     return ranks

@@ -14,15 +14,27 @@ class Counts:
     """Bytes as counted so far: of the run, of the host's own way, and of an all-reduce in fp32.
 
     ``idle``: of steps in which nothing was to be compressed, bytes of an all-reduce in fp32; ``sent_idle``: those that
-    were sent. ``sent_beyond``: what relief has taken beyond the budget.
+    were sent. ``sent_by_relief``: what relief has taken, which is no part of the budget.
     """
 
     sent: float = 0.0
-    by_host: float = 0.0
+    host_bytes: float = 0.0
     in_fp32: float = 0.0
     idle: float = 0.0
     sent_idle: float = 0.0
-    sent_beyond: float = 0.0
+    sent_by_relief: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a step, as counted: those of its budget, and those that relief adds to them."""
+
+    by_budget: float
+    by_relief: float
+
+    @property
+    def total(self) -> float:
+        return self.by_budget + self.by_relief
 
 
 class Ledger:
@@ -56,7 +68,7 @@ class Ledger:
         self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
         self.worth = each / each.mean()
         self.counts = Counts()
-        self.beyond = 0.0  # the share that relief has of the bytes of this window's steps
+        self.relief_share = 0.0  # that relief has of the bytes of this window's steps
         # whether a resume in this window has hidden which of its steps the host has summed; whether it has changed who
         # sums, or how: then the window is no part of the budget
         self.mixed = self.apart = False
@@ -64,7 +76,7 @@ class Ledger:
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
 
-    def observe(self, sent: float, by_host: float, in_fp32: float, host_share: float, idle: bool) -> None:
+    def observe(self, sent: float, host_bytes: float, in_fp32: float, host_share: float, idle: bool) -> None:
         """Take in a window: bytes of the run so far, of the host's own way, and of an all-reduce in fp32.
 
         ``host_share``: of the steps of this window, those that the host has summed; ``idle``: because nothing was to be
@@ -73,14 +85,14 @@ class Ledger:
         if self.apart:
             host_share, idle = 1.0, True
         counts = self.counts
-        taken, of_host, fp32 = sent - counts.sent, by_host - counts.by_host, in_fp32 - counts.in_fp32
-        counts.sent, counts.by_host, counts.in_fp32 = sent, by_host, in_fp32
+        taken, of_host, fp32 = sent - counts.sent, host_bytes - counts.host_bytes, in_fp32 - counts.in_fp32
+        counts.sent, counts.host_bytes, counts.in_fp32 = sent, host_bytes, in_fp32
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
         taken_by_host = taken if host_share == 1 else host_share * of_host
         if idle:
             counts.idle += host_share * fp32
             counts.sent_idle += taken_by_host
-        counts.sent_beyond += self.beyond * (taken - taken_by_host)
+        counts.sent_by_relief += self.relief_share * (taken - taken_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
         unknown = host_share or self.mixed or not fp32 > 0 or not self.dense_bytes  # without messages nothing is learnt
         self.mixed = self.apart = False
@@ -92,41 +104,48 @@ class Ledger:
             # a part of the first window may have been warm-up
             self.overhead = 1.0 if self.overhead is None else self.per_step / predicted
 
-    def step(self, iteration: int, relief: float) -> tuple[float, float]:
-        """Bytes of each step from ``iteration`` on, as counted: by the budget, and what relief adds to them.
+    def step(self, iteration: int, relief: float) -> StepBytes:
+        """Bytes of each step from ``iteration`` on. ``relief``: how many times its budget a step gets."""
+        by_budget = self._by_budget(iteration)
+        if relief == 1:
+            return StepBytes(by_budget, 0.0)
+        # what the budget lacks of a usual step, because earlier ones have taken more, is relief as well
+        usual = self.dense_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+        return StepBytes(by_budget, max(usual - by_budget, 0.0) + (relief - 1) * usual)
 
-        ``relief``: how many times its budget a step gets.
+    def _by_budget(self, iteration: int) -> float:
+        """What the budget has for each step of the window from ``iteration`` on; below 0 if more is spent already."""
+        unspent = self._unspent(iteration)
+        by_worth = unspent * float(self.share[min(iteration, self.iterations - 1)])
+        # what later steps need at least is not for the steps of this window
+        remaining = max(self.iterations - iteration, 1)
+        least = (self.overhead or 1.0) * self.least
+        spare = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
+        return min(by_worth, least + spare) if spare > 0 else by_worth
+
+    def _unspent(self, iteration: int) -> float:
+        """What is left of the run's budget at ``iteration``. The host's own steps, where nothing was to be compressed,
+        are no part of it, nor of the steps that it is for.
         """
         counts = self.counts
         sent, dense = counts.sent, counts.in_fp32
         if not dense:  # nothing is counted yet: what the warm-up takes
             sent, dense = iteration * self.uncompressed, iteration * self.dense_bytes
         done = iteration * self.dense_bytes
-        # the host's own steps are no part of the budget, nor of the steps that it is for
         idle = counts.idle / dense * done if dense else 0.0
-        spent = (sent - counts.sent_idle - counts.sent_beyond) / dense * done if dense else 0.0
-        unspent = (self.dense_bytes * self.iterations - idle) / self.volume - spent
-        share = float(self.share[min(iteration, self.iterations - 1)])
-        remaining = max(self.iterations - iteration, 1)
-        # what later steps need at least is not for the steps of this window
-        least = (self.overhead or 1.0) * self.least
-        beyond = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
-        each = min(unspent * share, least + beyond) if beyond > 0 else unspent * share
-        if relief == 1:
-            return each, 0.0
-        plain = self.dense_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
-        return each, max(plain - each, 0.0) + (relief - 1) * plain
+        spent = (sent - counts.sent_idle - counts.sent_by_relief) / dense * done if dense else 0.0
+        return (self.dense_bytes * self.iterations - idle) / self.volume - spent
 
     def grant(self, iteration: int, relief: float) -> None:
         """Steps from ``iteration`` on get what ``step`` says."""
-        by_budget, more = self.step(iteration, relief)
-        self.beyond = more / (max(by_budget, 0.0) + more) if more else 0.0
+        step = self.step(iteration, relief)
+        self.relief_share = step.by_relief / (max(step.by_budget, 0.0) + step.by_relief) if step.by_relief else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
             "counts": vars(self.counts).copy(),
-            "beyond": self.beyond,
+            "relief_share": self.relief_share,
             "overhead": self.overhead,
             "mixed": self.mixed,
             "apart": self.apart,
@@ -137,5 +156,5 @@ class Ledger:
         if state.keys() != self.state_dict().keys() or state["counts"].keys() != {one.name for one in fields(Counts)}:
             raise ValueError("the budget's counts are of another release of EDGC")
         self.counts = Counts(**state["counts"])
-        self.beyond, self.overhead = state["beyond"], state["overhead"]
+        self.relief_share, self.overhead = state["relief_share"], state["overhead"]
         self.mixed, self.apart = state["mixed"], state["apart"]

@@ -36,6 +36,11 @@ LOST: Mapping[str, float] = {
     "int3": 0.03454,
     **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
 }
+# Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
+# are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
+# rows of an embedding may have a token that occurs in a step.
+STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS = 1.7, 1.3
+ENERGY_OF_VECTORS = 10.0  # of an entry of a one-dimensional parameter, over that of a mean entry: a guess as well
 STEEPEST = 4.0  # exponent of a power law
 LARGEST_FACTOR = 100.0  # of noise over that of a law: few samples can say anything
 LEAST_NOISE = 1e-3  # of parts that hold all energy of the gradients seen: later ones may have others
@@ -44,18 +49,19 @@ NEWEST = 0.25  # least weight of a new measurement: a window has few samples of 
 
 
 @dataclass(frozen=True)
-class Spread:
+class EnergySpectrum:
     """How the energy of a gradient is spread over its parts.
 
-    ``steepness``: exponent of the power law. ``factor``: how many times the noise is that of the law. Both are guesses
-    until they have been measured, ``times`` times. ``held``: what takes the place of the power law where it is known:
-    shares of a gradient's energy that so many of its largest parts hold, as pairs (parts, share) with both growing.
+    ``parts``: the number of its directions, or rows. ``steepness``: exponent of the power law. ``factor``: how many
+    times the noise is that of the law. Both are guesses until there are ``measurements``. ``held``: what takes the
+    place of the power law where it is known: shares of a gradient's energy that so many of its largest parts hold, as
+    pairs (parts, share) with both growing.
     """
 
     parts: int
     steepness: float
     factor: float = 1.0
-    times: int = 0
+    measurements: int = 0
     held: tuple[tuple[int, float], ...] = ()
 
     def noise(self, sent: int) -> float:
@@ -69,19 +75,19 @@ class Spread:
         share = max(float(np.interp(sent, parts, shares)), 1e-2)
         return max(1 / share**2 - 1, LEAST_NOISE)
 
-    def fitted(self, sent: int, noise: float) -> "Spread":
+    def fitted(self, sent: int, noise: float) -> "EnergySpectrum":
         """The same as measured now and before."""
-        noise = _averaged(noise, self.noise(sent), self.times)
+        noise = _averaged(noise, self.noise(sent), self.measurements)
         if self.held:
-            factor = noise / self._law(sent)
-            return replace(self, factor=min(max(factor, 1 / LARGEST_FACTOR), LARGEST_FACTOR), times=self.times + 1)
+            factor = min(max(noise / self._law(sent), 1 / LARGEST_FACTOR), LARGEST_FACTOR)
+            return replace(self, factor=factor, measurements=self.measurements + 1)
         flat = noise_of_parts(sent, self.parts, 0.0)
         if flat == 0:  # all parts
             return self
-        factor = min(max(noise / flat, 1.0), LARGEST_FACTOR)
-        return replace(self, steepness=steepness(noise, sent, self.parts), factor=factor, times=self.times + 1)
+        exponent, factor = steepness(noise, sent, self.parts), min(max(noise / flat, 1.0), LARGEST_FACTOR)
+        return replace(self, steepness=exponent, factor=factor, measurements=self.measurements + 1)
 
-    def harder(self, ratio: float) -> "Spread":
+    def harder(self, ratio: float) -> "EnergySpectrum":
         """The same where every noise is this many times as large."""
         return replace(self, factor=min(self.factor * ratio, LARGEST_FACTOR))
 
@@ -89,11 +95,11 @@ class Spread:
 @dataclass(frozen=True)
 class RoundingNoise:
     """What rounding makes of a parameter. ``factor``: how many times the noise is that of normal values; a guess until
-    it has been measured, ``times`` times.
+    there are ``measurements``.
     """
 
     factor: float = 4.0
-    times: int = 0
+    measurements: int = 0
 
     def noise(self, format_name: str) -> float:
         """Where every value travels in this format."""
@@ -101,13 +107,13 @@ class RoundingNoise:
 
     def fitted(self, format_name: str, noise: float) -> "RoundingNoise":
         """The same as measured now and before."""
-        noise = _averaged(noise, self.noise(format_name), self.times)
-        return RoundingNoise(min(max(noise / noise_of_format(format_name), 0.5), LARGEST_FACTOR), self.times + 1)
+        noise = _averaged(noise, self.noise(format_name), self.measurements)
+        return RoundingNoise(min(max(noise / noise_of_format(format_name), 0.5), LARGEST_FACTOR), self.measurements + 1)
 
 
-def _averaged(noise: float, before: float, times: int) -> float:
-    """The geometric mean of a measured noise and of what ``times`` measurements before it had given."""
-    weight = max(1 / (times + 1), NEWEST)  # 1 for the first
+def _averaged(noise: float, before: float, measurements: int) -> float:
+    """The geometric mean of a measured noise and of what this many measurements before it had given."""
+    weight = max(1 / (measurements + 1), NEWEST)  # 1 for the first
     return float(noise**weight * before ** (1 - weight))
 
 

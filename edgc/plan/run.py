@@ -6,20 +6,14 @@ from dataclasses import dataclass
 
 from edgc.config import EDGCConfig
 from edgc.plan.budget import LEAST_RATE, BudgetPlanner, worth_of
-from edgc.plan.candidates import Candidate, Parts
+from edgc.plan.candidates import Candidate, PartialSend
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.link_times import LinkTimes
-from edgc.plan.noise import Spread
+from edgc.plan.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
 from edgc.plan.stages import Part, StageKey, StagePlan
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
-
-# Exponents by which the energy of a gradient falls from direction to direction, and from row to row: guesses until they
-# are measured. They are on the high side where a way may be good: what looks good is tried, and so it is measured. Few
-# rows of an embedding may have a token that occurs in a step.
-DIRECTIONS, ROWS = 1.7, 1.3
-VECTOR = 10.0  # energy of an entry of a one-dimensional parameter over that of a mean entry: a guess as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +75,16 @@ class ReductionSizes:
             return []
         price, found = self.price(stage.key.part), []
         for one in stage.allocation.matrices:
-            directions = Parts(Spread(min(one.rows, one.cols), DIRECTIONS), self.factors(one))
+            spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
+            directions = PartialSend(spectrum, self.factors(one))
+            rows: PartialSend | None = None
             # The rows of a layer are no choice: of queries, keys and values in one matrix the values have the largest,
             # and what queries and keys need would wait.
-            rows = Parts(Spread(one.rows, ROWS), *self.rows(one), self.row_format) if one.embedding else None
+            if one.embedding:
+                rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
-        return found + [Candidate(one.spec, price=price, energy=VECTOR) for one in others]
+        return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, part: Part) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""

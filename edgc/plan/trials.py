@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-STEPS = 3  # of a trial; the first one is not timed: it also sends errors, or begins to compress anew
-LEAST = 5  # steps as usual that a trial is compared with
+# Steps of a trial. The first one is not timed: it also sends errors, or begins to compress anew. They are few because
+# each may cost time or bytes. Not tuned.
+TRIAL_STEPS = 3
+LEAST_USUAL_STEPS = 5  # that a trial is compared with, so that one slow step does not move their median; not tuned
 FASTER = 0.98  # of the time of the host's steps, which compressed ones may take
 RETURN = 0.95  # the same after they were too slow
 HELD_UP = 1.5  # times the shortest step of a trial: one that takes longer has waited for something else
@@ -18,7 +20,9 @@ DOUBT = 0.5  # of the time of the host's reduction: compression that takes less 
 # Times the seconds of a reduction after the last trial, and its seconds per byte as well: another link. A plan that
 # sends less takes fewer seconds, but not fewer per byte.
 CHANGED = 1.25
-SHARE = 0.005  # of a run: of its time, and after the first trial of its steps, that trials may cost
+# Of a run, what trials may cost: of its time, and after the first trial of its steps. Trials that find nothing should
+# not count beside what compression saves. Not tuned.
+LARGEST_SHARE_OF_RUN = 0.005
 
 
 class Trials:
@@ -60,12 +64,12 @@ class Trials:
         self._counted = sent, host_bytes
         share = taken / of_host if taken > 0 and of_host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
-        self._settled = len(usual) >= LEAST
+        self._settled = len(usual) >= LEAST_USUAL_STEPS
         if not self._settled:
             return 0.0
         self._step = median(usual)
         if self.trial is not None:
-            if len(tried) >= STEPS - 1:
+            if len(tried) >= TRIAL_STEPS - 1:
                 usually, once = median(usual), median(step for step in tried if step <= HELD_UP * min(tried))
                 self._judge(*((once, usually) if self.by_host else (usually, once)))
         elif not math.isfinite(self._reduction):
@@ -103,8 +107,8 @@ class Trials:
 
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
-        self.spent += STEPS * max(tried - usual, 0.0)
-        self.host_steps += 0 if self.by_host else STEPS
+        self.spent += TRIAL_STEPS * max(tried - usual, 0.0)
+        self.host_steps += 0 if self.by_host else TRIAL_STEPS
         before, self.by_host = self.by_host, compressed > (RETURN if self.by_host else FASTER) * host
         self.measured, self.trial, self.due = (compressed, host), None, False
         if self.by_host != before:
@@ -112,14 +116,14 @@ class Trials:
 
     def decide(self, iteration: int) -> None:
         """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time."""
-        first, last = iteration + 1, iteration + 1 + STEPS
+        first, last = iteration + 1, iteration + 1 + TRIAL_STEPS
         if self.trial is not None and self.trial[1] <= iteration and self._settled:
             self.trial, self.due = None, True  # the host has skipped steps of it
-        if not self.due or self.trial is not None or last + LEAST > self.iterations:
+        if not self.due or self.trial is not None or last + LEAST_USUAL_STEPS > self.iterations:
             return
-        affordable = self.spent < SHARE * self.iterations * self._step
+        affordable = self.spent < LARGEST_SHARE_OF_RUN * self.iterations * self._step
         if not self.by_host and self.measured:  # each takes bytes as well
-            affordable &= self.host_steps + STEPS <= SHARE * self.iterations
+            affordable &= self.host_steps + TRIAL_STEPS <= LARGEST_SHARE_OF_RUN * self.iterations
         if affordable:
             self.trial = (first, last)
 

@@ -10,12 +10,13 @@ import pytest
 
 import edgc.plan.budget as budget_module
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, options, spend, worth_of
-from edgc.plan.candidates import ROW_SHARES, Candidate, Parts, ranks_to_try, way_of
+from edgc.plan.budget import BudgetPlanner, worth_of
+from edgc.plan.candidates import ROW_SHARES, Candidate, LowRank, PartialSend, Rounded, Rows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
+from edgc.plan.hull import options, spend
 from edgc.plan.link_times import LinkTimes, Timing
-from edgc.plan.noise import LARGEST_NOISE, RoundingNoise, Spread, noise_of_format, noise_of_parts, steepness
+from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.trials import Trials
@@ -34,9 +35,17 @@ def candidate(
     by_rows: float | None = None,
 ) -> Candidate:
     """``by_rows``: exponent of the energies of rows; None: rows are no choice."""
-    directions = Parts(Spread(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
-    parts = None if by_rows is None else Parts(Spread(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
+    directions = PartialSend(EnergySpectrum(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
+    parts = None if by_rows is None else PartialSend(EnergySpectrum(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
     return Candidate(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
+
+
+IN_4_BITS, AT_8, AT_16 = Rounded("int4"), LowRank(8), LowRank(16)
+
+
+def by_share(share: float, rank: int = 4) -> Rows:
+    """``rank``: of what these rows leave, which does not count for their noise."""
+    return Rows(share, rank)
 
 
 def seen(noise: dict[str, float]) -> dict[str, tuple[float, float]]:
@@ -81,29 +90,31 @@ def test_one_measurement_gives_the_exponent() -> None:
 
 
 def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
-    one = candidate("w").fitted(8, 0.5)
-    assert one.noise(8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
-    other = one.fitted("int4", 0.2)
-    assert other.noise("int4") == pytest.approx(0.2) and other.directions == one.directions
-    assert other.fitted("int4", 0.8).noise("int4") == pytest.approx(0.4)
-    assert candidate("w").fitted(8, 1.0).fitted(8, 4.0).fitted(8, 2.0).noise(8) == pytest.approx(2.0, rel=0.02)
+    one = candidate("w").fitted(AT_8, 0.5)
+    assert one.noise(AT_8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
+    other = one.fitted(IN_4_BITS, 0.2)
+    assert other.noise(IN_4_BITS) == pytest.approx(0.2) and other.directions == one.directions
+    assert other.fitted(IN_4_BITS, 0.8).noise(IN_4_BITS) == pytest.approx(0.4)
+    assert candidate("w").fitted(AT_8, 1.0).fitted(AT_8, 4.0).fitted(AT_8, 2.0).noise(AT_8) == pytest.approx(
+        2.0, rel=0.02
+    )
     often = candidate("w")
     for _ in range(20):
-        often = often.fitted("int4", 0.2)
-    assert often.fitted("int4", 3.2).noise("int4") == pytest.approx(0.4), "a quarter of the way, in logarithms"
-    whole = candidate("w").fitted(64, 0.1).fitted(64, 0.1)  # all directions: nothing to learn
-    assert whole.noise(64) == 0
-    flat = candidate("w").fitted(8, 126.0)  # twice that of a flat spectrum
-    assert flat.noise(8) == pytest.approx(2 * 63) and flat.noise(16) == pytest.approx(2 * 15)
+        often = often.fitted(IN_4_BITS, 0.2)
+    assert often.fitted(IN_4_BITS, 3.2).noise(IN_4_BITS) == pytest.approx(0.4), "a quarter of the way, in logarithms"
+    whole = candidate("w").fitted(LowRank(64), 0.1).fitted(LowRank(64), 0.1)  # all directions: nothing to learn
+    assert whole.noise(LowRank(64)) == 0
+    flat = candidate("w").fitted(AT_8, 126.0)  # twice that of a flat spectrum
+    assert flat.noise(AT_8) == pytest.approx(2 * 63) and flat.noise(AT_16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
-        assert other.fitted(8, nothing) == other
-    assert candidate("w").fitted(8, math.inf).noise(8) == pytest.approx(LARGEST_NOISE)
-    by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted("rows:0.1", 0.6)
-    assert by_rows.noise("rows:0.1") == pytest.approx(0.6, rel=0.02), "with the noise of their format"
-    assert by_rows.noise("rows:0.4") > by_rows.rounding.noise("int4")
-    of_rest = by_rows.size(by_rows.rank_beside_rows, BYTES)  # what rows leave travels in low rank
+        assert other.fitted(AT_8, nothing) == other
+    assert candidate("w").fitted(AT_8, math.inf).noise(AT_8) == pytest.approx(LARGEST_NOISE)
+    by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted(by_share(0.1), 0.6)
+    assert by_rows.noise(by_share(0.1)) == pytest.approx(0.6, rel=0.02), "with the noise of their format"
+    assert by_rows.noise(by_share(0.4)) > by_rows.rounding.noise(IN_4_BITS)
+    of_rest = by_rows.size(LowRank(by_rows.rank_beside_rows), BYTES)  # what rows leave travels in low rank
     assert by_rows.rank_beside_rows == 4
-    assert by_rows.size("rows:0.1", BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000 + of_rest)
+    assert by_rows.size(by_share(0.1), BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000 + of_rest)
 
 
 def test_options_lie_on_a_convex_hull() -> None:
@@ -117,7 +128,7 @@ def test_options_lie_on_a_convex_hull() -> None:
 def test_a_steep_spectrum_gets_a_rank_and_a_flat_one_bits() -> None:
     steep, flat = candidate("steep", steepness=3.0), candidate("flat", steepness=0.2, rounding=1.0)
     chosen = spend([steep, flat], BYTES, 0.2 * (steep.elements + flat.elements))
-    assert isinstance(chosen[0], int) and isinstance(chosen[1], str)
+    assert isinstance(chosen[0], LowRank) and isinstance(chosen[1], Rounded)
 
 
 def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
@@ -125,25 +136,25 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.5) for place in range(4)]
     stages = [[*layers, candidate("words", 2048, 128)]]
     planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
-    assert isinstance(planner.choices[0][-1], int)
+    assert isinstance(planner.choices[0][-1], LowRank)
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
     planner.observe([seen({**noise, "words": 25.0})], 0.0, 0.0, 0.0)
     planner.decide(10)
-    assert planner.choices[0][-1] == "int2"
-    assert all(isinstance(one, int) for one in planner.choices[0][:-1])
+    assert planner.choices[0][-1] == Rounded("int2")
+    assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
 
 
 def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
     planner = BudgetPlanner(28.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
-    assert str(planner.choices[0][-1]).startswith("rows:")
+    assert isinstance(planner.choices[0][-1], Rows)
     assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
-    assert all(isinstance(one, int) for one in planner.choices[0][:-1])
+    assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
     planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0, 0.0)  # as of many tokens, each of them about as often
     planner.decide(10)
-    assert isinstance(planner.choices[0][-1], int)
+    assert isinstance(planner.choices[0][-1], LowRank)
 
 
 def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
@@ -158,7 +169,7 @@ def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
 
 def test_a_vector_has_no_rank_and_travels_in_eight_bits_whatever_the_budget() -> None:
     for share in (0.1, 0.6, 1.1):
-        assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == ["int8"]
+        assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [Rounded("int8")]
 
 
 def test_no_other_choices_in_the_budget_are_much_better() -> None:
@@ -179,9 +190,9 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
 
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
     (chosen,) = spend([candidate("w")], BYTES, 1.0)
-    assert chosen == 4
+    assert chosen == LowRank(4)
     planner = BudgetPlanner(1000.0, 100, 10, [[candidate("w")]], (), BYTES, 4.0)
-    assert planner.short and planner.reason == "the budget is too small"
+    assert planner.reason == "the budget is too small"
 
 
 def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float, noise: float) -> float:
@@ -362,7 +373,7 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
     volume: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 100x the last steps would have less than the smallest choices take."""
-    monkeypatch.setattr(budget_module, "LITTLE", 0.0)  # nothing is kept for them
+    monkeypatch.setattr(budget_module, "LITTLE_NOISE", 0.0)  # nothing is kept for them
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
     planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
@@ -372,11 +383,22 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
 
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
     word = candidate("word", 4096, 128, by_rows=1.3)
-    assert replace(word, way="int8").noise(16) == word.noise(16), "what was never tried is"
-    for choice in (16, "rows:0.1", "int4"):
+    in_bits = replace(word, current=Rounded("int8"))
+    assert in_bits.noise(AT_16) == word.noise(AT_16), "what was never tried is"
+    for choice in (AT_16, by_share(0.1), IN_4_BITS):
         tried = word.fitted(choice, 1.0)
-        assert replace(tried, way=way_of(choice)).noise(choice) == pytest.approx(1.0, rel=0.02)
-        assert replace(tried, way="int8").noise(choice) == pytest.approx(1.25, rel=0.02)
+        assert replace(tried, current=choice).noise(choice) == pytest.approx(1.0, rel=0.02)
+        assert replace(tried, current=Rounded("int8")).noise(choice) == pytest.approx(1.25, rel=0.02)
+
+
+def test_another_number_of_bits_is_another_encoding_of_the_same_method() -> None:
+    rounded = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(IN_4_BITS, 1.0), current=IN_4_BITS)
+    assert rounded.choices(BYTES, same_method=True) == [Rounded(name) for name in BYTES]
+    fewer_bits = Rounded("int2")
+    assert rounded.noise(fewer_bits) == pytest.approx(1.25 * rounded.rounding.noise("int2"))
+    at_rank = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(AT_8, 1.0), current=AT_8)
+    assert {type(choice) for choice in at_rank.choices(BYTES, same_method=True)} == {LowRank}
+    assert at_rank.noise(AT_16) == replace(at_rank, current=None).noise(AT_16), "another rank is no other encoding"
 
 
 def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
@@ -394,29 +416,31 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     held = [min(1.0, 10 * share) ** 0.5 for share in ROW_SHARES]
     sparse = after_warmup(held, 0.1)
     low_rank = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
-    assert sparse.candidates[0][-1].noise(16) == pytest.approx(10 * low_rank.noise(16)), "what few rows have"
-    assert sparse.choices[0][-1] in ("rows:0.07", "rows:0.1") and not sparse.changed[0]
-    assert sparse.candidates[0][-1].rows.spread.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
+    assert sparse.candidates[0][-1].noise(AT_16) == pytest.approx(10 * low_rank.noise(AT_16)), "what few rows have"
+    assert sparse.choices[0][-1] in (by_share(0.07, rank=8), by_share(0.1, rank=8)) and not sparse.changed[0]
+    assert sparse.candidates[0][-1].rows.spectrum.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
     even = after_warmup(list(ROW_SHARES))
-    assert not str(even.choices[0][-1]).startswith("rows")
+    assert not isinstance(even.choices[0][-1], Rows)
     state = json.loads(json.dumps(sparse.state_dict()))
     again = after_warmup(list(ROW_SHARES))
     again.load_state_dict(state)
     assert again.candidates == sparse.candidates and again.choices == sparse.choices
-    fitted = sparse.candidates[0][-1].fitted("rows:0.05", 2.0)
-    assert fitted.noise("rows:0.05") == pytest.approx(2.0, rel=0.02) and fitted.noise("rows:0.02") > 4
+    fitted = sparse.candidates[0][-1].fitted(by_share(0.05), 2.0)
+    assert fitted.noise(by_share(0.05)) == pytest.approx(2.0, rel=0.02) and fitted.noise(by_share(0.02)) > 4
     for nothing in ([], [math.nan] * 10, [0.0] * 10, held[:9]):
-        assert after_warmup(nothing).candidates[0][-1].rows.spread.held == ()
+        assert after_warmup(nothing).candidates[0][-1].rows.spectrum.held == ()
 
 
 def test_noise_that_grows_makes_the_other_way_no_better() -> None:
-    word = candidate("word", 4096, 128, by_rows=1.3).fitted("rows:0.1", 0.2)
-    first = word.noise(16) / word.noise("rows:0.1")
+    word = candidate("word", 4096, 128, by_rows=1.3).fitted(by_share(0.1), 0.2)
+    first = word.noise(AT_16) / word.noise(by_share(0.1))
     for noise in (0.4, 0.8, 1.6, 3.2):
-        word = word.fitted("rows:0.1", noise)
-    assert word.noise("rows:0.1") > 4 * 0.2
-    assert first <= word.noise(16) / word.noise("rows:0.1") < 1.3 * first  # rows are rounded as well
-    assert word.noise("int4") == candidate("word", 4096, 128).noise("int4"), "rounding is the same for all gradients"
+        word = word.fitted(by_share(0.1), noise)
+    assert word.noise(by_share(0.1)) > 4 * 0.2
+    assert first <= word.noise(AT_16) / word.noise(by_share(0.1)) < 1.3 * first  # rows are rounded as well
+    assert word.noise(IN_4_BITS) == candidate("word", 4096, 128).noise(IN_4_BITS), (
+        "rounding is the same for all gradients"
+    )
 
 
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
@@ -456,7 +480,7 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 4096, 128, steepness=1.7, by_rows=1.3)
     planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
-    assert isinstance(planner.choices[0][-1], int), "low rank is tried first"
+    assert isinstance(planner.choices[0][-1], LowRank), "low rank is tried first"
 
     def window(end: int, of_words: float) -> None:
         noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
@@ -464,24 +488,24 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
         planner.decide(end)
 
     window(10, 8.0)
-    assert str(planner.choices[0][-1]).startswith("rows:") and planner.changed[0] == ["words"]
+    assert isinstance(planner.choices[0][-1], Rows) and planner.changed[0] == ["words"]
     window(20, 30.0)
-    assert str(planner.choices[0][-1]).startswith("rows:") and planner.changed[0] == []
+    assert isinstance(planner.choices[0][-1], Rows) and planner.changed[0] == []
     window(30, 30.0)
-    assert isinstance(planner.choices[0][-1], int)
+    assert isinstance(planner.choices[0][-1], LowRank)
 
 
 @pytest.mark.parametrize(("energy", "moves"), [(0.04, False), (20.0, True)])
 def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, moves: bool) -> None:
     """What an embedding gains by another way may be little beside the noise of the layers."""
-    layers = [candidate(str(place), 128, 512).fitted(28, 1.0) for place in range(6)]
+    layers = [candidate(str(place), 128, 512).fitted(LowRank(28), 1.0) for place in range(6)]
     words = candidate("words", 1024, 128, by_rows=1.3)
     planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
-    assert way_of(planner.choices[0][-1]) == "rank"
+    assert isinstance(planner.choices[0][-1], LowRank)
     few = candidate("words", 1024, 128, by_rows=2.5).rows
-    planner.candidates[0][-1] = replace(words.fitted(16, 4.0), rows=few).weighed(energy)
-    usual, best = planner._best(10, same_ways=True), planner._best(10)
-    assert way_of(best[0][-1]) == "rows" and planner._noise(best) < 0.99 * planner._noise(usual)
+    planner.candidates[0][-1] = replace(words.fitted(AT_16, 4.0), rows=few).weighed(energy)
+    usual, best = (planner._best(10, planner.choices, same_methods=same).choices for same in (True, False))
+    assert isinstance(best[0][-1], Rows) and planner._noise(best) < 0.99 * planner._noise(usual)
     planner.decide(10)
     assert planner.choices == (best if moves else usual)
 
@@ -509,7 +533,7 @@ def observed(noise: float) -> list[StageObservation]:
 def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief: float) -> None:
     under_test = controller()
     assert under_test.budget is not None
-    under_test.budget.least_fidelity = 0.1
+    under_test.budget.guard.least = 0.1
     under_test.decide(10)
     under_test.observe(observed(noise))
     assert under_test.decide(20).relief == relief
@@ -538,7 +562,7 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     sizes: dict[float, list[float]] = {}
     for little in (0.0, 0.1):
-        monkeypatch.setattr(budget_module, "LITTLE", little)
+        monkeypatch.setattr(budget_module, "LITTLE_NOISE", little)
         planner, sent = BudgetPlanner(24.0, 1000, 20, stages, (), BYTES, 0.5, window=20), 0.0
         for window in range(50):
             sent += 20 * (planner._size(planner.choices) if window else planner.ledger.uncompressed)
@@ -611,8 +635,10 @@ def test_the_evenness_of_rows_is_counted_once() -> None:
     often = once
     for _ in range(3):
         often = often.with_rows([*shares, 0.25])
-    assert often == once and once.noise(16) == pytest.approx(4 * before.noise(16))
-    assert once.with_rows([*shares, 0.5]).noise(16) == pytest.approx(2 * before.noise(16)), "the newest window holds"
+    assert often == once and once.noise(AT_16) == pytest.approx(4 * before.noise(AT_16))
+    assert once.with_rows([*shares, 0.5]).noise(AT_16) == pytest.approx(2 * before.noise(AT_16)), (
+        "the newest window holds"
+    )
 
 
 def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
@@ -647,7 +673,7 @@ def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> No
     budget = under_test.budget
     assert budget is not None
     under_test.decide(10)
-    budget.rounds, budget.least_fidelity = True, 0.1  # no bytes are added to those of rounding
+    budget.rounds, budget.guard.least = True, 0.1  # no bytes are added to those of rounding
     for end in range(20, 110, 10):
         dense = end * step
         under_test.observe(observed(12.0), None, (dense / 7, dense, dense))

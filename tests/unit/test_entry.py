@@ -49,11 +49,11 @@ def test_a_trial_is_compared_with_the_steps_next_to_it(monkeypatch: pytest.Monke
         driver.step()
         driver.end(iteration)
         clock[0] += 1.0 if iteration < 200 else 3.0
-    assert list(driver.seconds_by[False]) == [1.0] * steps.RECENT
+    assert list(driver.seconds_by[False]) == [1.0] * steps.RECENT_STEPS
     driver.adopt(RankPlan(0, 0, (8,)), None)
     for iteration in range(400, 440):
         now[0] = iteration
         driver.step()
         driver.end(iteration)
         clock[0] += 2.0
-    assert list(driver.seconds_by[False]) == [2.0] * steps.RECENT, "elsewhere the newest count"
+    assert list(driver.seconds_by[False]) == [2.0] * steps.RECENT_STEPS, "elsewhere the newest count"

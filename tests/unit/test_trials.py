@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from edgc.plan.trials import LEAST, STEPS, Trials
+from edgc.plan.trials import LEAST_USUAL_STEPS, TRIAL_STEPS, Trials
 
 ITERATIONS, HOST = 10_000, 1.0  # seconds of the host's reduction
 
@@ -46,7 +46,7 @@ def test_there_is_a_trial_where_compression_takes_more_than_half_of_the_time_of_
 ) -> None:
     under_test = trials()
     window(under_test, 100, reduction, 1.0, 1.0)
-    assert under_test.trial == ((101, 101 + STEPS) if due else None)
+    assert under_test.trial == ((101, 101 + TRIAL_STEPS) if due else None)
 
 
 @pytest.mark.parametrize(("step", "due"), [(0.9, False), (1.1, True)])
@@ -185,7 +185,7 @@ def test_trials_cost_half_a_percent_of_a_run() -> None:
     for iteration in range(100, 1900, 20):  # the link changes all the time, and compression always wins
         reduction = 1.4 - reduction
         window(under_test, iteration, reduction, 0.5, 1.0)
-    assert 2 * STEPS <= under_test.host_steps <= 0.005 * 2000
+    assert 2 * TRIAL_STEPS <= under_test.host_steps <= 0.005 * 2000
 
 
 def test_where_the_host_sums_trials_cost_time_alone() -> None:
@@ -196,9 +196,9 @@ def test_where_the_host_sums_trials_cost_time_alone() -> None:
     for iteration in range(300, 1900, 20):
         reduction *= 1.3
         window(under_test, iteration, reduction, 3.0, 1.0)
-        tried += STEPS * (under_test.trial is not None)
-    assert tried > STEPS
-    assert tried * (3.0 - 1.0) <= 0.005 * 2000 * 1.0 + STEPS * 2.0, "at most one trial beyond the bound"
+        tried += TRIAL_STEPS * (under_test.trial is not None)
+    assert tried > TRIAL_STEPS
+    assert tried * (3.0 - 1.0) <= 0.005 * 2000 * 1.0 + TRIAL_STEPS * 2.0, "at most one trial beyond the bound"
 
 
 def test_where_the_host_sums_in_next_to_no_time_there_is_no_trial() -> None:
@@ -217,14 +217,14 @@ def test_a_run_that_begins_with_the_hosts_sums_tries_compression_only_on_a_slowe
 
 def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
     under_test = trials()
-    under_test.observe({False: [1.0] * (LEAST - 1), True: []}, 0.8, 0.0, 0.0)
+    under_test.observe({False: [1.0] * (LEAST_USUAL_STEPS - 1), True: []}, 0.8, 0.0, 0.0)
     under_test.decide(100)
     assert under_test.trial is None
     window(under_test, 200, 0.8, 1.1, 1.0)
-    under_test.observe({False: [1.1] * 20, True: [1.0] * (STEPS - 2)}, 0.8, 0.0, 0.0)
+    under_test.observe({False: [1.1] * 20, True: [1.0] * (TRIAL_STEPS - 2)}, 0.8, 0.0, 0.0)
     assert not under_test.by_host
     late = trials()
-    window(late, ITERATIONS - STEPS, 0.8, 1.1, 1.0)
+    window(late, ITERATIONS - TRIAL_STEPS, 0.8, 1.1, 1.0)
     assert late.trial is None
 
 

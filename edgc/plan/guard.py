@@ -1,0 +1,31 @@
+"""More bytes than the budget of a step has, where too little of the gradient arrives."""
+
+from collections.abc import Sequence
+
+LARGEST_RELIEF = 64.0  # not tuned
+# Times the least fidelity: then steps get fewer bytes again. Fewer bytes lower the fidelity, so if this were about 1,
+# bytes would go up and down in turn. Not tuned.
+ENOUGH_FIDELITY = 3.0
+
+
+class FidelityGuard:
+    """Says how many times the bytes of its budget a step gets, which is its ``relief``.
+
+    Args:
+        least: the fidelity below which relief doubles. It halves above ``ENOUGH_FIDELITY`` times this, down to 1.
+        watched: by iteration, whether steps may have relief at all.
+    """
+
+    def __init__(self, least: float, watched: Sequence[bool]):
+        self.least, self.watched = least, watched
+        self.relief = 1.0
+
+    def update(self, fidelity: float, iteration: int) -> float:
+        """The relief of steps from ``iteration`` on, after a window of this fidelity; NaN changes nothing."""
+        if not self.watched[iteration]:
+            self.relief = 1.0
+        elif fidelity < self.least:
+            self.relief = min(2 * self.relief, LARGEST_RELIEF)
+        elif fidelity > ENOUGH_FIDELITY * self.least:
+            self.relief = max(self.relief / 2, 1.0)
+        return self.relief
