@@ -8,8 +8,8 @@ Prints a table of step times, exposed communication and bytes for links of each 
 --output it writes OUTPUT.md, OUTPUT.json, OUTPUT.png, and OUTPUT_step.png, the timeline of a step of the first model
 with what is recommended on its own cluster's link. --write-flags writes the recommended flags as a line, for
 ``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. MODEL and --cluster may be files of your own: copy those in
-configs/. Of a model other than the paper's a step of one stage is counted first. Options that it cannot compute are
-refused, such as --context-parallel-size. --validate compares the planner with measured steps.
+configs/. Of a model other than the paper's, and with other flags, a step of one stage is counted first. Options that it
+cannot compute are refused, such as --context-parallel-size. --validate compares the planner with measured steps.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from typing import Any
 if __name__ == "__main__":
     import _root  # noqa: F401
 
+from edgc.comm.collectives import all_reduce_bytes
 from tools._root import REPOSITORY
-from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
@@ -49,21 +49,29 @@ def predict_all(
     return [predict(training, one, compressing, links) for one in CONTENDERS]
 
 
-def costs_of(name: str, cluster: str | None, training: Training, costs: Path | None) -> dict[str, Compressing]:
+def costs_of(training: Training, costs: Path | None) -> dict[str, Compressing]:
     """What each method takes to compress; counted now where neither ``costs`` nor, without it, COSTS has it.
 
     Raises ``LaunchError`` where ``costs`` lacks it.
     """
-    size = gradient_bytes(Stage.of(name, None))
+    layers, *experts = training.reduced
+    size = gradient_bytes(layers)
     kept = {method: Compressing.read(costs or COSTS, training.title, size, method, training.gpu) for method in METHODS}
-    if None in kept.values():
-        what = f"a step of {training.title} on {training.gpu.name}"
+    if training.experts is not None or None in kept.values():
+        what = f"a step of {training.title} with these flags on {training.gpu.name}"
         if costs is not None:
-            raise LaunchError(f"{costs}: lacks {what}; tools/count_step.py makes it")
-        print(f"plan: counting {what}, about a minute", file=sys.stderr, flush=True)
-        rows = [asdict(one) for one in ways_in_units(name, cluster, training.replicas)]
+            raise LaunchError(f"{costs}: lacks {what}; without --costs it is counted")
+        print(f"plan: counting {what}, a minute or more", file=sys.stderr, flush=True)
+        rows = [asdict(one) for one in ways_in_units(layers, training.gpu, training.gbps)]
         kept = {method: Compressing.of(rows, method) for method in METHODS}
-    return {method: one for method, one in kept.items() if one is not None}
+    found = {method: one for method, one in kept.items() if one is not None}
+    for stage in experts:
+        ring = all_reduce_bytes(1.0, stage.data_parallel) / all_reduce_bytes(1.0, layers.data_parallel)
+        rows = [asdict(one) for one in ways_in_units(stage, training.gpu, training.gbps)]
+        for method, one in found.items():
+            if (own := Compressing.of(rows, method)) is not None:
+                found[method] = one.with_experts(own, ring)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
-            compressing = costs_of(name, options.cluster, training, options.costs)
+            compressing = costs_of(training, options.costs)
             speeds = sorted({*(options.gbps or GBPS), training.gbps})
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
             places = [

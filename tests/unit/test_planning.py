@@ -10,7 +10,7 @@ from edgc.plan.rank_plan import NO_RANK
 from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
-from tools.launching.configs import CLUSTERS, LaunchError
+from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
 from tools.planning.page import networks, recommended, timeline
 from tools.planning.placement import Network, Placement
@@ -107,8 +107,8 @@ def training() -> Training:
     return Training.of("gpt2_12.1b", None)
 
 
-def costs(name: str, training: Training) -> dict[str, Compressing]:
-    return plan.costs_of(name, None, training, None)
+def costs(training: Training) -> dict[str, Compressing]:
+    return plan.costs_of(training, None)
 
 
 LLAMA = """title: A small Llama
@@ -129,18 +129,31 @@ def test_a_users_own_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert training.stage_elements == 2 * layer / 2, "two layers of a stage, on one of two tensor ranks"
     kept = tmp_path / "steps.json"
     kept.write_text('{"rows": []}')
-    with pytest.raises(LaunchError, match="lacks a step of A small Llama on H100 SXM"):
-        plan.costs_of(str(own), None, training, kept)
+    with pytest.raises(LaunchError, match="lacks a step of A small Llama with these flags on H100 SXM"):
+        plan.costs_of(training, kept)
     assert not capsys.readouterr().err
-    found = costs(str(own), training)
-    assert "counting a step of A small Llama on H100 SXM" in capsys.readouterr().err
+    found = costs(training)
+    assert "counting a step of A small Llama with these flags on H100 SXM" in capsys.readouterr().err
     norms = 2 * 2 * 256  # two RMSNorms a layer; no biases
     assert found["balanced"].elements == found["paper"].elements == training.stage_elements + norms
     assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (64.0,)
     for one in CONTENDERS:
         assert predict(training, one, found, training.apart(1.0)).seconds > 0
     own.write_text(LLAMA.replace("h100_64", "laptop"))  # meant for fewer processes than it is planned for
-    assert plan.costs_of(str(own), "h100_64", training, None)["balanced"].sent == found["balanced"].sent
+    assert costs(Training.of(str(own), "h100_64"))["balanced"].sent == found["balanced"].sent
+
+
+def test_flags_after_a_model_change_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--hidden-size", "512", "--num-attention-heads", "8", "--tensor-model-parallel-size", "4"]
+    training = Training.of("gpt2_2.5b", None, asked)
+    found = costs(training)["balanced"]
+    assert "with these flags" in capsys.readouterr().err
+    biases_and_norms = 13 * (3 * 128 + 512 + 4 * 128 + 512 + 2 * 2 * 512)
+    assert found.elements == training.stage_elements + biases_and_norms
+    same = tmp_path / "same.yaml"
+    own = (MODELS / "gpt2_2.5b.yaml").read_text()
+    same.write_text(own.rstrip() + " " + " ".join(asked) + "\n")
+    assert costs(Training.of(str(same), None))["balanced"].sent == found.sent, "as from a file"
 
 
 def test_a_model_on_its_cluster(training: Training) -> None:
@@ -185,7 +198,7 @@ def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Train
     size = gradient_bytes(Stage.of("gpt2_12.1b", None))
     assert Compressing.read(plan.COSTS, training.title, size, "paper", GPUS["v100"]) is None, "no V100"
     assert Compressing.read(plan.COSTS, training.title, 2 * size, "paper", training.gpu) is None, "another shape"
-    paper = {"paper": costs("gpt2_12.1b", training)["paper"]}
+    paper = {"paper": costs(training)["paper"]}
     (rank_64,) = (one for one in CONTENDERS if one.rank == 64)
     fewer = replace(training, replicas=2)
     sent = [predict(one, rank_64, paper, one.apart(100.0)).gradient_bytes for one in (training, fewer)]
@@ -224,8 +237,36 @@ def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_the
         Training.of("gpt2_12.1b", None, ["--num-experts", "9", "--expert-model-parallel-size", "3"])
 
 
+def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --moe-ffn-hidden-size 128"
+    training = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "2"])
+    layers, experts = training.reduced
+    one = 128 // training.tensor
+    assert {(m.rows, m.cols) for m in experts.matrices} == {(one, 512), (512, one)} and len(experts.matrices) == 2 * 4
+    assert (layers.data_parallel, experts.data_parallel) == (4, 2)
+    assert layers.elements + experts.elements == training.reduced_elements
+    found = costs(training)
+    assert capsys.readouterr().err.count("counting") == 1
+    by_name = {one.name: predict(training, one, found, training.apart(0.1)) for one in CONTENDERS}
+    whole = by_name["dense fp32"].gradient_bytes
+    for name, least, most in (("int8", 3.8, 4.0), ("int4", 7.2, 8.0), ("balanced", 23.0, 25.0)):
+        assert least < whole / by_name[name].gradient_bytes < most, name
+    rank = by_name["balanced"].rank
+    assert rank is not None and NO_RANK < rank < one
+    low_rank = (
+        4
+        * 64
+        * (sum(m.rows + m.cols for m in layers.matrices) * 2 * 3 / 4 + sum(m.rows + m.cols for m in experts.matrices))
+    )
+    assert by_name["PowerSGD, rank 64"].gradient_bytes == pytest.approx(low_rank, rel=0.2), "biases and norms beside"
+    alone = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "4"])
+    assert len(alone.reduced) == 1, "nobody else holds its experts"
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
-    compressing = {"balanced": costs("gpt2_12.1b", training)["balanced"]}
+    compressing = {"balanced": costs(training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}
     slow, fast = (
         {
@@ -247,7 +288,7 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
 
 
 def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
-    found = costs("gpt2_12.1b", training)
+    found = costs(training)
     balanced = next(one for one in CONTENDERS if one.name == "balanced")
     plain = replace(balanced, messages="")
     for gbps, pays in ((10.0, True), (3000.0, False)):
@@ -263,7 +304,7 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
 
 @pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])
 def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, gbps: float, rounds: bool) -> None:
-    found, links = costs("gpt2_12.1b", training), training.apart(gbps)
+    found, links = costs(training), training.apart(gbps)
     by_name = {one.name: predict(training, one, found, links) for one in CONTENDERS}
     balanced = by_name["balanced"]
     assert (balanced.rank == NO_RANK) == rounds
@@ -279,7 +320,7 @@ def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, 
 
 
 def test_rounding_sends_a_byte_or_half_a_byte_of_each_value(training: Training) -> None:
-    found = costs("gpt2_12.1b", training)
+    found = costs(training)
 
     def predictions(on: Training) -> dict[str, Prediction]:
         return {one.name: predict(on, one, found, on.apart(100.0)) for one in CONTENDERS}
@@ -394,7 +435,7 @@ def test_one_slow_node_slows_the_rings_that_pass_it() -> None:
 
 def test_the_order_of_ranks_decides_whether_compression_pays() -> None:
     training = Training.of("gpt2_2.5b", None)
-    compressing = costs("gpt2_2.5b", training)
+    compressing = costs(training)
     by_order = [plan.predict_all(training, compressing, training.placed(NETWORK, order)) for order in (False, True)]
     assert not recommended(by_order[0])[0].contender.method, "reductions do not leave a node"
     assert recommended(by_order[1])[0].contender.method

@@ -6,7 +6,7 @@ import math
 import shlex
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from edgc.plan.link_times import WORTH_IT, worth_rounding
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.presets import PRESETS
+from edgc.specs import MatrixSpec
+from tools.benchmarks.stage import Stage
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -183,6 +185,26 @@ class Training:
         return self.shared_elements + (self.expert_elements if self.expert_replicas > 1 else 0)
 
     @property
+    def reduced(self) -> list[Stage]:
+        """What one GPU reduces: its layers, then its experts where another GPU holds the same."""
+
+        def stage(shapes: Mapping[str, tuple[int, int]], replicas: int) -> Stage:
+            here = range(self.layers // self.pipeline)
+            matrices = [MatrixSpec(f"{place}.{name}", *shape) for place in here for name, shape in shapes.items()]
+            return Stage(self.title, tuple(matrices), replicas, self.layer.linear_bias, self.layer.norm_bias)
+
+        shapes = self.layer.matrices(self.tensor)
+        if self.experts is None:
+            return [stage(shapes, self.replicas)]
+        found = [stage({name: shapes[name] for name in ("qkv", "proj")}, self.replicas)]
+        if self.expert_replicas > 1:
+            one = replace(self.layer, inside=self.experts.width).matrices(self.tensor)
+            each = range(self.experts.count // self.experts.parallel)
+            shapes = {f"expert{number}.{name}": one[name] for number in each for name in ("fc1", "fc2")}
+            found.append(stage(shapes, self.expert_replicas))
+        return found
+
+    @property
     def dense_bytes(self) -> float:
         """That a GPU sends in a dense all-reduce of its layers' gradients in fp32."""
         own = all_reduce_bytes(self.shared_elements * 4.0, self.replicas)
@@ -336,6 +358,7 @@ CONTENDERS = (
 class Compressing:
     """Seconds that a stage of so many parameters computes at a rank, if the method has one, and the bytes of its
     messages, before they are sent round: lines of docs/bench/steps.json, or measured ones of the same fields.
+    ``per_value``: those bytes of a parameter at the smallest rank.
     """
 
     elements: float
@@ -343,6 +366,7 @@ class Compressing:
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
     messages: int
+    per_value: float
 
     @classmethod
     def read(cls, path: Path, title: str, gradient_bytes: int, method: str, gpu: GPU) -> "Compressing | None":
@@ -364,12 +388,29 @@ class Compressing:
         if not own:
             return None
         own.sort(key=lambda row: float(row["ranks"][0]))
+        elements = own[0]["gradient_bytes"] / 4
+        sent = tuple(float(row["sent_bytes"]) / _ring(row) for row in own)
         return cls(
-            own[0]["gradient_bytes"] / 4,
+            elements,
             tuple(float(row["ranks"][0]) for row in own),
             tuple(max(row["host_seconds"], row["device_seconds"]) for row in own),
-            tuple(float(row["sent_bytes"]) / _ring(row) for row in own),
+            sent,
             own[0]["collectives"],
+            sent[0] / elements,
+        )
+
+    def with_experts(self, experts: "Compressing", ring: float) -> "Compressing":
+        """Layers and experts together. ``ring``: bytes that a process sends for each byte of a message among those
+        that hold its experts, over those that it sends among all replicas.
+        """
+        ranks = tuple(sorted({*self.ranks, *experts.ranks}))
+        return Compressing(
+            self.elements + experts.elements,
+            ranks,
+            tuple(self.at(rank) + experts.at(rank) for rank in ranks),
+            tuple(self.bytes_at(rank) + ring * experts.bytes_at(rank) for rank in ranks),
+            self.messages + experts.messages,
+            self.per_value,
         )
 
     def at(self, rank: float) -> float:
@@ -483,7 +524,7 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
     if rounding is None or training.pipeline == 1:
         return plain, 0.0
     values = plain / 2 / rounding.elements
-    sent, seconds = values * rounding.sent[0], values * rounding.at(NO_RANK)
+    sent, seconds = plain / 2 * rounding.per_value, values * rounding.at(NO_RANK)
     if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
         return plain, 0.0
     return sent, seconds
