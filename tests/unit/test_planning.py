@@ -70,6 +70,28 @@ def test_reductions_follow_the_backward_pass_or_hide_behind_it() -> None:
     assert gathered.seconds == pytest.approx(4 * 3 + 3 + 0.5 + 2) and gathered.exposed() == pytest.approx(5)
 
 
+def test_reductions_of_a_later_stage_begin_before_its_last_message_and_let_it_pass() -> None:
+    dense = (Unit((0.0, 0.0), (1e9 / 3,)),) * 3  # a third of a second each
+    pair = stages(2, link=Link(8.0), activations=1e8, gradients=1e8, units=dense)
+    for micro_batches in (1, 4):
+        step = simulate(pair, micro_batches, overlapped=True)
+        own = [span for span in step.spans if span.stage == 1]
+        reductions = [span for span in own if span.kind == "reduce"]
+        backward_end = max(span.end for span in own if span.kind == "backward")
+        # the first of three units is ready 4/3 s before the backward pass ends
+        assert reductions[0].start == pytest.approx(backward_end - 4 / 3)
+        last = max((span for span in own if span.kind == "message"), key=lambda span: span.end)
+        assert last.start == backward_end, "what the stage before waits for is not held up"
+        assert sum(span.seconds for span in reductions) == pytest.approx(1.0)
+        # two units are through; the third waits for the message
+        assert reductions[-1].end == pytest.approx(backward_end + 0.1 + 1 / 3)
+    longer = [replace(one, units=(Unit((0.0, 0.0), (1.5e9,)),) * 2) for one in pair]
+    spans = [span for span in simulate(longer, 1, overlapped=True).spans if (span.stage, span.kind) == (1, "reduce")]
+    # the first of two units is ready a second before the end
+    assert [span.seconds for span in spans] == pytest.approx([1.0, 0.5, 1.5]), "the message goes first"
+    assert spans[1].start - spans[0].end == pytest.approx(0.1)
+
+
 def test_one_unit_computes_while_the_message_of_another_is_under_way() -> None:
     unit = Unit.of(3.0, 2e9, 2)
     assert unit == Unit((1.0, 1.0, 1.0), (1e9, 1e9))
