@@ -87,13 +87,18 @@ def main(argv: list[str] | None = None) -> int:
         "and what that lacks is counted)",
     )
     parser.add_argument("--output", type=Path, help="of the page and its pictures, without ending")
-    parser.add_argument("--write-flags", type=Path, metavar="FILE", help="of the first model, on its cluster's link")
+    parser.add_argument(
+        "--write-flags", type=Path, metavar="FILE", help="of the first model at --gbps, or on its cluster's link"
+    )
     parser.add_argument("--validate", type=Path, metavar="POINTS", help="points.json of tools/bench_network.py")
     options, extra = parser.parse_known_args(argv)
     if options.validate is not None:
         return validate(options.validate, options.output)
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
+        return 2
+    if options.write_flags is not None and len(options.gbps or []) > 1:
+        say_error("plan", LaunchError("--write-flags needs one rate: give --gbps one value, or leave it out"))
         return 2
     found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
@@ -108,18 +113,29 @@ def main(argv: list[str] | None = None) -> int:
                 for name, network in page.networks(training.network).items()
             ]
             found.append((training, apart, places))
+        training, predictions, _ = found[0]
+        if options.write_flags is not None:
+            gbps = options.gbps[0] if options.gbps else training.gbps
+            write(options.write_flags, f"{flags_of(training, _chosen(predictions, gbps))}\n".encode())
     except LaunchError as error:
         say_error("plan", error)
         return 2
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
-    training, predictions, _ = found[0]
-    chosen, _ = page.recommended([one for one in predictions if one.gbps == training.gbps])
-    if options.write_flags is not None:
-        write(options.write_flags, f"{chosen.contender.flags}\n".encode())
     if options.output is not None:
-        written(options.output, found, sections, chosen)
+        written(options.output, found, sections, _chosen(predictions, training.gbps))
     return 0
+
+
+def _chosen(predictions: Sequence[Prediction], gbps: float) -> Prediction:
+    return page.recommended([one for one in predictions if one.gbps == gbps])[0]
+
+
+def flags_of(training: Training, chosen: Prediction) -> str:
+    """Those of a run with ``--edgc`` that trains so. Raises ``LaunchError`` where there are none."""
+    if chosen.contender.bits == 16 and training.loss_scale:
+        raise LaunchError(f"--write-flags: no flags can do this: {page.way(training, chosen.contender)}")
+    return chosen.contender.flags
 
 
 def _rate(text: str) -> float:

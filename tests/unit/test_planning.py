@@ -12,7 +12,7 @@ from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
-from tools.planning.page import networks, recommended, timeline
+from tools.planning.page import networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Unit, simulate
@@ -309,6 +309,17 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
     assert not chosen.contender.method and "would be faster than dense bf16 by 1 %" in why
 
 
+def test_a_recommendation_gives_the_bytes_of_its_row() -> None:
+    by_name = {one.name: one for one in CONTENDERS}
+    bf16, fp16 = Training.of("gpt2_12.1b", None), Training.of("gpt2_2.5b", None)
+    assert way(bf16, by_name["dense bf16"]) == "train without EDGC, with Megatron's `--grad-reduce-in-bf16`"
+    assert "without Megatron's `--accumulate-allreduce-grads-in-fp32`" in way(fp16, by_name["dense bf16"])
+    assert way(bf16, by_name["dense fp32"]) == "train without EDGC"
+    for name in ("int8", "int4"):
+        flags = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
+        assert way(bf16, by_name[name]) == f"`--edgc-engine {name} {flags}`", "no tenth of the run in fp32"
+
+
 def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
     found = costs(training)
     balanced = next(one for one in CONTENDERS if one.name == "balanced")
@@ -403,13 +414,21 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     given = ["gpt2_2.5b", "--gbps", "1", "--output", str(output), "--write-flags", str(flags)]
     assert plan.main(given) == 0
     assert "GPT2-2.5B" in capsys.readouterr().out
-    assert flags.read_text().startswith("--edgc-")
+    assert flags.read_text() == "--edgc-preset fast\n"
     raw = json.loads(output.with_suffix(".json").read_text())
     assert {row["gbps"] for row in raw["rows"]} == {1.0, 12.5}, "the cluster's own link as well"
     page = output.with_suffix(".md").read_text()
     assert "nothing was measured" in page and "clusters_step.png" in page
     assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
     assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
+    # 1 Gbit/s was asked for; on the cluster's link of 400 nothing would be compressed
+    assert plan.main(["gpt2_12.1b", "--gbps", "400", "--write-flags", str(flags)]) == 0
+    assert flags.read_text() == "--edgc-engine dense --grad-reduce-in-bf16\n", "Megatron's own sum"
+    capsys.readouterr()
+    assert plan.main(["gpt2_2.5b", "--gbps", "400", "--write-flags", str(flags)]) == 2, "fp16 has no such flag"
+    assert plan.main(["gpt2_2.5b", "--gbps", "1", "25", "--write-flags", str(flags)]) == 2
+    said = capsys.readouterr()
+    assert "--write-flags: no flags can do this" in said.err and "--write-flags needs one rate" in said.err
     missing = tmp_path / "none.json"
     assert plan.main(["gpt2_2.5b", "--costs", str(missing)]) == 2 and plan.main(["--validate", str(missing)]) == 2
     with pytest.raises(SystemExit):

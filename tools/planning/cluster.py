@@ -344,11 +344,13 @@ def _preset(name: str) -> Contender:
     return Contender(name, f"--edgc-preset {name}", method="balanced", volume=own["volume"], messages=messages)
 
 
+# An engine without a preset has a dense warm-up in fp32 of a tenth of the run.
+_SHORT_WARM_UP = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
-    Contender("dense bf16", "--edgc-engine bf16", bits=16),
-    Contender("int8", "--edgc-engine int8", method="int8", rank=NO_RANK),
-    Contender("int4", "--edgc-engine int4", method="int4", rank=NO_RANK),
+    Contender("dense bf16", "--edgc-engine dense --grad-reduce-in-bf16", bits=16),  # Megatron's own sum
+    Contender("int8", f"--edgc-engine int8 {_SHORT_WARM_UP}", method="int8", rank=NO_RANK),
+    Contender("int4", f"--edgc-engine int4 {_SHORT_WARM_UP}", method="int4", rank=NO_RANK),
     Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
     *map(_preset, ("safe", "balanced", "fast")),
 )
