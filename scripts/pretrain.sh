@@ -125,7 +125,7 @@ printf '%s\n' "${notes[@]/#/$METHOD: }"
 saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 before=$(saved)
 ((before == 0)) || printf '%s: resuming from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
-exec {log}> >(trap '' INT TERM && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
+exec {log}> >(trap '' INT TERM HUP && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
 tee=$!
 "${command[@]}" >&"$log" 2>&1 &
 training=$!
@@ -133,7 +133,8 @@ exec {log}>&-
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap : TERM USR1 USR2 # Slurm signals the tasks, which save and end; this shell has to outlive them
 else
-    trap 'kill -TERM "$training"' TERM
+    # a background job of bash ignores Ctrl-C until torchrun has begun to handle it
+    trap 'kill -TERM "$training"' INT TERM HUP
 fi
 until # a signal ends a wait, but not the training
     status=0

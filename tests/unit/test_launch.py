@@ -4,8 +4,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -304,6 +307,40 @@ def test_one_machine_without_slurm_takes_torchrun_and_several_are_refused() -> N
     done = started("pretrain_gpt2_12b_edgc.sh", "--mock-data")
     assert done.returncode == 1
     assert "8 nodes and no Slurm" in done.stderr
+
+
+def test_ctrl_c_before_torchrun_handles_it_ends_the_training(tmp_path: Path) -> None:
+    program(
+        tmp_path / "bin" / "own-python",
+        f"""
+if [[ $* == *--facts* ]]; then
+    echo '{node_facts(gpus=[])}'
+elif [[ $1 == tools/* ]]; then
+    exec {sys.executable} "$@"
+else
+    echo $$ >{tmp_path}/training
+    exec sleep 60
+fi""",
+    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    own = {"PYTHON": str(tmp_path / "bin" / "own-python"), "MODEL": "tiny", "RUN": str(tmp_path / "run")}
+    command = ["bash", REPOSITORY / "scripts" / "pretrain_gpt2_12b_edgc.sh", "--mock-data"]
+    script = subprocess.Popen(
+        command, env={**known, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pid = tmp_path / "training"
+    while script.poll() is None and not (pid.is_file() and pid.read_text()):
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the script waits
+    os.killpg(script.pid, signal.SIGINT)
+    try:
+        _, errors = script.communicate(timeout=20)
+        assert script.returncode != 0 and "saved up to iteration 0 of" in errors
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_a_refused_run_starts_nothing_and_says_why_once() -> None:
