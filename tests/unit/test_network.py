@@ -27,6 +27,7 @@ from tools.network.page import (
     table,
 )
 from tools.network.runs import CONTENDERS, FALLING, MODES, RISING, Curve, Point, flags, meaning, seconds_of_training
+from tools.shared import checkout
 from tools.shared.changes import CHANGES
 
 SERVER = """
@@ -351,6 +352,10 @@ def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatc
     for _ in range(2):
         bench_network.sweep(*asked, windows=3, repetitions=1)
     assert len(timed) == 12, "what had local changes may have had others"
+    code = checkout.commit(tmp_path)  # no repository
+    for _ in range(2):
+        bench_network.sweep(*asked, windows=3, repetitions=1)
+    assert len(timed) == 16, "nobody knows what code that was"
 
 
 def test_whole_runs_are_compared_with_the_dense_one() -> None:
