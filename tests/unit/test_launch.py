@@ -484,6 +484,27 @@ def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_pat
     assert not Path(run).exists()
 
 
+def test_the_quickstart_keeps_finished_runs_of_the_same_code_alone(tmp_path: Path) -> None:
+    for name in ("scripts/quickstart.sh", "configs/quickstart.args"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    program(tmp_path / "scripts" / "setup_env.sh", "true")
+    (tmp_path / ".venv").mkdir()
+    program(tmp_path / ".venv" / "bin" / "python", "[[ $* != *pretrain_gpt.py* ]] || echo run >>trained")
+    for name in ("pretrain_gpt.py", "edgc/presets.py", "megatron/edgc/checkpointing.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("first")
+
+    def trained() -> int:
+        done = subprocess.run(["bash", tmp_path / "scripts" / "quickstart.sh"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "trained").read_text().count("run")
+
+    assert [trained(), trained()] == [3, 3], "kept"
+    (tmp_path / "edgc" / "presets.py").write_text("today's")
+    assert trained() == 6
+
+
 def test_the_rehearsal_that_is_shown_ran_what_the_scripts_run() -> None:
     for preset, most in {"paper": 0.9, "balanced": 0.1}.items():
         summary = json.loads((REPOSITORY / "docs" / "rehearsal" / preset / "summary.json").read_text())

@@ -14,6 +14,7 @@ from tools import report
 from tools._root import REPOSITORY
 from tools.reports.comparison import different_plans
 from tools.reports.picture import delays, used_ranks
+from tools.shared.checkout import commit
 from tools.shared.runs import Run, load_run
 
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
@@ -68,6 +69,7 @@ def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFi
     assert edgc["ranks"] == RANKS and edgc["entropy"] == [[-1, None], [-2, None], [-3, None], [-4, None]]
     assert summary["dp_bytes_ratio"] == 0.25 and summary["total_bytes_ratio"] == pytest.approx(26.2 / 101.2)
     assert summary["val_loss_gap"] == pytest.approx(0.005)
+    assert summary["commit"] == commit(REPOSITORY)
     out = capsys.readouterr().out
     assert re.search(r"gradients +fewer +than bf16 +messages +total +fewer +s/step", out)
     assert re.search(r"dense +2\.0000 +100\.0 MB +1\.00x +0\.50x +1\.2 MB +101\.2 MB +1\.00x +3\.000", out)
