@@ -29,7 +29,7 @@ from tools._root import REPOSITORY
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, check_names, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
+        check_names(extra)
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
             compressing = costs_of(training, options.costs)

@@ -202,6 +202,13 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
         (["--context-parallel-size=2"], "--context-parallel-size: the planner does not know"),
         (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16: the planner does not know"),
         (["--multi-latent-attention"], "--multi-latent-attention: the planner does not know"),
+        (["--pipeline-model-parallel-layout", "Et*24L"], "--pipeline-model-parallel-layout: the planner does not know"),
+        (["--decoder-first-pipeline-num-layers", "9"], "--decoder-first-pipeline-num-layers: the planner does not"),
+        (["--mtp-num-layers", "1", "--fp8-format", "hybrid"], "--mtp-num-layers, --fp8-format: the planner does not"),
+        (["--rampup-batch-size", "8", "8", "999"], "--rampup-batch-size: the planner does not know"),
+        (["--num-experts", "8", "--moe-layer-freq", "2"], "--moe-layer-freq: the planner does not know"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0: must be at least 1"),
+        (["--micro-batch-size", "two"], "argument --micro-batch-size: invalid int value: 'two'"),
         (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
         (["--num-layers-per-virtual-pipeline-stage", "5"], "does not divide the 12 layers of a stage"),
         (
@@ -214,6 +221,11 @@ def test_what_the_planner_does_not_know_is_refused(flags: list[str], message: st
     with pytest.raises(LaunchError, match=message):
         Training.of("gpt2_12.1b", None, flags)
     assert Training.of("gpt2_12.1b", None, ["--num-virtual-stages-per-pipeline-rank", "2"]).chunks == 2
+
+
+def test_flags_that_nobody_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["gpt2_12.1b", "--hiden-size", "1024", "--lr", "1e-4", "--edgc-preset", "safe"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == ("plan: error: --hiden-size: pretrain_gpt.py has no such flag")
 
 
 def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Training) -> None:

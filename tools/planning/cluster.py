@@ -3,13 +3,13 @@
 import argparse
 import json
 import math
-import shlex
+import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
@@ -21,7 +21,7 @@ from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 from tools.benchmarks.stage import Stage
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.shared.gpus import GPU, GPU_OF
@@ -35,6 +35,13 @@ LATENCY = 40e-6
 
 NOT_PLANNED = (
     *("--context-parallel-size", "--multi-latent-attention", "--grad-reduce-in-bf16", "--recompute-granularity"),
+    *("--pipeline-model-parallel-layout", "--mtp-num-layers", "--rampup-batch-size", "--step-batch-size-schedule"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    *("--fp8-format", "--fp4-format", "--moe-layer-freq", "--moe-latent-size", "--expert-tensor-parallel-size"),
+    *("--moe-shared-expert-intermediate-size", "--is-hybrid-model", "--hybrid-layer-pattern"),
+    *("--hybrid-override-pattern", "--heterogeneous-layers-config-path"),
+    "--heterogeneous-layers-config-encoded-json",
 )
 
 StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
@@ -85,7 +92,7 @@ class Training:
         if cluster.link_gbps is None:
             raise LaunchError(f"{cluster.name}: link_gbps is missing")
         # the order of tools/launching: what comes last wins
-        flags = _flags([*shlex.split(cluster.flags), *shlex.split(model.flags), *extra])
+        flags = _flags([*split_flags(cluster.flags, cluster.name), *split_flags(model.flags, model.name), *extra])
         network = _network(cluster)
         processes = cluster.nodes * cluster.gpus_per_node
         across = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
@@ -285,8 +292,14 @@ def _experts(flags: argparse.Namespace) -> Experts | None:
     )
 
 
-def _flags(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+
+def _parser() -> _Parser:
+    """Of the flags that a step's time depends on here."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     for flag in ("--num-layers", "--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=int, required=True)
@@ -299,11 +312,40 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
+    return parser
+
+
+def _flags(given: Sequence[str]) -> argparse.Namespace:
+    """Raises ``LaunchError`` for what the planner cannot compute."""
+    parser = _parser()
     flags, others = parser.parse_known_args(list(given))
     named = {flag.partition("=")[0] for flag in others}
     if unknown := [flag for flag in NOT_PLANNED if flag in named]:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
+    for action in parser._actions:
+        value = getattr(flags, action.dest)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise LaunchError(f"{action.option_strings[0]} {value}: must be at least 1")
     return flags
+
+
+def check_names(flags: Sequence[str]) -> None:
+    """Raises ``LaunchError`` for flags that neither the planner nor, if it is there, Megatron or EDGC has."""
+    named = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    others = set(named) - set(_parser()._option_string_actions) - set(NOT_PLANNED)
+    if not others:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.training.arguments import add_megatron_arguments  # which takes seconds
+
+            from megatron.edgc import add_arguments as add_edgc
+    except ImportError:
+        return
+    known = add_edgc(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))._option_string_actions
+    if unknown := sorted(others - set(known)):
+        raise LaunchError(f"{', '.join(unknown)}: pretrain_gpt.py has no such flag")
 
 
 def _chunks(flags: argparse.Namespace) -> int:
