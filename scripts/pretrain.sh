@@ -26,7 +26,15 @@ case " $* " in
     *' -h '* | *' --help '*) sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" && exit ;;
 esac
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+began=$PWD
 cd -- "$root"
+as_begun() { # a path as the user meant it, where the script began
+    if [[ $1 == /* || $began == "$root" ]]; then printf '%s' "$1"; else printf '%s/%s' "$began" "$1"; fi
+}
+if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$MODEL; fi
+[[ -n ${DATA:-} ]] && DATA=$(as_begun "$DATA")
+[[ $MODEL == *.yaml ]] && MODEL=$(as_begun "$MODEL") # any other is a name in configs/
+[[ ${CLUSTER:-} == *.yaml ]] && CLUSTER=$(as_begun "$CLUSTER")
 container=()
 python=${PYTHON:-.venv/bin/python}
 die() {
@@ -52,7 +60,7 @@ elif [[ -n ${CONTAINER_IMAGE:-} ]]; then
     planner=(srun --nodes 1 --ntasks 1 "${container[@]}" "$python")
 fi
 
-plan=("${planner[@]}" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
+plan=("${planner[@]}" tools/launch.py --model "$MODEL" --method "$METHOD" --run "$RUN"
     --seed "${SEED:-1234}")
 [[ -n ${CLUSTER:-} ]] && plan+=(--cluster "$CLUSTER")
 [[ -n ${DATA:-} ]] && plan+=(--data "$DATA")

@@ -238,7 +238,7 @@ def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest
 
 
 def started(
-    script: str, *arguments: str, path: str | None = None, **environment: str
+    script: str, *arguments: str, path: str | None = None, cwd: Path = REPOSITORY, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What a script of scripts/ does; ``environment`` has no variable of Slurm but those given."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -246,7 +246,7 @@ def started(
     if path is not None:
         variables["PATH"] = path
     return subprocess.run(
-        ["bash", REPOSITORY / "scripts" / script, *arguments], env=variables, capture_output=True, text=True
+        ["bash", REPOSITORY / "scripts" / script, *arguments], env=variables, cwd=cwd, capture_output=True, text=True
     )
 
 
@@ -369,6 +369,18 @@ def test_a_dry_run_needs_no_more_than_bash_and_python(tmp_path: Path) -> None:
     assert "there is no .venv/bin/python yet" in done.stdout
     known = dry_run("pretrain_gpt2_12b_edgc.sh", PYTHON=".venv/bin/python").splitlines()[-1]
     assert done.stdout.splitlines()[-1] == known
+
+
+def test_paths_are_meant_where_the_script_is_started(tmp_path: Path) -> None:
+    shutil.copy(CLUSTERS / "laptop.yaml", tmp_path / "own.yaml")
+    paths = {"DATA": "data/web", "RUN": "results", "CLUSTER": "own.yaml", "MODEL": "tiny"}
+    done = started("pretrain_gpt2_12b_edgc.sh", cwd=tmp_path, DRY_RUN="1", **paths)
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.splitlines()[-1]
+    assert f"{tmp_path}/data/web_text_document" in command and f"{tmp_path}/results/edgc" in command
+    assert "/results/" not in command.replace(f"{tmp_path}/results/", "")
+    here = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="tiny", DATA="runs/data/web").splitlines()[-1]
+    assert " runs/data/web_text_document" in here and " runs/tiny/edgc" in here
 
 
 def test_the_printed_command_can_be_pasted_into_an_allocation(tmp_path: Path) -> None:
