@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ if __name__ == "__main__":
     import _root  # noqa: F401
 
 from edgc.comm.collectives import all_reduce_bytes
+from edgc.specs import MatrixSpec
 from tools._root import REPOSITORY
+from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
@@ -49,12 +51,32 @@ def predict_all(
     return [predict(training, one, compressing, links) for one in CONTENDERS]
 
 
+def reduced(training: Training) -> list[Stage]:
+    """What one GPU reduces: its layers, then its experts where another GPU holds the same."""
+
+    def stage(shapes: Mapping[str, tuple[int, int]], replicas: int) -> Stage:
+        here = range(training.layers // training.pipeline)
+        matrices = [MatrixSpec(f"{place}.{name}", *shape) for place in here for name, shape in shapes.items()]
+        return Stage(training.title, tuple(matrices), replicas, training.layer.linear_bias, training.layer.norm_bias)
+
+    shapes, experts = training.layer.matrices(training.tensor), training.experts
+    if experts is None:
+        return [stage(shapes, training.replicas)]
+    found = [stage({name: shapes[name] for name in ("qkv", "proj")}, training.replicas)]
+    if training.expert_replicas > 1:
+        one = replace(training.layer, inside=experts.width).matrices(training.tensor)
+        each = range(experts.count // experts.parallel)
+        of_all = {f"expert{number}.{name}": one[name] for number in each for name in ("fc1", "fc2")}
+        found.append(stage(of_all, training.expert_replicas))
+    return found
+
+
 def costs_of(training: Training, costs: Path | None) -> dict[str, Compressing]:
     """What each method takes to compress; counted now where neither ``costs`` nor, without it, COSTS has it.
 
     Raises ``LaunchError`` where ``costs`` lacks it.
     """
-    layers, *experts = training.reduced
+    layers, *experts = reduced(training)
     size = gradient_bytes(layers)
     kept = {method: Compressing.read(costs or COSTS, training.title, size, method, training.gpu) for method in METHODS}
     if training.experts is not None or None in kept.values():

@@ -276,7 +276,7 @@ def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
 ) -> None:
     flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --moe-ffn-hidden-size 128"
     training = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "2"])
-    layers, experts = training.reduced
+    layers, experts = plan.reduced(training)
     one = 128 // training.tensor
     assert {(m.rows, m.cols) for m in experts.matrices} == {(one, 512), (512, one)} and len(experts.matrices) == 2 * 4
     assert (layers.data_parallel, experts.data_parallel) == (4, 2)
@@ -296,7 +296,7 @@ def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
     )
     assert by_name["PowerSGD, rank 64"].gradient_bytes == pytest.approx(low_rank, rel=0.2), "biases and norms beside"
     alone = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "4"])
-    assert len(alone.reduced) == 1, "nobody else holds its experts"
+    assert len(plan.reduced(alone)) == 1, "nobody else holds its experts"
 
 
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:

@@ -6,7 +6,7 @@ import math
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +19,6 @@ from edgc.plan.link_times import WORTH_IT, worth_rounding
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.presets import PRESETS
-from edgc.specs import MatrixSpec
-from tools.benchmarks.stage import Stage
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -190,26 +188,6 @@ class Training:
     def reduced_elements(self) -> int:
         """Those of them that another GPU holds as well."""
         return self.shared_elements + (self.expert_elements if self.expert_replicas > 1 else 0)
-
-    @property
-    def reduced(self) -> list[Stage]:
-        """What one GPU reduces: its layers, then its experts where another GPU holds the same."""
-
-        def stage(shapes: Mapping[str, tuple[int, int]], replicas: int) -> Stage:
-            here = range(self.layers // self.pipeline)
-            matrices = [MatrixSpec(f"{place}.{name}", *shape) for place in here for name, shape in shapes.items()]
-            return Stage(self.title, tuple(matrices), replicas, self.layer.linear_bias, self.layer.norm_bias)
-
-        shapes = self.layer.matrices(self.tensor)
-        if self.experts is None:
-            return [stage(shapes, self.replicas)]
-        found = [stage({name: shapes[name] for name in ("qkv", "proj")}, self.replicas)]
-        if self.expert_replicas > 1:
-            one = replace(self.layer, inside=self.experts.width).matrices(self.tensor)
-            each = range(self.experts.count // self.experts.parallel)
-            shapes = {f"expert{number}.{name}": one[name] for number in each for name in ("fc1", "fc2")}
-            found.append(stage(shapes, self.expert_replicas))
-        return found
 
     @property
     def dense_bytes(self) -> float:
