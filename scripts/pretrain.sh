@@ -26,7 +26,15 @@ case " $* " in
     *' -h '* | *' --help '*) sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" && exit ;;
 esac
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+began=$PWD
 cd -- "$root"
+as_begun() { # a path as the user meant it, where the script began
+    if [[ $1 == /* || $began == "$root" ]]; then printf '%s' "$1"; else printf '%s/%s' "$began" "$1"; fi
+}
+if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$MODEL; fi
+[[ -n ${DATA:-} ]] && DATA=$(as_begun "$DATA")
+[[ $MODEL == *.yaml ]] && MODEL=$(as_begun "$MODEL") # any other is a name in configs/
+[[ ${CLUSTER:-} == *.yaml ]] && CLUSTER=$(as_begun "$CLUSTER")
 container=()
 python=${PYTHON:-.venv/bin/python}
 die() {
@@ -52,7 +60,7 @@ elif [[ -n ${CONTAINER_IMAGE:-} ]]; then
     planner=(srun --nodes 1 --ntasks 1 "${container[@]}" "$python")
 fi
 
-plan=("${planner[@]}" tools/launch.py --model "$MODEL" --method "$METHOD" --run "${RUN:-runs/$MODEL}"
+plan=("${planner[@]}" tools/launch.py --model "$MODEL" --method "$METHOD" --run "$RUN"
     --seed "${SEED:-1234}")
 [[ -n ${CLUSTER:-} ]] && plan+=(--cluster "$CLUSTER")
 [[ -n ${DATA:-} ]] && plan+=(--data "$DATA")
@@ -125,7 +133,7 @@ printf '%s\n' "${notes[@]/#/$METHOD: }"
 saved() { cat -- "$folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 before=$(saved)
 ((before == 0)) || printf '%s: resuming from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
-exec {log}> >(trap '' INT TERM && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
+exec {log}> >(trap '' INT TERM HUP && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
 tee=$!
 "${command[@]}" >&"$log" 2>&1 &
 training=$!
@@ -133,7 +141,8 @@ exec {log}>&-
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap : TERM USR1 USR2 # Slurm signals the tasks, which save and end; this shell has to outlive them
 else
-    trap 'kill -TERM "$training"' TERM
+    # a background job of bash ignores Ctrl-C until torchrun has begun to handle it
+    trap 'kill -TERM "$training"' INT TERM HUP
 fi
 until # a signal ends a wait, but not the training
     status=0

@@ -5,7 +5,8 @@
 #     bash scripts/quickstart.sh            ends with runs/quickstart/{report.html,report.png,summary.json}
 #     bash scripts/quickstart.sh --quick    a sixth of the iterations, in runs/quickstart/quick
 #
-# A run that was interrupted goes on from its last checkpoint; one that has finished with the same settings is kept.
+# A run that was interrupted goes on from its last checkpoint, and one that has finished is kept, while settings and code
+# are the same.
 set -euo pipefail
 
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
@@ -29,6 +30,8 @@ export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore
 # of the log: warnings, progress, what entropy and the budget decide, the sums at the end
 shown='^edgc(:| \| (engine|gradients:|total|[0-9/]+ (iterations|.*nats)))'
 mapfile -t model < <(grep -v '^#' configs/quickstart.args)
+# what a preset stands for, and what a checkpoint holds, changes with the code
+code=$(find edgc megatron/edgc pretrain_gpt.py -name '*.py' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
 
 train() {
     local name=$1 folder=$run/$1
@@ -40,16 +43,17 @@ train() {
         --data-cache-path runs/data/cache --tensorboard-dir "$folder/tensorboard"
         --save "$folder/checkpoints" --load "$folder/checkpoints"
         --edgc-cpu --edgc --edgc-log-dir "$folder" "${shorter[@]}" "$@")
-    if [[ -f $folder/finished && $(<"$folder/finished") == "${command[*]}" ]]; then
+    local identity="${command[*]} # code ${code%% *}"
+    if [[ -f $folder/finished && $(<"$folder/finished") == "$identity" ]]; then
         printf 'quickstart: %s has finished before, kept\n' "$name"
         return
     fi
-    if [[ -f $folder/begun && $(<"$folder/begun") == "${command[*]}" ]]; then
+    if [[ -f $folder/begun && $(<"$folder/begun") == "$identity" ]]; then
         printf 'quickstart: %s goes on from its last checkpoint, full log in %s\n' "$name" "$folder/log.txt"
     else
         rm -rf -- "$folder"
         mkdir -p -- "$folder"
-        printf '%s\n' "${command[*]}" >"$folder/begun"
+        printf '%s\n' "$identity" >"$folder/begun"
         printf 'quickstart: training %s, full log in %s\n' "$name" "$folder/log.txt"
     fi
     touch -- "$folder/log.txt"

@@ -225,7 +225,7 @@ def compare_with_megatron(output: Path, repetitions: int, report: bool) -> None:
     if not report:
         _measure(output / "overhead.json", overhead.COMPARED, overhead.measure, repetitions)
     raw = json.loads((output / "overhead.json").read_text())
-    runs = [overhead.Run(one["contender"], one["repetition"], tuple(one["steps"])) for one in raw["runs"]]
+    runs = [overhead.Run(**{**one, "steps": tuple(one["steps"])}) for one in raw["runs"]]
     write(output / "overhead.md", overhead.page(runs, raw["machine"], raw["commit"]).encode())
     print(f"written: {output}/overhead.md, overhead.json")
 

@@ -18,12 +18,12 @@ if __name__ == "__main__":
 
 from tools._root import REPOSITORY
 from tools.experiments import studies
-from tools.experiments.lists import ListError, load_list
+from tools.experiments.lists import ListError, how_made, load_list, missing_corpora
 from tools.experiments.page import markdown
 from tools.experiments.plot import draw, draw_trends
 from tools.experiments.results import not_run, page_lines, result
 from tools.experiments.store import RESULTS, read_results, record_result
-from tools.experiments.training import COMMAND, run
+from tools.experiments.training import COMMAND, finished, run
 from tools.shared.command import command_parser, end_on_sigterm, say_error
 from tools.shared.files import write
 from tools.shared.runs import RunError, load_run, times_fewer
@@ -43,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         runs = load_list(arguments.config, arguments.gpu)
     except ListError as error:
         say_error("frontier", error)
+        return 2
+    todo = [] if arguments.report else [trial for trial in runs.trials if not trial.gone and not finished(trial)]
+    if missing := missing_corpora(todo):
+        for corpus in missing:
+            say_error("frontier", ListError(f"there is no corpus {corpus}: {how_made(corpus)}"))
         return 2
     failed = False
     for number, trial in enumerate(runs.trials, start=1):

@@ -8,8 +8,8 @@ Prints a table of step times, exposed communication and bytes for links of each 
 --output it writes OUTPUT.md, OUTPUT.json, OUTPUT.png, and OUTPUT_step.png, the timeline of a step of the first model
 with what is recommended on its own cluster's link. --write-flags writes the recommended flags as a line, for
 ``bash scripts/pretrain_gpt2_12b_edgc.sh $(cat FILE)``. MODEL and --cluster may be files of your own: copy those in
-configs/. Of a model other than the paper's a step of one stage is counted first. Options that it cannot compute are
-refused, such as --context-parallel-size. --validate compares the planner with measured steps.
+configs/. Of a model other than the paper's, and with other flags, a step of one stage is counted first. Options that it
+cannot compute are refused, such as --context-parallel-size. --validate compares the planner with measured steps.
 """
 
 import argparse
@@ -17,19 +17,21 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     import _root  # noqa: F401
 
+from edgc.comm.collectives import all_reduce_bytes
+from edgc.specs import MatrixSpec
 from tools._root import REPOSITORY
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, predict
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, check_names, predict
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 
@@ -49,21 +51,49 @@ def predict_all(
     return [predict(training, one, compressing, links) for one in CONTENDERS]
 
 
-def costs_of(name: str, cluster: str | None, training: Training, costs: Path | None) -> dict[str, Compressing]:
+def reduced(training: Training) -> list[Stage]:
+    """What one GPU reduces: its layers, then its experts where another GPU holds the same."""
+
+    def stage(shapes: Mapping[str, tuple[int, int]], replicas: int) -> Stage:
+        here = range(training.layers // training.pipeline)
+        matrices = [MatrixSpec(f"{place}.{name}", *shape) for place in here for name, shape in shapes.items()]
+        return Stage(training.title, tuple(matrices), replicas, training.layer.linear_bias, training.layer.norm_bias)
+
+    shapes, experts = training.layer.matrices(training.tensor), training.experts
+    if experts is None:
+        return [stage(shapes, training.replicas)]
+    found = [stage({name: shapes[name] for name in ("qkv", "proj")}, training.replicas)]
+    if training.expert_replicas > 1:
+        one = replace(training.layer, inside=experts.width).matrices(training.tensor)
+        each = range(experts.count // experts.parallel)
+        of_all = {f"expert{number}.{name}": one[name] for number in each for name in ("fc1", "fc2")}
+        found.append(stage(of_all, training.expert_replicas))
+    return found
+
+
+def costs_of(training: Training, costs: Path | None) -> dict[str, Compressing]:
     """What each method takes to compress; counted now where neither ``costs`` nor, without it, COSTS has it.
 
     Raises ``LaunchError`` where ``costs`` lacks it.
     """
-    size = gradient_bytes(Stage.of(name, None))
+    layers, *experts = reduced(training)
+    size = gradient_bytes(layers)
     kept = {method: Compressing.read(costs or COSTS, training.title, size, method, training.gpu) for method in METHODS}
-    if None in kept.values():
-        what = f"a step of {training.title} on {training.gpu.name}"
+    if training.experts is not None or None in kept.values():
+        what = f"a step of {training.title} with these flags on {training.gpu.name}"
         if costs is not None:
-            raise LaunchError(f"{costs}: lacks {what}; tools/count_step.py makes it")
-        print(f"plan: counting {what}, about a minute", file=sys.stderr, flush=True)
-        rows = [asdict(one) for one in ways_in_units(name, cluster, training.replicas)]
+            raise LaunchError(f"{costs}: lacks {what}; without --costs it is counted")
+        print(f"plan: counting {what}, a minute or more", file=sys.stderr, flush=True)
+        rows = [asdict(one) for one in ways_in_units(layers, training.gpu, training.gbps)]
         kept = {method: Compressing.of(rows, method) for method in METHODS}
-    return {method: one for method, one in kept.items() if one is not None}
+    found = {method: one for method, one in kept.items() if one is not None}
+    for stage in experts:
+        ring = all_reduce_bytes(1.0, stage.data_parallel) / all_reduce_bytes(1.0, layers.data_parallel)
+        rows = [asdict(one) for one in ways_in_units(stage, training.gpu, training.gbps)]
+        for method, one in found.items():
+            if (own := Compressing.of(rows, method)) is not None:
+                found[method] = one.with_experts(own, ring)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
         "and what that lacks is counted)",
     )
     parser.add_argument("--output", type=Path, help="of the page and its pictures, without ending")
-    parser.add_argument("--write-flags", type=Path, metavar="FILE", help="of the first model, on its cluster's link")
+    parser.add_argument(
+        "--write-flags", type=Path, metavar="FILE", help="of the first model at --gbps, or on its cluster's link"
+    )
     parser.add_argument("--validate", type=Path, metavar="POINTS", help="points.json of tools/bench_network.py")
     options, extra = parser.parse_known_args(argv)
     if options.validate is not None:
@@ -87,11 +119,15 @@ def main(argv: list[str] | None = None) -> int:
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
         return 2
+    if options.write_flags is not None and len(options.gbps or []) > 1:
+        say_error("plan", LaunchError("--write-flags needs one rate: give --gbps one value, or leave it out"))
+        return 2
     found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
+        check_names(extra)
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
-            compressing = costs_of(name, options.cluster, training, options.costs)
+            compressing = costs_of(training, options.costs)
             speeds = sorted({*(options.gbps or GBPS), training.gbps})
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
             places = [
@@ -100,18 +136,29 @@ def main(argv: list[str] | None = None) -> int:
                 for name, network in page.networks(training.network).items()
             ]
             found.append((training, apart, places))
+        training, predictions, _ = found[0]
+        if options.write_flags is not None:
+            gbps = options.gbps[0] if options.gbps else training.gbps
+            write(options.write_flags, f"{flags_of(training, _chosen(predictions, gbps))}\n".encode())
     except LaunchError as error:
         say_error("plan", error)
         return 2
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
-    training, predictions, _ = found[0]
-    chosen, _ = page.recommended([one for one in predictions if one.gbps == training.gbps])
-    if options.write_flags is not None:
-        write(options.write_flags, f"{chosen.contender.flags}\n".encode())
     if options.output is not None:
-        written(options.output, found, sections, chosen)
+        written(options.output, found, sections, _chosen(predictions, training.gbps))
     return 0
+
+
+def _chosen(predictions: Sequence[Prediction], gbps: float) -> Prediction:
+    return page.recommended([one for one in predictions if one.gbps == gbps])[0]
+
+
+def flags_of(training: Training, chosen: Prediction) -> str:
+    """Those of a run with ``--edgc`` that trains so. Raises ``LaunchError`` where there are none."""
+    if chosen.contender.bits == 16 and training.loss_scale:
+        raise LaunchError(f"--write-flags: no flags can do this: {page.way(training, chosen.contender)}")
+    return chosen.contender.flags
 
 
 def _rate(text: str) -> float:

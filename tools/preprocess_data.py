@@ -18,6 +18,7 @@ writes ``stdlib.model``, ``stdlib_{train,valid}_text_document.{bin,idx}`` and ``
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 from argparse import Namespace
@@ -75,7 +76,10 @@ def preprocess(args: Namespace) -> None:
     stale = existing_outputs(args)
     # A run that was stopped while it moved its files has left parts and no meta file: what exists is its own.
     if stale and not args.overwrite and (meta_path in stale or not parts.is_for_recipe()):
-        raise InputError(f"{stale[0]} exists and is not from these arguments and this source; see --overwrite")
+        raise InputError(
+            f"{stale[0]} exists and is not from these arguments and this source; --overwrite replaces it, and a script "
+            f"that cannot pass that on makes it anew after: rm -r {shlex.join(map(str, stale))}"
+        )
 
     with parts:
         if tokenizer is None:

@@ -94,6 +94,28 @@ def test_a_list_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, old: s
     assert message in str(error.value)
 
 
+def test_a_missing_corpus_is_named_once_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lists, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(lists, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(frontier, "DOCS", tmp_path)
+    monkeypatch.setattr(frontier, "run", lambda trial: pytest.fail("something is trained"))
+    path = written(
+        tmp_path,
+        LIST.replace("large: --num", "large: {corpus: runs/data/go512, flags: --num").replace(
+            "layers 4}", "layers 4}}"
+        ),
+    )
+    assert frontier.main(["--config", str(path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "frontier: error: there is no corpus runs/data/stdlib: python tools/preprocess_data.py --py"
+    )
+    assert second.endswith("no corpus runs/data/go512: bash scripts/prepare_corpora.sh")
+    assert frontier.main(["--config", str(path), "--report"]) == 0, "a page needs none"
+
+
 def test_the_command_reports_a_bad_list_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert frontier.main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "frontier: error: " in capsys.readouterr().err

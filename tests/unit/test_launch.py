@@ -4,8 +4,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,7 +238,7 @@ def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest
 
 
 def started(
-    script: str, *arguments: str, path: str | None = None, **environment: str
+    script: str, *arguments: str, path: str | None = None, cwd: Path = REPOSITORY, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What a script of scripts/ does; ``environment`` has no variable of Slurm but those given."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -243,7 +246,7 @@ def started(
     if path is not None:
         variables["PATH"] = path
     return subprocess.run(
-        ["bash", REPOSITORY / "scripts" / script, *arguments], env=variables, capture_output=True, text=True
+        ["bash", REPOSITORY / "scripts" / script, *arguments], env=variables, cwd=cwd, capture_output=True, text=True
     )
 
 
@@ -306,6 +309,40 @@ def test_one_machine_without_slurm_takes_torchrun_and_several_are_refused() -> N
     assert "8 nodes and no Slurm" in done.stderr
 
 
+def test_ctrl_c_before_torchrun_handles_it_ends_the_training(tmp_path: Path) -> None:
+    program(
+        tmp_path / "bin" / "own-python",
+        f"""
+if [[ $* == *--facts* ]]; then
+    echo '{node_facts(gpus=[])}'
+elif [[ $1 == tools/* ]]; then
+    exec {sys.executable} "$@"
+else
+    echo $$ >{tmp_path}/training
+    exec sleep 60
+fi""",
+    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    own = {"PYTHON": str(tmp_path / "bin" / "own-python"), "MODEL": "tiny", "RUN": str(tmp_path / "run")}
+    command = ["bash", REPOSITORY / "scripts" / "pretrain_gpt2_12b_edgc.sh", "--mock-data"]
+    script = subprocess.Popen(
+        command, env={**known, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pid = tmp_path / "training"
+    while script.poll() is None and not (pid.is_file() and pid.read_text()):
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the script waits
+    os.killpg(script.pid, signal.SIGINT)
+    try:
+        _, errors = script.communicate(timeout=20)
+        assert script.returncode != 0 and "saved up to iteration 0 of" in errors
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+
+
 def test_a_refused_run_starts_nothing_and_says_why_once() -> None:
     done = started("pretrain_gpt2_2.5b_edgc.sh", "--mock-data", CLUSTER="moon")
     assert done.returncode == 2
@@ -332,6 +369,18 @@ def test_a_dry_run_needs_no_more_than_bash_and_python(tmp_path: Path) -> None:
     assert "there is no .venv/bin/python yet" in done.stdout
     known = dry_run("pretrain_gpt2_12b_edgc.sh", PYTHON=".venv/bin/python").splitlines()[-1]
     assert done.stdout.splitlines()[-1] == known
+
+
+def test_paths_are_meant_where_the_script_is_started(tmp_path: Path) -> None:
+    shutil.copy(CLUSTERS / "laptop.yaml", tmp_path / "own.yaml")
+    paths = {"DATA": "data/web", "RUN": "results", "CLUSTER": "own.yaml", "MODEL": "tiny"}
+    done = started("pretrain_gpt2_12b_edgc.sh", cwd=tmp_path, DRY_RUN="1", **paths)
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.splitlines()[-1]
+    assert f"{tmp_path}/data/web_text_document" in command and f"{tmp_path}/results/edgc" in command
+    assert "/results/" not in command.replace(f"{tmp_path}/results/", "")
+    here = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="tiny", DATA="runs/data/web").splitlines()[-1]
+    assert " runs/data/web_text_document" in here and " runs/tiny/edgc" in here
 
 
 def test_the_printed_command_can_be_pasted_into_an_allocation(tmp_path: Path) -> None:
@@ -445,6 +494,27 @@ def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_pat
     assert done.stderr.count("\n") == 1
     assert "--edgc-cpu trains on the CPU" in done.stderr
     assert not Path(run).exists()
+
+
+def test_the_quickstart_keeps_finished_runs_of_the_same_code_alone(tmp_path: Path) -> None:
+    for name in ("scripts/quickstart.sh", "configs/quickstart.args"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    program(tmp_path / "scripts" / "setup_env.sh", "true")
+    (tmp_path / ".venv").mkdir()
+    program(tmp_path / ".venv" / "bin" / "python", "[[ $* != *pretrain_gpt.py* ]] || echo run >>trained")
+    for name in ("pretrain_gpt.py", "edgc/presets.py", "megatron/edgc/checkpointing.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("first")
+
+    def trained() -> int:
+        done = subprocess.run(["bash", tmp_path / "scripts" / "quickstart.sh"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "trained").read_text().count("run")
+
+    assert [trained(), trained()] == [3, 3], "kept"
+    (tmp_path / "edgc" / "presets.py").write_text("today's")
+    assert trained() == 6
 
 
 def test_the_rehearsal_that_is_shown_ran_what_the_scripts_run() -> None:

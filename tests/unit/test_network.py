@@ -26,7 +26,8 @@ from tools.network.page import (
     sweep,
     table,
 )
-from tools.network.runs import CONTENDERS, FALLING, MODES, RISING, Curve, Point, flags, seconds_of_training
+from tools.network.runs import CONTENDERS, FALLING, MODES, RISING, Curve, Point, flags, meaning, seconds_of_training
+from tools.shared import checkout
 from tools.shared.changes import CHANGES
 
 SERVER = """
@@ -80,18 +81,20 @@ def test_a_link_is_as_slow_as_asked_and_counts_what_it_carries() -> None:
 
 MEASURED = (
     *("step_seconds", "communication_seconds", "counted_bytes", "interface_bytes", "start_bytes", "steps", "ranks"),
-    *("flags", "window_seconds"),
+    *("flags", "window_seconds", "preset_settings"),
 )
 POINT = Point(
     *(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time())),
     flags=flags("plain", "dense"),
+    preset_settings={},
 )
 
 
 def changed(point: Point, **changes: Any) -> Point:
-    """With the flags that a run so changed has today."""
+    """With the flags that a run so changed has today, and with what its preset means today."""
     other = replace(point, **changes)
-    return replace(other, flags=flags(other.mode, other.contender))
+    today = meaning(other.mode, other.contender)
+    return replace(other, flags=flags(other.mode, other.contender), preset_settings=today)
 
 
 def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition() -> None:
@@ -161,7 +164,16 @@ def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None
     assert repeated([*points[:5], changed(points[5], changes=0)]) == [], "one is old"
     assert repeated([*points[:5], changed(points[5], commit="def5678")]) == [], "one is of other code"
     assert cells(repeated(points)) == [
-        ["plain", "135 Mbit/s", "balanced", "3", "**-40%** (-50% to -25%)", "**-85%** (-88% to -81%)", "40% to 40%"]
+        [
+            "plain",
+            "135 Mbit/s",
+            "abc1234",
+            "balanced",
+            "3",
+            "**-40%** (-50% to -25%)",
+            "**-85%** (-88% to -81%)",
+            "40% to 40%",
+        ]
     ]
 
 
@@ -278,6 +290,33 @@ def test_a_point_with_other_flags_is_old() -> None:
     assert not POINT.old and replace(POINT, flags=POINT.flags.replace("--lr 1e-3", "--lr 1e-4")).old
 
 
+def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else() -> None:
+    today = changed(POINT, contender="balanced", commit="def5678", changes=len(CHANGES))
+    settings: dict[str, Any] = dict(today.preset_settings or {})
+    assert settings["error_gain"] == 0.5 and not today.older_preset
+    unknown = replace(today, commit="abc1234", preset_settings=None)
+    other = replace(unknown, preset_settings={**settings, "error_gain": 1.0})
+    assert "no error waits" in unknown.older_preset and other.older_preset == "error_gain 1.0"
+    for contender in ("dense", "int4", "powersgd"):
+        assert not replace(changed(POINT, contender=contender), preset_settings=None).older_preset, "no volume"
+    curve = Curve(135.0, "plain", "balanced", (1.0,) * 40, (1.0,) * 40, 2.0, 4e9, "abc1234", 1)
+    assert curve.older_preset and not replace(curve, preset_settings=settings).older_preset
+
+    def told(*points: Point) -> str:
+        return next(
+            (line for line in markdown([POINT, *points], "a machine").splitlines() if "older presets" in line), ""
+        )
+
+    assert told(today) == ""
+    assert told(unknown, other).startswith("**All rows of presets with a volume (`safe`, ")
+    assert told(unknown, today).endswith("are of older presets, except those of def5678.**")
+    assert keeps_speed([unknown, replace(unknown, mbit=20.0)]), "summaries keep what is known of them"
+    steps = [Run(name, 0, (1.0,), {}) for name in COMPARED[:2]]
+    page = overhead.page([*steps, Run("balanced", 0, (1.0,), None)], "a machine", "abc1234")
+    assert "- `balanced` is an older preset here. What differs: no error waits" in page
+    assert "older" not in overhead.page([*steps, Run("balanced", 0, (1.0,), settings)], "a machine", "abc1234")
+
+
 def test_seconds_of_training_hold_what_lies_between_the_steps() -> None:
     windows = [{"time": 100.0 + 15 * place, "iteration": 7 * (1 + place), "step_seconds": 2.0} for place in range(3)]
     assert seconds_of_training(windows) == (14.0, 29.0, 44.0)
@@ -313,6 +352,10 @@ def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatc
     for _ in range(2):
         bench_network.sweep(*asked, windows=3, repetitions=1)
     assert len(timed) == 12, "what had local changes may have had others"
+    code = checkout.commit(tmp_path)  # no repository
+    for _ in range(2):
+        bench_network.sweep(*asked, windows=3, repetitions=1)
+    assert len(timed) == 16, "nobody knows what code that was"
 
 
 def test_whole_runs_are_compared_with_the_dense_one() -> None:

@@ -10,9 +10,9 @@ from edgc.plan.rank_plan import NO_RANK
 from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
-from tools.launching.configs import CLUSTERS, LaunchError
+from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
-from tools.planning.page import networks, recommended, timeline
+from tools.planning.page import networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Unit, simulate
@@ -70,6 +70,28 @@ def test_reductions_follow_the_backward_pass_or_hide_behind_it() -> None:
     assert gathered.seconds == pytest.approx(4 * 3 + 3 + 0.5 + 2) and gathered.exposed() == pytest.approx(5)
 
 
+def test_reductions_of_a_later_stage_begin_before_its_last_message_and_let_it_pass() -> None:
+    dense = (Unit((0.0, 0.0), (1e9 / 3,)),) * 3  # a third of a second each
+    pair = stages(2, link=Link(8.0), activations=1e8, gradients=1e8, units=dense)
+    for micro_batches in (1, 4):
+        step = simulate(pair, micro_batches, overlapped=True)
+        own = [span for span in step.spans if span.stage == 1]
+        reductions = [span for span in own if span.kind == "reduce"]
+        backward_end = max(span.end for span in own if span.kind == "backward")
+        # the first of three units is ready 4/3 s before the backward pass ends
+        assert reductions[0].start == pytest.approx(backward_end - 4 / 3)
+        last = max((span for span in own if span.kind == "message"), key=lambda span: span.end)
+        assert last.start == backward_end, "what the stage before waits for is not held up"
+        assert sum(span.seconds for span in reductions) == pytest.approx(1.0)
+        # two units are through; the third waits for the message
+        assert reductions[-1].end == pytest.approx(backward_end + 0.1 + 1 / 3)
+    longer = [replace(one, units=(Unit((0.0, 0.0), (1.5e9,)),) * 2) for one in pair]
+    spans = [span for span in simulate(longer, 1, overlapped=True).spans if (span.stage, span.kind) == (1, "reduce")]
+    # the first of two units is ready a second before the end
+    assert [span.seconds for span in spans] == pytest.approx([1.0, 0.5, 1.5]), "the message goes first"
+    assert spans[1].start - spans[0].end == pytest.approx(0.1)
+
+
 def test_one_unit_computes_while_the_message_of_another_is_under_way() -> None:
     unit = Unit.of(3.0, 2e9, 2)
     assert unit == Unit((1.0, 1.0, 1.0), (1e9, 1e9))
@@ -107,8 +129,8 @@ def training() -> Training:
     return Training.of("gpt2_12.1b", None)
 
 
-def costs(name: str, training: Training) -> dict[str, Compressing]:
-    return plan.costs_of(name, None, training, None)
+def costs(training: Training) -> dict[str, Compressing]:
+    return plan.costs_of(training, None)
 
 
 LLAMA = """title: A small Llama
@@ -129,18 +151,31 @@ def test_a_users_own_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert training.stage_elements == 2 * layer / 2, "two layers of a stage, on one of two tensor ranks"
     kept = tmp_path / "steps.json"
     kept.write_text('{"rows": []}')
-    with pytest.raises(LaunchError, match="lacks a step of A small Llama on H100 SXM"):
-        plan.costs_of(str(own), None, training, kept)
+    with pytest.raises(LaunchError, match="lacks a step of A small Llama with these flags on H100 SXM"):
+        plan.costs_of(training, kept)
     assert not capsys.readouterr().err
-    found = costs(str(own), training)
-    assert "counting a step of A small Llama on H100 SXM" in capsys.readouterr().err
+    found = costs(training)
+    assert "counting a step of A small Llama with these flags on H100 SXM" in capsys.readouterr().err
     norms = 2 * 2 * 256  # two RMSNorms a layer; no biases
     assert found["balanced"].elements == found["paper"].elements == training.stage_elements + norms
     assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (64.0,)
     for one in CONTENDERS:
         assert predict(training, one, found, training.apart(1.0)).seconds > 0
     own.write_text(LLAMA.replace("h100_64", "laptop"))  # meant for fewer processes than it is planned for
-    assert plan.costs_of(str(own), "h100_64", training, None)["balanced"].sent == found["balanced"].sent
+    assert costs(Training.of(str(own), "h100_64"))["balanced"].sent == found["balanced"].sent
+
+
+def test_flags_after_a_model_change_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--hidden-size", "512", "--num-attention-heads", "8", "--tensor-model-parallel-size", "4"]
+    training = Training.of("gpt2_2.5b", None, asked)
+    found = costs(training)["balanced"]
+    assert "with these flags" in capsys.readouterr().err
+    biases_and_norms = 13 * (3 * 128 + 512 + 4 * 128 + 512 + 2 * 2 * 512)
+    assert found.elements == training.stage_elements + biases_and_norms
+    same = tmp_path / "same.yaml"
+    own = (MODELS / "gpt2_2.5b.yaml").read_text()
+    same.write_text(own.rstrip() + " " + " ".join(asked) + "\n")
+    assert costs(Training.of(str(same), None))["balanced"].sent == found.sent, "as from a file"
 
 
 def test_a_model_on_its_cluster(training: Training) -> None:
@@ -167,6 +202,13 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
         (["--context-parallel-size=2"], "--context-parallel-size: the planner does not know"),
         (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16: the planner does not know"),
         (["--multi-latent-attention"], "--multi-latent-attention: the planner does not know"),
+        (["--pipeline-model-parallel-layout", "Et*24L"], "--pipeline-model-parallel-layout: the planner does not know"),
+        (["--decoder-first-pipeline-num-layers", "9"], "--decoder-first-pipeline-num-layers: the planner does not"),
+        (["--mtp-num-layers", "1", "--fp8-format", "hybrid"], "--mtp-num-layers, --fp8-format: the planner does not"),
+        (["--rampup-batch-size", "8", "8", "999"], "--rampup-batch-size: the planner does not know"),
+        (["--num-experts", "8", "--moe-layer-freq", "2"], "--moe-layer-freq: the planner does not know"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0: must be at least 1"),
+        (["--micro-batch-size", "two"], "argument --micro-batch-size: invalid int value: 'two'"),
         (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
         (["--num-layers-per-virtual-pipeline-stage", "5"], "does not divide the 12 layers of a stage"),
         (
@@ -181,11 +223,16 @@ def test_what_the_planner_does_not_know_is_refused(flags: list[str], message: st
     assert Training.of("gpt2_12.1b", None, ["--num-virtual-stages-per-pipeline-rank", "2"]).chunks == 2
 
 
+def test_flags_that_nobody_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["gpt2_12.1b", "--hiden-size", "1024", "--lr", "1e-4", "--edgc-preset", "safe"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == ("plan: error: --hiden-size: pretrain_gpt.py has no such flag")
+
+
 def test_costs_are_of_the_clusters_gpu_and_bytes_of_its_replicas(training: Training) -> None:
     size = gradient_bytes(Stage.of("gpt2_12.1b", None))
     assert Compressing.read(plan.COSTS, training.title, size, "paper", GPUS["v100"]) is None, "no V100"
     assert Compressing.read(plan.COSTS, training.title, 2 * size, "paper", training.gpu) is None, "another shape"
-    paper = {"paper": costs("gpt2_12.1b", training)["paper"]}
+    paper = {"paper": costs(training)["paper"]}
     (rank_64,) = (one for one in CONTENDERS if one.rank == 64)
     fewer = replace(training, replicas=2)
     sent = [predict(one, rank_64, paper, one.apart(100.0)).gradient_bytes for one in (training, fewer)]
@@ -224,8 +271,36 @@ def test_experts_are_reduced_among_those_that_hold_them_and_tokens_travel_to_the
         Training.of("gpt2_12.1b", None, ["--num-experts", "9", "--expert-model-parallel-size", "3"])
 
 
+def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --moe-ffn-hidden-size 128"
+    training = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "2"])
+    layers, experts = plan.reduced(training)
+    one = 128 // training.tensor
+    assert {(m.rows, m.cols) for m in experts.matrices} == {(one, 512), (512, one)} and len(experts.matrices) == 2 * 4
+    assert (layers.data_parallel, experts.data_parallel) == (4, 2)
+    assert layers.elements + experts.elements == training.reduced_elements
+    found = costs(training)
+    assert capsys.readouterr().err.count("counting") == 1
+    by_name = {one.name: predict(training, one, found, training.apart(0.1)) for one in CONTENDERS}
+    whole = by_name["dense fp32"].gradient_bytes
+    for name, least, most in (("int8", 3.8, 4.0), ("int4", 7.2, 8.0), ("balanced", 23.0, 25.0)):
+        assert least < whole / by_name[name].gradient_bytes < most, name
+    rank = by_name["balanced"].rank
+    assert rank is not None and NO_RANK < rank < one
+    low_rank = (
+        4
+        * 64
+        * (sum(m.rows + m.cols for m in layers.matrices) * 2 * 3 / 4 + sum(m.rows + m.cols for m in experts.matrices))
+    )
+    assert by_name["PowerSGD, rank 64"].gradient_bytes == pytest.approx(low_rank, rel=0.2), "biases and norms beside"
+    alone = Training.of("gpt2_2.5b", None, [*flags.split(), "--expert-model-parallel-size", "4"])
+    assert len(plan.reduced(alone)) == 1, "nobody else holds its experts"
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
-    compressing = {"balanced": costs("gpt2_12.1b", training)["balanced"]}
+    compressing = {"balanced": costs(training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}
     slow, fast = (
         {
@@ -246,8 +321,19 @@ def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Train
     assert not chosen.contender.method and "would be faster than dense bf16 by 1 %" in why
 
 
+def test_a_recommendation_gives_the_bytes_of_its_row() -> None:
+    by_name = {one.name: one for one in CONTENDERS}
+    bf16, fp16 = Training.of("gpt2_12.1b", None), Training.of("gpt2_2.5b", None)
+    assert way(bf16, by_name["dense bf16"]) == "train without EDGC, with Megatron's `--grad-reduce-in-bf16`"
+    assert "without Megatron's `--accumulate-allreduce-grads-in-fp32`" in way(fp16, by_name["dense bf16"])
+    assert way(bf16, by_name["dense fp32"]) == "train without EDGC"
+    for name in ("int8", "int4"):
+        flags = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
+        assert way(bf16, by_name[name]) == f"`--edgc-engine {name} {flags}`", "no tenth of the run in fp32"
+
+
 def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
-    found = costs("gpt2_12.1b", training)
+    found = costs(training)
     balanced = next(one for one in CONTENDERS if one.name == "balanced")
     plain = replace(balanced, messages="")
     for gbps, pays in ((10.0, True), (3000.0, False)):
@@ -263,7 +349,7 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
 
 @pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])
 def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, gbps: float, rounds: bool) -> None:
-    found, links = costs("gpt2_12.1b", training), training.apart(gbps)
+    found, links = costs(training), training.apart(gbps)
     by_name = {one.name: predict(training, one, found, links) for one in CONTENDERS}
     balanced = by_name["balanced"]
     assert (balanced.rank == NO_RANK) == rounds
@@ -279,7 +365,7 @@ def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, 
 
 
 def test_rounding_sends_a_byte_or_half_a_byte_of_each_value(training: Training) -> None:
-    found = costs("gpt2_12.1b", training)
+    found = costs(training)
 
     def predictions(on: Training) -> dict[str, Prediction]:
         return {one.name: predict(on, one, found, on.apart(100.0)) for one in CONTENDERS}
@@ -340,13 +426,21 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     given = ["gpt2_2.5b", "--gbps", "1", "--output", str(output), "--write-flags", str(flags)]
     assert plan.main(given) == 0
     assert "GPT2-2.5B" in capsys.readouterr().out
-    assert flags.read_text().startswith("--edgc-")
+    assert flags.read_text() == "--edgc-preset fast\n"
     raw = json.loads(output.with_suffix(".json").read_text())
     assert {row["gbps"] for row in raw["rows"]} == {1.0, 12.5}, "the cluster's own link as well"
     page = output.with_suffix(".md").read_text()
     assert "nothing was measured" in page and "clusters_step.png" in page
     assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
     assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
+    # 1 Gbit/s was asked for; on the cluster's link of 400 nothing would be compressed
+    assert plan.main(["gpt2_12.1b", "--gbps", "400", "--write-flags", str(flags)]) == 0
+    assert flags.read_text() == "--edgc-engine dense --grad-reduce-in-bf16\n", "Megatron's own sum"
+    capsys.readouterr()
+    assert plan.main(["gpt2_2.5b", "--gbps", "400", "--write-flags", str(flags)]) == 2, "fp16 has no such flag"
+    assert plan.main(["gpt2_2.5b", "--gbps", "1", "25", "--write-flags", str(flags)]) == 2
+    said = capsys.readouterr()
+    assert "--write-flags: no flags can do this" in said.err and "--write-flags needs one rate" in said.err
     missing = tmp_path / "none.json"
     assert plan.main(["gpt2_2.5b", "--costs", str(missing)]) == 2 and plan.main(["--validate", str(missing)]) == 2
     with pytest.raises(SystemExit):
@@ -394,7 +488,7 @@ def test_one_slow_node_slows_the_rings_that_pass_it() -> None:
 
 def test_the_order_of_ranks_decides_whether_compression_pays() -> None:
     training = Training.of("gpt2_2.5b", None)
-    compressing = costs("gpt2_2.5b", training)
+    compressing = costs(training)
     by_order = [plan.predict_all(training, compressing, training.placed(NETWORK, order)) for order in (False, True)]
     assert not recommended(by_order[0])[0].contender.method, "reductions do not leave a node"
     assert recommended(by_order[1])[0].contender.method

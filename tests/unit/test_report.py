@@ -14,6 +14,7 @@ from tools import report
 from tools._root import REPOSITORY
 from tools.reports.comparison import different_plans
 from tools.reports.picture import delays, used_ranks
+from tools.shared.checkout import commit
 from tools.shared.runs import Run, load_run
 
 RANKS = [[None, None], [16, 16], [8, 12], [8, None]]
@@ -25,7 +26,7 @@ def write_run(
     log = EventLog(str(folder))
     kinds = [{"name": f"stage {n}", "matrices": [[f"w{n}", 8, 8]], "rest": [], "cost": None} for n in (1, 2)]
     start = {"iterations": 40, "stages": kinds, "world_size": 4, "versions": {}, "gradient_bytes": 4}
-    log.write("start", config={"window": 10, "seed": 7}, **{**start, **of_start})
+    log.write("start", **{"config": {"window": 10, "seed": 7}, **start, **of_start})
     for window, ranks in enumerate(RANKS, start=1):
         stages = [{"entropy": -float(window)}, {"entropy": None}]
         if window > 1 and folder.name == "edgc":
@@ -68,6 +69,7 @@ def test_the_summary_holds_the_runs_figures(runs: Path, capsys: pytest.CaptureFi
     assert edgc["ranks"] == RANKS and edgc["entropy"] == [[-1, None], [-2, None], [-3, None], [-4, None]]
     assert summary["dp_bytes_ratio"] == 0.25 and summary["total_bytes_ratio"] == pytest.approx(26.2 / 101.2)
     assert summary["val_loss_gap"] == pytest.approx(0.005)
+    assert summary["commit"] == commit(REPOSITORY)
     out = capsys.readouterr().out
     assert re.search(r"gradients +fewer +than bf16 +messages +total +fewer +s/step", out)
     assert re.search(r"dense +2\.0000 +100\.0 MB +1\.00x +0\.50x +1\.2 MB +101\.2 MB +1\.00x +3\.000", out)
@@ -101,6 +103,14 @@ def test_plans_are_different_that_differ_in_a_rank_or_a_format() -> None:
     # a window's plan is for those after it: that of the last one is never used
     assert different_plans(Run("edgc", {}, [ranked, moved, ranked, ranked, coded], [], 1.0)) == 3
     assert different_plans(Run("edgc", {}, [ranked, coded, ranked, moved], [], 1.0)) == 3
+
+
+def test_a_run_that_was_resumed_is_as_long_as_it_was_resumed_for(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path / "edgc"))
+    log.write("start", iterations=20, config={"volume": 24}, stages=[], world_size=2)
+    write_run(tmp_path / "edgc", val_loss=2.0, megabytes=25, seconds=0.5, config={"window": 10, "volume": 12})
+    start = load_run(tmp_path / "edgc").start
+    assert (start["iterations"], start["world_size"], start["config"]["volume"]) == (40, 4, 12)
 
 
 def test_delays_are_of_matrices_and_of_windows_that_measured_some(runs: Path) -> None:

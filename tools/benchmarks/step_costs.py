@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import PowerSGD
@@ -13,7 +14,7 @@ from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
-from tools.shared.gpus import GPU_OF
+from tools.shared.gpus import GPU, GPU_OF
 
 RANK = 64
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
@@ -54,7 +55,10 @@ def gradient_bytes(stage: Stage) -> int:
 
 def all_ways(name: str) -> Iterator[Count]:
     """The page's rows of a model on its cluster: by matrix and in units, with their memory."""
-    title, stage, cluster = _of(name, None)
+    model = read(Model, MODELS, name)
+    cluster, stage = read(Cluster, CLUSTERS, model.cluster), Stage.of(name, None)
+    assert cluster.link_gbps is not None and cluster.compute_capability is not None
+    count = partial(_count, replace(stage, title=model.title), GPU_OF[cluster.compute_capability], cluster.link_gbps)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (
         ("paper", PAPER_AT_RANK, (RANK,)),
@@ -67,24 +71,21 @@ def all_ways(name: str) -> Iterator[Count]:
             if not units and ranks != (RANK,):
                 continue
             memory = transient_bytes(stage, config, ranks) if units else None
-            yield _count(title, stage, cluster, method, config, ranks, units, memory, warm_up)
+            yield count(method, config, ranks, units, memory, warm_up)
     for method, config in ROUNDED.items():
         memory = transient_bytes(stage, config, (NO_RANK,))
-        yield _count(title, stage, cluster, method, config, (NO_RANK,), True, memory, warm_up)
+        yield count(method, config, (NO_RANK,), True, memory, warm_up)
 
 
-def ways_in_units(name: str, cluster_name: str | None, replicas: int) -> Iterator[Count]:
-    """What a planner needs of a model: one rank for all matrices, or none, in units, without their memory.
-
-    ``replicas``: of a stage on that cluster; what one alone would send says nothing of the messages.
-    """
-    title, stage, cluster = _of(name, cluster_name)
-    stage = replace(stage, data_parallel=max(replicas, 2))
-    yield _count(title, stage, cluster, "paper", PAPER_AT_RANK, (RANK,))
+def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
+    """What a planner needs of a stage: one rank for all matrices, or none, in units, without their memory."""
+    # what one replica alone would send says nothing of the messages
+    stage = replace(stage, data_parallel=max(stage.data_parallel, 2))
+    yield _count(stage, gpu, link_gbps, "paper", PAPER_AT_RANK, (RANK,))
     for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
-        yield _count(title, stage, cluster, "balanced", BALANCED_AT_RANK, (rank,))
+        yield _count(stage, gpu, link_gbps, "balanced", BALANCED_AT_RANK, (rank,))
     for method, config in ROUNDED.items():
-        yield _count(title, stage, cluster, method, config, (NO_RANK,))
+        yield _count(stage, gpu, link_gbps, method, config, (NO_RANK,))
 
 
 def balanced_rank(stage: Stage) -> int:
@@ -97,15 +98,10 @@ def rank_of_volume(stage: Stage, config: EDGCConfig, volume: float) -> int:
     return int(4 * stage.elements / volume / sum(PowerSGD.bytes_per_rank(one, config) for one in stage.matrices))
 
 
-def _of(name: str, cluster_name: str | None) -> tuple[str, Stage, Cluster]:
-    model = read(Model, MODELS, name)
-    return model.title, Stage.of(name, None), read(Cluster, CLUSTERS, cluster_name or model.cluster)
-
-
 def _count(
-    title: str,
     stage: Stage,
-    cluster: Cluster,
+    gpu: GPU,
+    link_gbps: float,
     method: str,
     config: EDGCConfig,
     ranks: Sequence[int],
@@ -113,15 +109,13 @@ def _count(
     memory: int | None = None,
     warm_up: int | None = None,
 ) -> Count:
-    assert cluster.link_gbps is not None and cluster.compute_capability is not None
-    gpu = GPU_OF[cluster.compute_capability]
     counts = count_step(stage, config, ranks, by_matrix=not units)
-    time = step_time(counts, gpu, cluster.link_gbps)
+    time = step_time(counts, gpu, link_gbps)
     gradients = gradient_bytes(stage)
     return Count(
-        model=title,
+        model=stage.title,
         gpu=gpu.name,
-        link_gbps=cluster.link_gbps,
+        link_gbps=link_gbps,
         method=method,
         ranks=tuple(ranks),
         units=units,
@@ -136,6 +130,6 @@ def _count(
         device_seconds=time.device,
         latency_seconds=time.latency,
         wire_seconds=time.wire,
-        dense_seconds=all_reduce_bytes(gradients, stage.data_parallel) * 8 / (cluster.link_gbps * 1e9),
+        dense_seconds=all_reduce_bytes(gradients, stage.data_parallel) * 8 / (link_gbps * 1e9),
         warm_up_transient_bytes=warm_up,
     )

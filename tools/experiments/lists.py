@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from edgc.config import EDGCConfig
 from tools._root import REPOSITORY
 from tools.experiments.entries import setting
 from tools.experiments.studies import STUDIES
-from tools.shared.megatron import corpus_flags
+from tools.shared.megatron import corpus_flags, data_path
 
 RUNS = REPOSITORY / "runs" / "frontier"
 ENTRY_KEYS = {"name", "model", "data_parallel", "pipeline_parallel", "iterations", "seeds", "flags", "gone"}
@@ -155,3 +155,22 @@ def _list_of(path: Path, content: Any, gpu: bool) -> RunList:
     ):
         raise ListError(f"{path}: trends name what is not listed: {'; '.join(unknown)}")
     return RunList(path.stem, content.get("title", path.stem), tuple(trials), comparisons, study, studies, trends)
+
+
+def missing_corpora(trials: Sequence[Trial]) -> list[str]:
+    """The corpora of these trials whose data is not there."""
+    corpora = dict.fromkeys(trial.corpus for trial in trials)
+    return [one for one in corpora if not (REPOSITORY / f"{data_path(one, 'train')}.idx").is_file()]
+
+
+def how_made(corpus: str) -> str:
+    """The command that makes a corpus."""
+    if re.fullmatch(r"runs/data/(python|english|go)\d+", corpus):
+        return "bash scripts/prepare_corpora.sh"
+    pieces = re.fullmatch(r"runs/data/stdlib(\d*)", corpus)
+    source = "--python-stdlib" if pieces else "--input FILES"
+    vocabulary = (pieces and pieces[1]) or "512"
+    return (
+        f"python tools/preprocess_data.py {source} --train-sentencepiece {vocabulary} --validation-fraction 0.05 "
+        f"--output-prefix {shlex.quote(corpus)}"
+    )

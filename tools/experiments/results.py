@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from edgc.config import EDGCConfig
 from edgc.observe.window import kind
 from tools.experiments.lists import Trial
 from tools.experiments.series import weighted
 from tools.experiments.store import IDENTITY, identity
-from tools.shared.changes import changed, preset, respelled, respelled_settings
+from tools.shared.changes import changed, other_preset, respelled
 from tools.shared.runs import Run
 
 
@@ -165,13 +164,7 @@ def other_settings(line: Mapping[str, Any], trial: Trial) -> str:
     now = _by_flag([*trial.settings, *trial.flags])
     found = [" ".join(then[flag]) for flag in then if then[flag] != now.get(flag)]
     found += [f"no {flag}" for flag in now if flag not in then]
-    meaning, today = respelled_settings(line["preset_settings"]), preset(trial.arguments())
-    defaults = EDGCConfig().flat()
-    for name in sorted(meaning.keys() | today.keys()):
-        before, after = (one.get(name, defaults[name]) for one in (meaning, today))
-        if before != after and name != "fuse_embedding_sync":  # that is one of the changes
-            found.append(f"{name} {before}")
-    return ", ".join(found)
+    return ", ".join([*found, *other_preset(line["preset_settings"], trial.arguments())])
 
 
 def _by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:

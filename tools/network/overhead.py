@@ -10,11 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from tools.network.links import Links
-from tools.network.runs import CONTENDERS, MEGATRON, MODES, SEQUENCES, WINDOW, arguments, failed, training, under_way
+from tools.network.runs import (
+    CONTENDERS,
+    MEGATRON,
+    MODES,
+    SEQUENCES,
+    WINDOW,
+    arguments,
+    failed,
+    meaning,
+    older_preset,
+    training,
+    under_way,
+)
 from tools.shared.markdown import header, row
 
+MODE = "plain"
 ALONE = "Megatron alone"
 COMPARED = (ALONE, "dense", "balanced")
 WINDOWS = 6  # the first one is not measured: it holds the probe and the warm-up
@@ -24,16 +38,19 @@ _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 @dataclass(frozen=True)
 class Run:
-    """``steps``: seconds of each measured step, with what EDGC does at the ends of windows."""
+    """``steps``: seconds of each measured step, with what EDGC does at the ends of windows. ``preset_settings``: as of
+    a ``Point``.
+    """
 
     contender: str
     repetition: int
     steps: tuple[float, ...]
+    preset_settings: Mapping[str, Any] | None = None
 
 
 def measure(contender: str, repetition: int, data: Sequence[str]) -> Run:
     """Train between two namespaces whose links have no limit. ``contender``: of ``COMPARED``. Raises ``RunFailed``."""
-    mode = MODES["plain"]
+    mode = MODES[MODE]
     with tempfile.TemporaryDirectory() as name, Links([None] * mode.links) as links:
         folder = Path(name)
         more = ["--log-interval", "1", "--exit-interval", str(WINDOWS * WINDOW)]
@@ -48,7 +65,7 @@ def measure(contender: str, repetition: int, data: Sequence[str]) -> Run:
         steps = step_seconds("".join(log.read_text() for log in folder.glob("*.log")))
         if any(process.poll() for process in processes) or len(steps) != WINDOWS * WINDOW:
             raise failed(contender, folder)
-    return Run(contender, repetition, steps[WINDOW:])
+    return Run(contender, repetition, steps[WINDOW:], None if contender == ALONE else meaning(MODE, contender))
 
 
 def step_seconds(log: str) -> tuple[float, ...]:
@@ -59,6 +76,8 @@ def step_seconds(log: str) -> tuple[float, ...]:
 def page(runs: Sequence[Run], machine: str, commit: str) -> str:
     """A row for each repetition and one for all."""
     repetitions = sorted({run.repetition for run in runs})
+    with_edgc = [run for run in runs if run.contender != ALONE]
+    older = {run.contender: older_preset(MODE, run.contender, run.preset_settings) for run in with_edgc}
     lines = [
         "# What EDGC costs where it can save nothing",
         "",
@@ -71,6 +90,7 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
         "after a first one that is not. Runs of a repetition follow each other, every second time in reverse.",
         "",
         *(f"- `{name}`: `{CONTENDERS[name]}`" for name in COMPARED[1:]),
+        *(f"- `{name}` is an older preset here. What differs: {what}." for name, what in older.items() if what),
         "- *Median*, *mean*: the median step and the mean step, against Megatron alone in the same repetition.",
         "",
         *header(["repetition", f"{ALONE}, s", *(f"{name}, {kind}" for name in COMPARED[1:] for kind in _KINDS)]),

@@ -18,6 +18,7 @@ from tools.network.runs import (
     Curve,
     Point,
     changes_after,
+    has_volume,
 )
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
@@ -107,9 +108,11 @@ def _ranks(point: Point) -> str:
 
 def repeated(points: Sequence[Point]) -> list[str]:
     """A row for each contender with three repetitions or more of one code, the newest such: medians of the changes
-    against dense. Of what compresses, that code is today's.
+    against dense. Of what compresses, that code is today's, but for what presets stand for.
     """
-    lines = header(["mode", "link", "contender", "repetitions", "step", "communication", "share of a dense step"])
+    lines = header(
+        ["mode", "link", "commit", "contender", "repetitions", "step", "communication", "share of a dense step"]
+    )
     for mode in MODES:
         pairs: dict[tuple[float, str, str], list[tuple[Point, Point]]] = {}
         for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
@@ -118,12 +121,12 @@ def repeated(points: Sequence[Point]) -> list[str]:
                 if point.contender != "dense" and not point.old:
                     pairs.setdefault((_order(point.mbit), point.contender, point.commit), []).append((point, dense[0]))
         # runs are in the order of time, so that newer code takes the place of older
-        newest = {(rate, contender): own for (rate, contender, _), own in pairs.items() if len(own) >= 3}
-        for (rate, contender), own in newest.items():
+        newest = {(rate, contender): (code, own) for (rate, contender, code), own in pairs.items() if len(own) >= 3}
+        for (rate, contender), (code, own) in newest.items():
             steps = [p.step_seconds / d.step_seconds - 1 for p, d in own]
             sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in own]
             shares = [d.communication_seconds / d.step_seconds for _, d in own]
-            cells = [mode, rate_name(rate), contender, len(own), *map(_spread, (steps, sums))]
+            cells = [mode, rate_name(rate), code, contender, len(own), *map(_spread, (steps, sums))]
             lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
     return lines if len(lines) > 2 else []
 
@@ -202,6 +205,23 @@ def curve_table(curves: Sequence[Curve]) -> list[str]:
     return lines
 
 
+def of_older_presets(runs: Sequence[Point | Curve]) -> list[str]:
+    """What a reader must know of presets that stood for something else; nothing where none did."""
+    own = [run for run in runs if has_volume(run.mode, run.contender)]
+    if not any(run.older_preset for run in own):
+        return []
+    names = ", ".join(f"`{name}`" for name in ("safe", "balanced", "fast"))
+    today = sorted({run.commit for run in own if not run.older_preset})
+    which = f"Rows of presets with a volume ({names}) are of older presets"
+    which = f"{which}, except those of {', '.join(today)}" if today else f"All {which[0].lower()}{which[1:]}"
+    return [
+        f"**{which}.**",
+        f"What differs there: {'; '.join(sorted({run.older_preset for run in own if run.older_preset}))}.",
+        *([] if today else ["Whether a step of today's presets takes as long was not timed."]),
+        "",
+    ]
+
+
 def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()) -> str:
     """The whole page."""
     start = [point.start_bytes for point in points]
@@ -213,6 +233,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a",
         f"CPU ({machine}). [Targets, and what was reached](targets.md).",
         "",
+        *of_older_presets([*points, *curves]),
         f"- A run has a window of warm-up, and then two windows or more of {WINDOW} steps. A step's time is the",
         "  median over these windows of the median step, with the steps of trials.",
         "- *Mean* is the time of all these steps, with the exchanges at the ends of windows, over their number. Older",
@@ -238,7 +259,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",
         "  largest number of rates.",
         "- Rows are *old* where today's code",
-        "  [compresses otherwise](../frontier/README.md#old-rows), or where runs had other flags.",
+        "  [compresses otherwise](../frontier/README.md#old-rows) with the same preset, or where runs had other flags.",
         "",
         "![Step time against the rate of the links](step.png)",
         "",

@@ -18,7 +18,7 @@ from edgc.config import EDGCConfig
 from edgc.observe.events import EventLog, read_events
 from tools._root import REPOSITORY
 from tools.network.links import INTERFACE, Links
-from tools.shared.changes import changed
+from tools.shared.changes import changed, other_preset, preset
 from tools.shared.machine import device_name
 from tools.shared.runs import load_run
 
@@ -93,6 +93,10 @@ CONTENDERS = {
 }
 
 
+# What presets with a volume said in all runs that did not keep what their preset stood for.
+UNRECORDED = "no error waits, and small parameters travel in 5 or 6 bits, within the same volume"
+
+
 class RunFailed(Exception):
     """A run has ended with an error; the message has the end of its output."""
 
@@ -117,7 +121,7 @@ class Point:
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
     in each measured window. ``mean_seconds``: all measured time over all its steps, with the exchanges at the ends of
     windows; 0 in older points. ``changes``: how many of ``tools.shared.changes.CHANGES`` its code had. ``flags``: see
-    ``flags``. ``machine``: what it ran on.
+    ``flags``. ``machine``: what it ran on. ``preset_settings``: see ``meaning``; None in older points.
     """
 
     mbit: float | None
@@ -139,11 +143,17 @@ class Point:
     changes: int = 0
     flags: str = ""
     machine: str = ""
+    preset_settings: Mapping[str, Any] | None = None
 
     @property
     def old(self) -> bool:
-        """Whether today's code compresses otherwise, or times it with other flags."""
+        """Whether today's code compresses otherwise with the same preset, or times it with other flags."""
         return self.flags != flags(self.mode, self.contender) or _old(self.mode, self.contender, self.changes)
+
+    @property
+    def older_preset(self) -> str:
+        """What its preset stood for and does not stand for today; empty if nothing."""
+        return older_preset(self.mode, self.contender, self.preset_settings)
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ class Curve:
     ``seconds``: from the first step to the end of each window, without start-up and evaluation; without ``by_clock``
     the median step of each window times its steps, as older runs kept it. ``losses``: the mean
     training loss of that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run.
-    ``changes`` and ``machine``: as of a ``Point``.
+    ``changes``, ``machine`` and ``preset_settings``: as of a ``Point``.
     """
 
     mbit: float | None
@@ -168,11 +178,17 @@ class Curve:
     changes: int = 0
     machine: str = ""
     by_clock: bool = False
+    preset_settings: Mapping[str, Any] | None = None
 
     @property
     def old(self) -> bool:
-        """Whether today's code compresses otherwise."""
+        """Whether today's code compresses otherwise with the same preset."""
         return _old(self.mode, self.contender, self.changes)
+
+    @property
+    def older_preset(self) -> str:
+        """As of a ``Point``."""
+        return older_preset(self.mode, self.contender, self.preset_settings)
 
 
 def _old(mode: str, contender: str, changes: int) -> bool:
@@ -184,6 +200,26 @@ def _old(mode: str, contender: str, changes: int) -> bool:
 def flags(mode: str, contender: str) -> str:
     """The flags of a run that is timed, without paths and the length of what is measured."""
     return shlex.join([*MODEL, *shlex.split(MODES[mode].flags), *shlex.split(CONTENDERS[contender])])
+
+
+def meaning(mode: str, contender: str) -> dict[str, Any]:
+    """What the preset of a contender stands for today."""
+    return preset(shlex.split(flags(mode, contender)))
+
+
+def older_preset(mode: str, contender: str, then: Mapping[str, Any] | None) -> str:
+    """What the preset of a run stood for and does not stand for today; empty if nothing.
+
+    ``then``: ``meaning`` when the run began; None: the run is from before that was kept.
+    """
+    if then is None:
+        return UNRECORDED if has_volume(mode, contender) else ""
+    return ", ".join(other_preset(then, shlex.split(flags(mode, contender))))
+
+
+def has_volume(mode: str, contender: str) -> bool:
+    """Whether a volume of its preset bounds the bytes of a contender."""
+    return "volume" in meaning(mode, contender)
 
 
 def arguments(mode: Mode, contender: str, folder: Path, data: Sequence[str], more: Sequence[str]) -> list[str]:
@@ -228,6 +264,7 @@ def measure(
             **measured(_windows(folder), sent, windows),
             "flags": flags(mode_name, contender),
             "machine": device_name(on_gpu=False),
+            "preset_settings": meaning(mode_name, contender),
         }
 
 
@@ -276,6 +313,7 @@ def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]
         "val_loss": run.val_loss,
         "counted_bytes": run.total_bytes,
         "machine": device_name(on_gpu=False),
+        "preset_settings": meaning(mode_name, contender),
     }
 
 

@@ -3,13 +3,13 @@
 import argparse
 import json
 import math
-import shlex
+import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MOST as UNITS
@@ -19,7 +19,7 @@ from edgc.plan.link_times import WORTH_IT, worth_rounding
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.presets import PRESETS
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.shared.gpus import GPU, GPU_OF
@@ -33,6 +33,13 @@ LATENCY = 40e-6
 
 NOT_PLANNED = (
     *("--context-parallel-size", "--multi-latent-attention", "--grad-reduce-in-bf16", "--recompute-granularity"),
+    *("--pipeline-model-parallel-layout", "--mtp-num-layers", "--rampup-batch-size", "--step-batch-size-schedule"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    *("--fp8-format", "--fp4-format", "--moe-layer-freq", "--moe-latent-size", "--expert-tensor-parallel-size"),
+    *("--moe-shared-expert-intermediate-size", "--is-hybrid-model", "--hybrid-layer-pattern"),
+    *("--hybrid-override-pattern", "--heterogeneous-layers-config-path"),
+    "--heterogeneous-layers-config-encoded-json",
 )
 
 StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
@@ -83,7 +90,7 @@ class Training:
         if cluster.link_gbps is None:
             raise LaunchError(f"{cluster.name}: link_gbps is missing")
         # the order of tools/launching: what comes last wins
-        flags = _flags([*shlex.split(cluster.flags), *shlex.split(model.flags), *extra])
+        flags = _flags([*split_flags(cluster.flags, cluster.name), *split_flags(model.flags, model.name), *extra])
         network = _network(cluster)
         processes = cluster.nodes * cluster.gpus_per_node
         across = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
@@ -263,8 +270,14 @@ def _experts(flags: argparse.Namespace) -> Experts | None:
     )
 
 
-def _flags(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+
+def _parser() -> _Parser:
+    """Of the flags that a step's time depends on here."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     for flag in ("--num-layers", "--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=int, required=True)
@@ -277,11 +290,40 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
+    return parser
+
+
+def _flags(given: Sequence[str]) -> argparse.Namespace:
+    """Raises ``LaunchError`` for what the planner cannot compute."""
+    parser = _parser()
     flags, others = parser.parse_known_args(list(given))
     named = {flag.partition("=")[0] for flag in others}
     if unknown := [flag for flag in NOT_PLANNED if flag in named]:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
+    for action in parser._actions:
+        value = getattr(flags, action.dest)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise LaunchError(f"{action.option_strings[0]} {value}: must be at least 1")
     return flags
+
+
+def check_names(flags: Sequence[str]) -> None:
+    """Raises ``LaunchError`` for flags that neither the planner nor, if it is there, Megatron or EDGC has."""
+    named = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    others = set(named) - set(_parser()._option_string_actions) - set(NOT_PLANNED)
+    if not others:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.training.arguments import add_megatron_arguments  # which takes seconds
+
+            from megatron.edgc import add_arguments as add_edgc
+    except ImportError:
+        return
+    known = add_edgc(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))._option_string_actions
+    if unknown := sorted(others - set(known)):
+        raise LaunchError(f"{', '.join(unknown)}: pretrain_gpt.py has no such flag")
 
 
 def _chunks(flags: argparse.Namespace) -> int:
@@ -322,11 +364,13 @@ def _preset(name: str) -> Contender:
     return Contender(name, f"--edgc-preset {name}", method="balanced", volume=own["volume"], messages=messages)
 
 
+# An engine without a preset has a dense warm-up in fp32 of a tenth of the run.
+_SHORT_WARM_UP = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
-    Contender("dense bf16", "--edgc-engine bf16", bits=16),
-    Contender("int8", "--edgc-engine int8", method="int8", rank=NO_RANK),
-    Contender("int4", "--edgc-engine int4", method="int4", rank=NO_RANK),
+    Contender("dense bf16", "--edgc-engine dense --grad-reduce-in-bf16", bits=16),  # Megatron's own sum
+    Contender("int8", f"--edgc-engine int8 {_SHORT_WARM_UP}", method="int8", rank=NO_RANK),
+    Contender("int4", f"--edgc-engine int4 {_SHORT_WARM_UP}", method="int4", rank=NO_RANK),
     Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
     *map(_preset, ("safe", "balanced", "fast")),
 )
@@ -336,6 +380,7 @@ CONTENDERS = (
 class Compressing:
     """Seconds that a stage of so many parameters computes at a rank, if the method has one, and the bytes of its
     messages, before they are sent round: lines of docs/bench/steps.json, or measured ones of the same fields.
+    ``per_value``: those bytes of a parameter at the smallest rank.
     """
 
     elements: float
@@ -343,6 +388,7 @@ class Compressing:
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
     messages: int
+    per_value: float
 
     @classmethod
     def read(cls, path: Path, title: str, gradient_bytes: int, method: str, gpu: GPU) -> "Compressing | None":
@@ -364,12 +410,29 @@ class Compressing:
         if not own:
             return None
         own.sort(key=lambda row: float(row["ranks"][0]))
+        elements = own[0]["gradient_bytes"] / 4
+        sent = tuple(float(row["sent_bytes"]) / _ring(row) for row in own)
         return cls(
-            own[0]["gradient_bytes"] / 4,
+            elements,
             tuple(float(row["ranks"][0]) for row in own),
             tuple(max(row["host_seconds"], row["device_seconds"]) for row in own),
-            tuple(float(row["sent_bytes"]) / _ring(row) for row in own),
+            sent,
             own[0]["collectives"],
+            sent[0] / elements,
+        )
+
+    def with_experts(self, experts: "Compressing", ring: float) -> "Compressing":
+        """Layers and experts together. ``ring``: bytes that a process sends for each byte of a message among those
+        that hold its experts, over those that it sends among all replicas.
+        """
+        ranks = tuple(sorted({*self.ranks, *experts.ranks}))
+        return Compressing(
+            self.elements + experts.elements,
+            ranks,
+            tuple(self.at(rank) + experts.at(rank) for rank in ranks),
+            tuple(self.bytes_at(rank) + ring * experts.bytes_at(rank) for rank in ranks),
+            self.messages + experts.messages,
+            self.per_value,
         )
 
     def at(self, rank: float) -> float:
@@ -483,7 +546,7 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
     if rounding is None or training.pipeline == 1:
         return plain, 0.0
     values = plain / 2 / rounding.elements
-    sent, seconds = values * rounding.sent[0], values * rounding.at(NO_RANK)
+    sent, seconds = plain / 2 * rounding.per_value, values * rounding.at(NO_RANK)
     if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
         return plain, 0.0
     return sent, seconds

@@ -7,7 +7,7 @@ from edgc.plan.comm_cost import MESSAGE_GAIN
 from edgc.plan.link_times import CLEARLY_FASTER, WORTH_IT
 from edgc.plan.rank_plan import rank_in_words
 from tools.planning import cluster
-from tools.planning.cluster import Prediction, Training
+from tools.planning.cluster import Contender, Prediction, Training
 from tools.planning.placement import Network
 from tools.planning.simulation import Step
 from tools.shared.markdown import header, row
@@ -40,6 +40,17 @@ def recommended(predictions: Sequence[Prediction]) -> tuple[Prediction, str]:
         return dense, f"none of {tried} would be faster than {dense.contender.name} by 1 %"
     chosen = next(one for one in own if one.seconds <= 1.01 * fastest.seconds)
     return chosen, f"{1 - chosen.seconds / dense.seconds:.0%} less time a step than {dense.contender.name}"
+
+
+def way(training: Training, contender: Contender) -> str:
+    """How a user trains like this."""
+    if contender.method:
+        return f"`{contender.flags}`"
+    if contender.bits == 32:
+        return "train without EDGC"
+    if training.loss_scale:  # Megatron's flag has no effect in fp16
+        return "train without EDGC, and without Megatron's `--accumulate-allreduce-grads-in-fp32`"
+    return "train without EDGC, with Megatron's `--grad-reduce-in-bf16`"
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
@@ -116,13 +127,14 @@ def reading(training: Training, places: Sequence[Place]) -> list[str]:
     lines = []
     for place in alike:
         chosen, why = recommended(place.predictions)
-        lines.append(f"- Order {place.order}, {place.network}: `{chosen.contender.flags}`: {why}.")
+        lines.append(f"- Order {place.order}, {place.network}: {way(training, chosen.contender)}: {why}.")
         if chosen.gbps > training.network.gbps:
             lines[-1] += " Reductions do not leave a node."
     ways = [(place.order, one) for place in alike for one in place.predictions]
     order, best = min(ways, key=lambda way: way[1].seconds)
     lines.append(
-        f"- The least time on them, whatever the loss: order {order}, `{best.contender.flags}`, {best.seconds:.2f} s."
+        f"- The least time on them, whatever the loss, is {best.seconds:.2f} s. Order {order}: "
+        f"{way(training, best.contender)}."
     )
     return lines
 
@@ -144,7 +156,7 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     ]
     for gbps in dict.fromkeys(one.gbps for one in predictions):
         chosen, why = recommended([one for one in predictions if one.gbps == gbps])
-        lines.append(f"- {gbps:g} Gbit/s: `{chosen.contender.flags}`: {why}.")
+        lines.append(f"- {gbps:g} Gbit/s: {way(training, chosen.contender)}: {why}.")
     memory = training.state_bytes / 2**30
     twice = " This includes the state of before a step, which a loss scale needs." if training.loss_scale else ""
     lines += [

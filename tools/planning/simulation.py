@@ -3,7 +3,8 @@
 What it assumes:
 
 - A stage's passes run one after another. A message leaves when its pass has ended, and takes ``latency`` and its bytes
-  over the link. One link carries a process's messages one after another, those of reductions as well.
+  over the link. One link carries a process's messages one after another, those of reductions as well. Messages
+  between stages go first: a message of a reduction stands still while one of them is on the link.
 - A unit of reduction goes through its phases in turn: compute, message, compute, message, compute. Of two units one
   computes while the other's message is under way. The next unit starts when one of the two has ended.
 - With ``overlapped`` reductions a unit is ready when its share of the last backward pass of its chunk is done, else
@@ -13,7 +14,7 @@ What it assumes:
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tools.planning.schedule import Work, one_forward_one_backward
@@ -158,7 +159,7 @@ def simulate(
         done[stage] += 1
     for stage, times in enumerate(stages):
         last = [ended[stage, Work(True, chunk, micro_batches - 1)] for chunk in reversed(range(chunks))]
-        end = _reduced(step, stage, times, last if overlapped else [], free[stage], link_free[stage], beside)
+        end = _reduced(step, stage, times, last if overlapped else [], free[stage], beside)
         step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
         if times.gathered:
             begin = end + times.optimizer
@@ -172,7 +173,6 @@ def _reduced(
     times: StageTimes,
     chunk_ends: Sequence[float],
     backward_end: float,
-    link_free: float,
     beside: bool,
 ) -> float:
     """Adds the spans of a stage's reductions; when all have ended.
@@ -189,7 +189,8 @@ def _reduced(
             chunk, part = divmod((place + 1) * len(chunk_ends), len(units))
             chunk, done = (chunk, part / len(units)) if part else (chunk - 1, 1.0)
             ready[place] = chunk_ends[chunk] - times.backward * (1 - done)
-    computer, link = (0.0 if beside else backward_end), link_free
+    busy = [(span.start, span.end) for span in step.spans if (span.stage, span.kind) == (stage, "message")]
+    computer, link = (0.0 if beside else backward_end), 0.0
     waiting = [(moment, place) for place, moment in enumerate(ready)]
     under_way: list[tuple[float, int, int]] = []  # when its next phase may begin, unit, phase
     ended = 0.0  # of the last unit that has
@@ -206,8 +207,22 @@ def _reduced(
         if phase == len(unit.messages):
             ended = computer
             continue
-        leaves = max(computer, link)
-        link = leaves + times.reduces_over.seconds(unit.messages[phase])
-        step.spans.append(Span(stage, "reduce", leaves, link))
+        for leaves, comes in _parts(max(computer, link), times.reduces_over.seconds(unit.messages[phase]), busy):
+            step.spans.append(Span(stage, "reduce", leaves, comes))
+            link = comes
         heapq.heappush(under_way, (link, place, phase + 1))
     return max(backward_end, ended)
+
+
+def _parts(begin: float, seconds: float, busy: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """When a link carries a message that is there at ``begin``: between what keeps it busy, which comes in order."""
+    for start, end in busy:
+        if end <= begin:
+            continue
+        if begin + seconds <= start:
+            break
+        if begin < start:
+            yield begin, start
+            seconds -= start - begin
+        begin = end
+    yield begin, begin + seconds

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from tools._root import REPOSITORY
+from tools.shared.checkout import commit
 from tools.shared.machine import processor
 from tools.shared.runs import Run, RunError, times_fewer
 
@@ -40,6 +42,7 @@ def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:
         "iterations": edgc.start["iterations"],
         "settings": edgc.start["config"],
         "versions": edgc.start["versions"],
+        "commit": commit(REPOSITORY),  # of the code that makes the report
         "machine": {"processor": processor(), "cores": os.cpu_count(), "world_size": edgc.start["world_size"]},
     }
 

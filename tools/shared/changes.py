@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, Messages, ranks_by_entropy
+from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, EDGCConfig, Messages, ranks_by_entropy
 from edgc.engines import has_rank
 from edgc.presets import PRESETS
 
@@ -85,6 +85,20 @@ def respelled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "pp_engine" in now:
         now["pp"] = f"{now['pp']}:{now.pop('pp_engine')}"
     return now
+
+
+def other_preset(then: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
+    """What the preset of a run said that the preset in these arguments does not say today: names with values.
+
+    ``then``: ``preset`` of the run, when it began.
+    """
+    meaning, today, defaults = respelled_settings(then), preset(arguments), EDGCConfig().flat()
+    found = []
+    for name in sorted(meaning.keys() | today.keys()):
+        before, after = (one.get(name, defaults[name]) for one in (meaning, today))
+        if before != after and name != "fuse_embedding_sync":  # that is one of the changes
+            found.append(f"{name} {before}")
+    return found
 
 
 def changed(engine: str, stages: int, arguments: Sequence[str], known: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def commit(folder: Path, *paths: str) -> str:
     """The last commit that changed these paths (default: all but docs), with a + if files there differ from it;
-    ``unknown`` where git has none, or is not there.
+    ``unknown+`` where git has none, is not there, or does not trust the folder: nobody knows what the files are then.
     """
 
     def git(*arguments: str) -> str:
@@ -19,6 +19,7 @@ def commit(folder: Path, *paths: str) -> str:
     within = paths or (".", ":!docs")
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", *within)
-        return git("log", "-1", "--format=%h", "--", *within) + ("+" if changed else "")
+        last = git("log", "-1", "--format=%h", "--", *within)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        last = ""
+    return last + ("+" if changed else "") if last else "unknown+"

@@ -14,7 +14,9 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. ``loss`` holds (iteration, training loss) pairs; ``windows`` the window events in order."""
+    """A finished run. ``start``: the event of its last begin or resume. ``loss`` holds (iteration, training
+    loss) pairs; ``windows`` the window events in order.
+    """
 
     name: str
     start: dict[str, Any]
@@ -71,7 +73,7 @@ def load_run(folder: Path) -> Run:
     if not (folder / EventLog.FILE).is_file():
         raise RunError(f"{folder}: there is no {EventLog.FILE}: was the run started with --edgc-log-dir?")
     events = read_events(folder)
-    start = next((event for event in events if event["event"] == "start"), None)
+    start = next((event for event in reversed(events) if event["event"] == "start"), None)
     windows: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "window":  # a run that was stopped has done again what came after its last checkpoint
