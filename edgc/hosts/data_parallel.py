@@ -35,10 +35,10 @@ from edgc.plan.allocation import allocate
 from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Run
 from edgc.plan.settle import plan_run
-from edgc.plan.stages import Part, ProcessStage, StageKey
+from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
 
-KEY = StageKey(Part.LAYERS, 0)
+KEY = StageKey(StageKind.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
 ASKED = (*OF_THE_JOB, "window")

@@ -20,7 +20,7 @@ from edgc.observe.window import (
 )
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 
 
 class RunBytes(NamedTuple):
@@ -86,7 +86,9 @@ class WindowExchange:
         steps = driver.take_window()
         decide = driver.closes_window(completed - 1) and steps.count > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
-        windows = [stage.take_window(seconds if stage.key.part is Part.LAYERS else math.nan) for stage in self.stages]
+        windows = [
+            stage.take_window(seconds if stage.key.kind is StageKind.LAYERS else math.nan) for stage in self.stages
+        ]
         own = [stage.byte_counts() for stage in self.stages]
         piped = (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
         counts = RunBytes(
@@ -168,7 +170,7 @@ class WindowExchange:
         if self.messages is None:
             return {}
         return {
-            StageKey(Part.LAYERS, boundary.sender): rank
+            StageKey(StageKind.LAYERS, boundary.sender): rank
             for boundary, rank in zip(self.messages.boundaries, self.driver.message_ranks, strict=True)
             if boundary.direction == "backward"
         }

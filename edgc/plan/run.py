@@ -11,7 +11,7 @@ from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.link_times import LinkTimes
 from edgc.plan.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
-from edgc.plan.stages import Part, StageKey, StagePlan
+from edgc.plan.stages import StageKey, StageKind, StagePlan
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
@@ -71,9 +71,9 @@ class ReductionSizes:
 
     def candidates(self, stage: StagePlan) -> list[Candidate]:
         """The parameters of a stage that sends any."""
-        if self.run.alone and stage.key.part is Part.LAYERS:
+        if self.run.alone and stage.key.kind is StageKind.LAYERS:
             return []
-        price, found = self.price(stage.key.part), []
+        price, found = self.price(stage.key.kind), []
         for one in stage.allocation.matrices:
             spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
             directions = PartialSend(spectrum, self.factors(one))
@@ -86,9 +86,9 @@ class ReductionSizes:
         others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
         return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
-    def price(self, part: Part) -> float:
+    def price(self, kind: StageKind) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""
-        if part is not Part.EMBEDDING or self.run.alone:
+        if kind is not StageKind.EMBEDDING or self.run.alone:
             return 1.0
         own, both = self.run.replicas, 2 * self.run.replicas
         return 2 * ((both - 1) / both) / ((own - 1) / own)
@@ -152,7 +152,7 @@ class RunPlan:
             never,
             message_costs,
             budget=budget,
-            prices=[sizes.price(stage.key.part) for stage in self.stages],
+            prices=[sizes.price(stage.key.kind) for stage in self.stages],
             trials=trials,
             link_times=self.link_times,
         )

@@ -11,7 +11,7 @@ from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.run import Run, RunPlan
-from edgc.plan.stages import Part, ProcessStage, StageKey, StagePlan
+from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
 from edgc.specs import MatrixSpec
 
 
@@ -195,10 +195,10 @@ def _window(config: EDGCConfig, iterations: int) -> int:
 
 def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
     """Why a stage's gradients are never compressed; empty if they are."""
-    if key.part is Part.LAYERS and run.alone:
+    if key.kind is StageKind.LAYERS and run.alone:
         return "no other process has these parameters"
     share = config.study.stage_share
-    if key.part is not Part.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
+    if key.kind is not StageKind.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
         return f"beyond {flag('stage_share')} {share:g}"
     return ""
 

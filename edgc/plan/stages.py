@@ -8,7 +8,7 @@ from edgc.plan.comm_cost import StageCost
 from edgc.specs import Parameter
 
 
-class Part(IntEnum):
+class StageKind(IntEnum):
     """Which gradients of the pipeline stages a stage of the plan holds."""
 
     LAYERS = 0
@@ -20,20 +20,20 @@ class Part(IntEnum):
 class StageKey:
     """A stage of the plan. In order: all pipeline stages, the experts of each that has some, the tied embedding."""
 
-    part: Part
+    kind: StageKind
     pipeline_stage: int  # counted from 0
 
     @property
     def id(self) -> str:
         """Its name in checkpoints, which stays as it is whatever ``str`` says to the user."""
-        if self.part is Part.EMBEDDING:
+        if self.kind is StageKind.EMBEDDING:
             return "embedding"
-        return f"stage{self.pipeline_stage}{'-experts' if self.part is Part.EXPERTS else ''}"
+        return f"stage{self.pipeline_stage}{'-experts' if self.kind is StageKind.EXPERTS else ''}"
 
     def __str__(self) -> str:
-        if self.part is Part.EMBEDDING:
+        if self.kind is StageKind.EMBEDDING:
             return "tied embedding"
-        return f"stage {self.pipeline_stage + 1}{' experts' if self.part is Part.EXPERTS else ''}"
+        return f"stage {self.pipeline_stage + 1}{' experts' if self.kind is StageKind.EXPERTS else ''}"
 
 
 @dataclass(frozen=True)

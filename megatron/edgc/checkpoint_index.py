@@ -11,7 +11,7 @@ from edgc.comm.objects import broadcast_object, gather_objects
 from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import ERROR, STATE_VERSION, Layout
 from edgc.plan.controller import Controller
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint_keys import measurements_key, message_key, of_process, replica_group, stage_key
 from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.stages import MegatronStage
@@ -21,7 +21,7 @@ RESOLVED = "engine", *RANK_SETTINGS  # settings that a probe of the link may hav
 ASKED = *RANK_SETTINGS, "link_gbps"  # those as given, by which it decides
 ASKED_OF_MESSAGES = "pp", *ASKED
 MESSAGES = "messages"  # beside the stages' ids among the byte counts
-TIED_STAGE = StageKey(Part.EMBEDDING, 0)
+TIED_STAGE = StageKey(StageKind.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
 
 

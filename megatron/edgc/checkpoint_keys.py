@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from edgc.plan.stages import Part
+from edgc.plan.stages import StageKind
 from megatron.edgc.stages import MegatronStage
 
 ENTRY = "edgc"  # of the state dict that Megatron saves
@@ -16,7 +16,7 @@ ENTRY = "edgc"  # of the state dict that Megatron saves
 def stage_key(stage: MegatronStage) -> str:
     """Of a stage's state: where in the model it belongs, whatever the number of data-parallel processes."""
     key = stage.key
-    if key.part is Part.EXPERTS:
+    if key.kind is StageKind.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
         expert = parallel_state.get_expert_model_parallel_rank()
         return f"{key.id}-tp{tensor}-ep{expert}"

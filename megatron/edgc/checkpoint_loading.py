@@ -13,7 +13,7 @@ from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_mea
 from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint_index import (
     ASKED,
     ASKED_OF_MESSAGES,
@@ -207,7 +207,7 @@ class Resume:
             )
         # Experts of which no copies are left are not summed, so that nothing can send what is owed to them.
         keys = self.run.keys
-        experts = [StageKey(Part.EXPERTS, key.pipeline_stage) for key in keys if key.part is Part.LAYERS]
+        experts = [StageKey(StageKind.EXPERTS, key.pipeline_stage) for key in keys if key.kind is StageKind.LAYERS]
         if lost := [str(key) for key in experts if key.id in self.index.stages and key not in keys]:
             warn(
                 f"{self.name} has errors of {', '.join(lost)}, which this run does not sum: what was left unsent of "

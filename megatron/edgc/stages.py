@@ -23,7 +23,7 @@ from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.allocation import allocate
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import smallest_rank
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
@@ -119,7 +119,7 @@ class EmbeddingStage(MegatronStage):
     """The tied embedding, whose copies on the first and the last stage EDGC sums in one sum."""
 
     def __init__(self, tied: TiedEmbedding, device: torch.device):
-        super().__init__(StageKey(Part.EMBEDDING, 0), [], device)
+        super().__init__(StageKey(StageKind.EMBEDDING, 0), [], device)
         self.tied = tied
         self.dense_bytes_per_step, self.fp32_bytes_per_step = tied.dense_bytes(), tied.fp32_bytes()
 
@@ -160,24 +160,24 @@ def stages_of(
     apart = tied.weight if tied is not None else None
     copy = tied_copy(chunks) if tied is None else None
     embedding: Tensor | None = None if copy is None else getattr(copy[1], "main_grad", None)  # none if it is frozen
-    for part in (Part.LAYERS, Part.EXPERTS):
+    for part in (StageKind.LAYERS, StageKind.EXPERTS):
         named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
-        if named and (part is Part.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
+        if named and (part is StageKind.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
             key = StageKey(part, pipeline_stage)
-            stages.append(MegatronStage(key, named, device, embedding if part is Part.LAYERS else None))
+            stages.append(MegatronStage(key, named, device, embedding if part is StageKind.LAYERS else None))
     if tied is not None and tied.weight is not None:
         stages.append(EmbeddingStage(tied, device))
     return stages
 
 
 def _named(
-    chunk: DistributedDataParallel, place: int, chunks: int, part: Part, apart: torch.nn.Parameter | None
+    chunk: DistributedDataParallel, place: int, chunks: int, kind: StageKind, apart: torch.nn.Parameter | None
 ) -> list[Named]:
     # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
     prefix = f"chunk{place}." if chunks > 1 else ""
     model = unwrap_model(chunk)
     of_model = {parameter: name for name, parameter in model.named_parameters()}
-    groups = chunk.expert_parallel_bucket_groups if part is Part.EXPERTS else chunk.bucket_groups
+    groups = chunk.expert_parallel_bucket_groups if kind is StageKind.EXPERTS else chunk.bucket_groups
     named = []
     for group in groups:
         names = {

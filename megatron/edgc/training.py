@@ -34,7 +34,7 @@ from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.settle import plan_run, slowest
-from edgc.plan.stages import Part, ProcessStage, StageKey
+from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from megatron.edgc import pipeline_parallel
 from megatron.edgc.checkpoint_hooks import CheckpointHooks
 from megatron.edgc.checkpoint_index import RunState
@@ -129,7 +129,7 @@ class Session:
 
         controller = message_controller = None
         if dist.get_rank() == 0:
-            of_layers = [sent_back.get(k.pipeline_stage) if k.part is Part.LAYERS else None for k in plan.keys]
+            of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
             controller = plan.controller(self.run.iterations, reduction_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(
@@ -197,7 +197,7 @@ class Session:
 
     def _check_stages(self, stage: int) -> None:
         """Raises ``ConfigError``, on all processes alike, where one has nothing to reduce but a tied embedding."""
-        own = next((one for one in self.stages if one.key.part is Part.LAYERS), None)
+        own = next((one for one in self.stages if one.key.kind is StageKind.LAYERS), None)
         empty = own is None or not any(parameter.elements for parameter in own.parameters)
         if found := sorted({place for place in all_gather_objects(stage + 1 if empty else None) if place}):
             stages = ", ".join(map(str, found))
@@ -209,7 +209,7 @@ class Session:
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
         """What each process knows of its stages. Experts and embedding have no cost: the layers around them pay."""
         own = [
-            ProcessStage(stage.key, tuple(stage.parameters), cost if stage.key.part is Part.LAYERS else None)
+            ProcessStage(stage.key, tuple(stage.parameters), cost if stage.key.kind is StageKind.LAYERS else None)
             for stage in self.stages
         ]
         return all_gather_objects(own)

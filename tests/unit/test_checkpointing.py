@@ -11,7 +11,7 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
 from edgc.plan.controller import Controller
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
 
@@ -80,7 +80,7 @@ def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_
 ) -> None:
     from megatron.edgc import checkpoint_index
 
-    stage: Any = SimpleNamespace(key=StageKey(Part.LAYERS, 0), process_group=None)
+    stage: Any = SimpleNamespace(key=StageKey(StageKind.LAYERS, 0), process_group=None)
     names = ["error.a.weight", "error.embedding.word_embeddings.weight", "engine", "norms"]
     saved = {"stage0-tp0": checkpoint_index.SavedStage(2, {name: {} for name in names})}
     monkeypatch.setattr(checkpoint_index, "stage_key", lambda stage: f"{stage.key.id}-tp0")
@@ -102,7 +102,7 @@ def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_
 
 
 def test_stages_and_boundaries_have_names_in_checkpoints_that_no_wording_changes() -> None:
-    keys = [StageKey(part, 1) for part in (Part.LAYERS, Part.EXPERTS)] + [StageKey(Part.EMBEDDING, 0)]
+    keys = [StageKey(part, 1) for part in (StageKind.LAYERS, StageKind.EXPERTS)] + [StageKey(StageKind.EMBEDDING, 0)]
     assert [key.id for key in keys] == ["stage1", "stage1-experts", "embedding"]
     assert [str(key) for key in keys] == ["stage 2", "stage 2 experts", "tied embedding"]
     boundaries = [Boundary("backward", 1, 0), Boundary("forward", 3, 0)]

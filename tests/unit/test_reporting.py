@@ -17,12 +17,12 @@ from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 
 ITERATIONS, VOLUME = 1000, 24
 PLAN = RankPlan(1, 100, ranks=(56,), reasons=("entropy",))
 STAGE = StageWindow(
-    StageKey(Part.LAYERS, 0),
+    StageKey(StageKind.LAYERS, 0),
     entropy=-5.25,
     residual=math.nan,
     reduce_seconds=0.125,
@@ -279,7 +279,7 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsy
         WITH_MESSAGES,
         ranks=(64, 64, None),
         plan=plan,
-        stages=tuple(replace(STAGE, stage=StageKey(Part.LAYERS, place)) for place in range(3)),
+        stages=tuple(replace(STAGE, stage=StageKey(StageKind.LAYERS, place)) for place in range(3)),
         message_plan=RankPlan(1, 200, (12,), proposed=(3.25,), targets=(4,), reasons=("entropy",)),
     )
     reporter(scalars=lambda: writer).window(report, last=False)

@@ -12,7 +12,7 @@ from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import ReductionSizes, Run
 from edgc.plan.settle import plan_run
-from edgc.plan.stages import Part, ProcessStage, StageKey
+from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)
@@ -28,14 +28,14 @@ DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02)
 
 def processes(*costs: StageCost | None) -> list[list[ProcessStage]]:
     """One process a pipeline stage, whose layers cost so much."""
-    return [[ProcessStage(StageKey(Part.LAYERS, stage), LAYERS, cost)] for stage, cost in enumerate(costs)]
+    return [[ProcessStage(StageKey(StageKind.LAYERS, stage), LAYERS, cost)] for stage, cost in enumerate(costs)]
 
 
 def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
     plan = plan_run(EDGCConfig.of(window=100), RUN, processes(CHEAP, CHEAP))
     assert plan.compresses and not plan.warnings
     assert (plan.config.ranks.rmin, plan.config.ranks.rmax) == (4, 20)
-    assert plan.keys == [StageKey(Part.LAYERS, 0), StageKey(Part.LAYERS, 1)]
+    assert plan.keys == [StageKey(StageKind.LAYERS, 0), StageKey(StageKind.LAYERS, 1)]
     for stage in plan.stages:
         assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
         assert [parameter.name for parameter, _ in stage.allocation.others] == [
@@ -142,7 +142,7 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
     parameters = (Parameter("w", (64, 256)), Parameter("word", (512, 64), embedding=True), Parameter("bias", (64,)))
-    stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax == 300  # of the link: three quarters of the rank of 4 s
     first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
@@ -151,7 +151,7 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
 
 
 def without_matrices() -> list[list[ProcessStage]]:
-    return [[ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (6, 6)), Parameter("bias", (6,))))]]
+    return [[ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (6, 6)), Parameter("bias", (6,))))]]
 
 
 def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it() -> None:
@@ -234,7 +234,7 @@ def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:
     stage = ProcessStage(
-        StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(0.0, 0.01), 4.0, 4.0)
+        StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(0.0, 0.01), 4.0, 4.0)
     )
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, [[stage]])
     assert plan.config.ranks.rmax == 300  # no matrix saves 2x there
@@ -246,7 +246,7 @@ def test_a_reduction_takes_no_more_than_three_quarters_of_the_hosts_time() -> No
     parameters = (Parameter("w", (64, 256)), Parameter("v", (64, 256)))
     for host_seconds, limited in ((11.4, True), (400.0, False)):
         cost = StageCost(CommCost(0.0, 1.0), host_seconds, host_seconds)
-        stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, cost)
+        stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, cost)
         plan = plan_run(EDGCConfig.from_preset({"volume": 10.0}), RUN, [[stage]])
         assert plan.config.ranks.rmax == (8 if limited else 300)
         budget = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int2": 0.25})).budget
@@ -258,7 +258,7 @@ def test_a_reduction_takes_no_more_than_three_quarters_of_the_hosts_time() -> No
 
 def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_for() -> None:
     run = Run(iterations=1000, replicas=4, learning_rate=lambda iteration: 1e-3 * (1 - iteration / 1000))
-    stage = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),), CHEAP)
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), CHEAP)
     found = []
     for power in (0.0, 0.5):
         config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
@@ -271,7 +271,7 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
 
 def test_rows_are_a_choice_of_embeddings_alone() -> None:
     parameters = (Parameter("words", (512, 64), embedding=True), Parameter("qkv", (192, 64)))
-    stage = ProcessStage(StageKey(Part.LAYERS, 0), parameters, CHEAP)
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, CHEAP)
     run = Run(iterations=1000, replicas=4)
     config = EDGCConfig.from_preset({"volume": 10.0})
     (planned,) = plan_run(config, run, [[stage]]).stages
@@ -287,7 +287,7 @@ def test_a_window_is_at_most_a_twentieth_of_a_run_with_a_volume_and_holds_a_meas
 
 
 def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
-    stage = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),))
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),))
     config = EDGCConfig.of(volume=24.0, warmup_fraction=0.1)
     with pytest.raises(ConfigError, match="--edgc-volume = 24: the warm-up of 10 % of the run in fp32 alone"):
         plan_run(config, RUN, [[stage]])
@@ -296,8 +296,8 @@ def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
 
 def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_nothing() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
-    layers = ProcessStage(StageKey(Part.LAYERS, 0), (Parameter("w", (64, 256)),))
-    tied = ProcessStage(StageKey(Part.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
+    layers = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),))
+    tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
     for run, price, count in ((RUN, 2 * (7 / 8) / (3 / 4), 1), (Run(iterations=1000, replicas=1), 1.0, 0)):
         plan = plan_run(config, run, [[layers, tied]])
         messages = sizes({"int4": 0.5}, run=run)
@@ -326,7 +326,7 @@ def test_what_does_not_go_with_a_volume_is_refused(given: dict[str, object], mes
 def test_the_warm_up_of_a_volume_counts_what_the_host_sends() -> None:
     settings = {"volume": 8.0, "dense_wire": "fp32", "warmup_fraction": 0.2}
     config = EDGCConfig.from_preset(settings)
-    processes = [[ProcessStage(StageKey(Part.LAYERS, 0), LAYERS)]]
+    processes = [[ProcessStage(StageKey(StageKind.LAYERS, 0), LAYERS)]]
     with pytest.raises(ConfigError, match=r"the warm-up of 20 % of the run in fp32 alone sends more"):
         plan_run(config, Run(iterations=1000, replicas=4), processes)
     # a reduce-scatter sends half

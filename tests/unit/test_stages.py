@@ -20,7 +20,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.seam import Seam
@@ -96,7 +96,7 @@ class EventSpans(Spans):
 
 def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     """Four chunks of a virtual pipeline, 1 s each: a stage takes 4 s, which is what the probe has found."""
-    stage = MegatronStage(StageKey(Part.LAYERS, 0), [], CPU)
+    stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
     stage.spans = clock = EventSpans()
     for step in range(5):
         for _ in range(4):

@@ -13,9 +13,9 @@ from edgc.hosts.stage import Stage
 from edgc.observe.fidelity import Agreement, Fidelity
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
-from edgc.plan.stages import Part, StageKey
+from edgc.plan.stages import StageKey, StageKind
 
-STAGE = StageWindow(StageKey(Part.LAYERS, 0), *[0.0] * 7)
+STAGE = StageWindow(StageKey(StageKind.LAYERS, 0), *[0.0] * 7)
 MESSAGE = MessageWindow(Boundary("backward", 1, 0), *[0.0] * 4)
 NAN, INF = math.nan, math.inf
 NOT_MEASURED = pytest.approx(NAN, nan_ok=True)
@@ -80,7 +80,7 @@ def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_acti
     driver = SimpleNamespace(message_ranks=(16, None, 4, 8))
     under_test: Any = SimpleNamespace(driver=driver, messages=SimpleNamespace(boundaries=boundaries))
     ranks = WindowExchange._gradient_message_ranks(under_test)
-    assert ranks == {StageKey(Part.LAYERS, 1): 16, StageKey(Part.LAYERS, 2): None}
+    assert ranks == {StageKey(StageKind.LAYERS, 1): 16, StageKey(StageKind.LAYERS, 2): None}
 
 
 def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
