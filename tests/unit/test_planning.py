@@ -299,6 +299,22 @@ def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
     assert len(plan.reduced(alone)) == 1, "nobody else holds its experts"
 
 
+def test_the_memory_has_errors_and_factors(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    side = training.layer.width // training.tensor  # the shorter one of proj
+    values = 12 * 8 * 64 * (3 * 4480 + side)  # layers of a stage, factors in turn
+    assert training.factor_bytes(64) == pytest.approx(values / 2, rel=0.1), "in 4 bits, with scales"
+    half = Training.of("gpt2_2.5b", None)
+    single = replace(half, loss_scale=False)
+    assert half.error_bytes == 2 * single.error_bytes and half.factor_bytes(64) == 2 * single.factor_bytes(64)
+    experts = ["--num-experts", "8", "--moe-ffn-hidden-size", "2240", "--expert-model-parallel-size"]
+    alone, pairs = (Training.of("gpt2_12.1b", None, [*experts, parallel]) for parallel in ("8", "4"))
+    attention = 12 * 8 * 64 * (4480 + side) / 2
+    assert alone.factor_bytes(64) == pytest.approx(attention, rel=0.1), "nobody else holds its experts"
+    assert pairs.factor_bytes(64) == pytest.approx(attention + 12 * 8 * 64 * 2 * 2 * 1120 / 2, rel=0.1)
+    assert plan.main(["gpt2_12.1b", "--gbps", "10"]) == 0
+    assert "GiB are factors at rank 698, the largest above." in capsys.readouterr().out
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
     compressing = {"balanced": costs(training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}

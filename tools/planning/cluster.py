@@ -6,12 +6,13 @@ import math
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from edgc.comm.collectives import all_reduce_bytes
+from edgc.compress.engines.powersgd import STORED
 from edgc.hosts.units import MOST as UNITS
 from edgc.plan.candidates import ROUNDED
 from edgc.plan.comm_cost import MESSAGE_GAIN
@@ -75,7 +76,7 @@ class Training:
     overlapped: bool
     gpu: GPU
     network: Network
-    loss_scale: bool  # with one EDGC also keeps its state of before a step
+    loss_scale: bool
     experts: Experts | None = None
     sequence_parallel: bool = True
 
@@ -223,9 +224,26 @@ class Training:
         return 2 * layers * link.seconds(self.experts.per_token * self.message_bytes * elsewhere)
 
     @property
-    def state_bytes(self) -> float:
-        """That EDGC keeps on a GPU for its layers, with errors in fp32."""
-        return 4.0 * self.reduced_elements * (2 if self.loss_scale else 1)
+    def copies(self) -> int:
+        """Of EDGC's state on a GPU: with a loss scale it also keeps that of before a step."""
+        return 2 if self.loss_scale else 1
+
+    @property
+    def error_bytes(self) -> float:
+        """That EDGC keeps on a GPU for the errors of its layers, in fp32."""
+        return 4.0 * self.reduced_elements * self.copies
+
+    def factor_bytes(self, rank: int) -> float:
+        """That presets with a volume keep on a GPU for factors of this rank, of which they use several in turn."""
+        own, of_mlp = self.layer, 1.0
+        if self.experts is not None:
+            own = replace(own, inside=self.experts.width)
+            of_mlp = self.experts.count / self.experts.parallel if self.expert_replicas > 1 else 0.0
+        layer = 0.0
+        for name, (rows, cols) in own.matrices(self.tensor).items():
+            side = min(rows, cols)
+            layer += STORED.tensor_bytes(min(rank, side) * side) * (of_mlp if name in ("fc1", "fc2") else 1.0)
+        return layer * self.layers / self.pipeline * PRESETS["balanced"]["basis_cycle"] * self.copies
 
     @property
     def message_bytes(self) -> float:
