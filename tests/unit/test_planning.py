@@ -357,6 +357,15 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
         spans = [[span for span in one.step.spans if span.stage == 2 and span.kind == "message"] for one in steps]
         seconds = [min(span.seconds for span in own) for own in spans]  # those of gradients, if these are shorter
         assert (seconds[0] < 0.3 * seconds[1]) == pays and (steps[0].seconds < steps[1].seconds) == pays
+    interleaved = Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "4"])
+    for of, share in ((training, 0.0), (interleaved, 2 / 3)):
+        spans = [one.step.spans for one in (predict(of, way, found, of.apart(10.0)) for way in (balanced, plain))]
+        first, second = (
+            [min(s.seconds for s in own if (s.stage, s.kind) == (stage, "backward")) for own in spans]
+            for stage in (0, 1)
+        )
+        rounds = second[0] - second[1]
+        assert rounds > 0 and first[0] - first[1] == pytest.approx(share * rounds), "it sends none of its first chunk"
     single = replace(training, pipeline=1)
     assert predict(single, balanced, found, single.apart(10.0)) == replace(
         predict(single, plain, found, single.apart(10.0)), contender=balanced

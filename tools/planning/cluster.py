@@ -540,10 +540,11 @@ def predict(
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), link) for link, _ in links]
+    of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
             forward=forward + (experts := training.expert_seconds(ring)),
-            backward=2 * forward + experts + rounding,
+            backward=2 * forward + experts + (rounding if place else of_first * rounding),
             link=messages,
             ring=ring,
             activations=training.message_bytes,
@@ -552,7 +553,7 @@ def predict(
             gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
-        for (messages, ring), (gradients, rounding) in zip(links, sends, strict=True)
+        for place, ((messages, ring), (gradients, rounding)) in enumerate(zip(links, sends, strict=True))
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)
