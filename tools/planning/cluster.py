@@ -243,7 +243,8 @@ class Training:
         for name, (rows, cols) in own.matrices(self.tensor).items():
             side = min(rows, cols)
             layer += STORED.tensor_bytes(min(rank, side) * side) * (of_mlp if name in ("fc1", "fc2") else 1.0)
-        return layer * self.layers / self.pipeline * PRESETS["balanced"]["basis_cycle"] * self.copies
+        in_turn = int(PRESETS["balanced"]["basis_cycle"])
+        return layer * self.layers / self.pipeline * in_turn * self.copies
 
     @property
     def message_bytes(self) -> float:
