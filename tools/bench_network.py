@@ -213,7 +213,7 @@ def fit_lines(output: Path, report: bool) -> None:
             worst = (f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:])
             print(f"{name}: {', '.join(worst)}", flush=True)
             write_json(raw_file, {**measured, "fits": [asdict(fit) for fit in fits]}, indent=1)
-    raw = json.loads(raw_file.read_text())
+    raw = _figures(raw_file, "--linear")
     fits = [linear.Fit(one["links"], one["formats"], tuple(one["seconds"])) for one in raw["fits"]]
     write(output / "linear.png", linear.picture(fits))
     write(output / "linear.md", linear.page(fits, raw["machine"], raw["commit"], "linear").encode())
@@ -224,7 +224,7 @@ def compare_with_megatron(output: Path, repetitions: int, report: bool) -> None:
     """The page of what EDGC costs on fast links; with ``report`` of the runs that are there."""
     if not report:
         _measure(output / "overhead.json", overhead.COMPARED, overhead.measure, repetitions)
-    raw = json.loads((output / "overhead.json").read_text())
+    raw = _figures(output / "overhead.json", "--overhead")
     runs = [overhead.Run(**{**one, "steps": tuple(one["steps"])}) for one in raw["runs"]]
     write(output / "overhead.md", overhead.page(runs, raw["machine"], raw["commit"]).encode())
     print(f"written: {output}/overhead.md, overhead.json")
@@ -234,10 +234,18 @@ def compare_stages(output: Path, repetitions: int, report: bool) -> None:
     """The page of when the stages of pipelines end; with ``report`` of the runs that are there."""
     if not report:
         _measure(output / "stage_ends.json", stage_ends.COMPARED, stage_ends.measure, repetitions)
-    raw = json.loads((output / "stage_ends.json").read_text())
+    raw = _figures(output / "stage_ends.json", "--stage-ends")
     runs = [stage_ends.Run(**one) for one in raw["runs"]]
     write(output / "stage_ends.md", stage_ends.page(runs, raw["machine"], raw["commit"]).encode())
     print(f"written: {output}/stage_ends.md, stage_ends.json")
+
+
+def _figures(file: Path, what: str) -> dict[str, Any]:
+    """Raises ``RunFailed`` where nothing was measured."""
+    if not file.is_file():
+        raise RunFailed(f"there is no {file}: {what} without --report measures what it holds")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def _measure(

@@ -19,22 +19,29 @@ if __name__ == "__main__":
 from tools.benchmarks import gpu_model
 from tools.benchmarks.common import BALANCED, versions
 from tools.benchmarks.step_costs import Count, all_ways
-from tools.shared.command import command_parser
+from tools.launching.configs import LaunchError
+from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
 from tools.shared.markdown import header, row
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Count, and write both files; returns the exit status."""
     parser = command_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["gpt2_12.1b", "gpt2_2.5b"], help="names in configs/models/")
     parser.add_argument("--output", type=Path, default=Path("docs/bench/steps"), help="of both files, without ending")
     options = parser.parse_args(argv)
-    counts = [one for name in options.models for one in all_ways(name)]
+    try:
+        counts = [one for name in options.models for one in all_ways(name)]
+    except LaunchError as error:
+        say_error("count_step", error)
+        return 2
     write_json(
         options.output.with_suffix(".json"), {"versions": versions(), "rows": [asdict(one) for one in counts]}, indent=1
     )
     write(options.output.with_suffix(".md"), page(counts, options.output.name).encode())
     print(f"written: {options.output}.json, {options.output}.md")
+    return 0
 
 
 def page(counts: Sequence[Count], raw: str) -> str:
@@ -102,4 +109,4 @@ def _cells(one: Count) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -30,7 +30,7 @@ from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Mode
 from tools.launching.needs import needs
 from tools.launching.needs_table import misnamed, table
 from tools.shared.command import command_parser, say_error
-from tools.shared.files import write_tables
+from tools.shared.files import PageError, around_tables, write_tables
 
 START = "<!-- tools/describe.py -->"
 
@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     options, extra = parser.parse_known_args(argv)
     found = []
     try:
+        if options.write is not None:
+            around_tables(options.write, START)  # what is wrong with it is said before a minute has gone
         with ProcessPoolExecutor(
             1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
         ) as processes:
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
                 cluster = read(Cluster, CLUSTERS, options.cluster or model.cluster)
                 work = partial(needs, model, cluster, options.method, options.ranks, extra)
                 found.append(processes.submit(work).result())
-    except LaunchError as error:
+    except (LaunchError, PageError) as error:
         say_error("describe", error)
         return 2
     tables = "\n\n".join(table(one) for one in found)

@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         say_error("export_hf", error)
         return 1
     except OSError as error:
-        say_error("export_hf", f"{error.filename}: {error.strerror}")
+        # a full disk has no name
+        say_error("export_hf", f"{error.filename}: {error.strerror}" if error.filename else error)
         return 1
     return 0
 

@@ -68,6 +68,14 @@ def test_all_bytes_of_a_step_are_there_and_a_state_that_is_kept_twice(found: lis
         assert 4 * matrices < model["stages"][1]["edgc"] / (1 + scaled) < 1.02 * 4 * matrices
 
 
+def test_a_page_without_a_place_for_tables_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here\n")
+    done = described("gpt2_12.1b", "--write", str(page))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"describe: error: {page}: tables stand between the lines" in done.stderr
+
+
 def test_a_fused_sum_and_gathered_weights_are_counted() -> None:
     page = described("gpt2_12.1b", "--use-distributed-optimizer", "--edgc-preset", "balanced").stdout
     first, second, *_, last = [row.split(" | ") for row in page.splitlines() if row[:3] in ("| 1", "| 2", "| 3", "| 4")]

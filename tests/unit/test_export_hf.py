@@ -1,5 +1,6 @@
 """Megatron's weights under GPT-2's names: layout, padding, tokenizer, and what is refused."""
 
+import errno
 import random
 import shutil
 from argparse import Namespace
@@ -409,3 +410,14 @@ def test_a_hugging_face_tokenizer_is_saved_as_it_is(gpt2_files: dict[str, str], 
 def test_tokenizers_without_text_are_refused() -> None:
     with pytest.raises(ExportError, match="--tokenizer-type NullTokenizer"):
         export_tokenizer.build_tokenizer(arguments(tokenizer_type="NullTokenizer"), None)
+
+
+def test_a_full_disk_is_told_without_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: Namespace) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export_hf, "export", full)
+    assert export_hf.main(["--load", "here", "--output", "there"]) == 1
+    assert capsys.readouterr().err == "export_hf: error: [Errno 28] No space left on device\n"

@@ -397,3 +397,12 @@ def test_residuals_are_what_a_line_leaves() -> None:
 def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:
     assert all(flags.startswith("--edgc-") for flags in CONTENDERS.values())
     assert MODES["pipeline"].processes == 4 and MODES["four workers"].processes == 4
+
+
+@pytest.mark.parametrize("what", ["linear", "overhead", "stage-ends"])
+def test_a_page_without_figures_is_refused_in_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_network.main([f"--{what}", "--report", "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("bench_network: error: there is no ") and said.count("\n") == 1

@@ -299,6 +299,22 @@ def test_experts_own_matrices_are_counted_and_travel_among_those_that_hold_them(
     assert len(plan.reduced(alone)) == 1, "nobody else holds its experts"
 
 
+def test_the_memory_has_errors_and_factors(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    side = training.layer.width // training.tensor  # the shorter one of proj
+    values = 12 * 8 * 64 * (3 * 4480 + side)  # layers of a stage, factors in turn
+    assert training.factor_bytes(64) == pytest.approx(values / 2, rel=0.1), "in 4 bits, with scales"
+    half = Training.of("gpt2_2.5b", None)
+    single = replace(half, loss_scale=False)
+    assert half.error_bytes == 2 * single.error_bytes and half.factor_bytes(64) == 2 * single.factor_bytes(64)
+    experts = ["--num-experts", "8", "--moe-ffn-hidden-size", "2240", "--expert-model-parallel-size"]
+    alone, pairs = (Training.of("gpt2_12.1b", None, [*experts, parallel]) for parallel in ("8", "4"))
+    attention = 12 * 8 * 64 * (4480 + side) / 2
+    assert alone.factor_bytes(64) == pytest.approx(attention, rel=0.1), "nobody else holds its experts"
+    assert pairs.factor_bytes(64) == pytest.approx(attention + 12 * 8 * 64 * 2 * 2 * 1120 / 2, rel=0.1)
+    assert plan.main(["gpt2_12.1b", "--gbps", "10"]) == 0
+    assert "GiB are factors at rank 698, the largest above." in capsys.readouterr().out
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
     compressing = {"balanced": costs(training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}
@@ -341,6 +357,15 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
         spans = [[span for span in one.step.spans if span.stage == 2 and span.kind == "message"] for one in steps]
         seconds = [min(span.seconds for span in own) for own in spans]  # those of gradients, if these are shorter
         assert (seconds[0] < 0.3 * seconds[1]) == pays and (steps[0].seconds < steps[1].seconds) == pays
+    interleaved = Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "4"])
+    for of, share in ((training, 0.0), (interleaved, 2 / 3)):
+        spans = [one.step.spans for one in (predict(of, way, found, of.apart(10.0)) for way in (balanced, plain))]
+        first, second = (
+            [min(s.seconds for s in own if (s.stage, s.kind) == (stage, "backward")) for own in spans]
+            for stage in (0, 1)
+        )
+        rounds = second[0] - second[1]
+        assert rounds > 0 and first[0] - first[1] == pytest.approx(share * rounds), "it sends none of its first chunk"
     single = replace(training, pipeline=1)
     assert predict(single, balanced, found, single.apart(10.0)) == replace(
         predict(single, plain, found, single.apart(10.0)), contender=balanced

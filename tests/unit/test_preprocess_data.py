@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def megatron_arguments(flags: str) -> Namespace:
     """What Megatron's own parser makes of some flags."""
     from megatron.training.arguments import parse_args
 
-    argv, sys.argv = sys.argv, ["pretrain_gpt.py", *flags.split()]
+    argv, sys.argv = sys.argv, ["pretrain_gpt.py", *shlex.split(flags)]
     try:
         return Namespace(**{**vars(parse_args()), "rank": 1})
     finally:
@@ -378,11 +379,12 @@ def test_the_meta_file_tells_what_was_made_and_names_no_path_of_this_machine(
         assert f"{split['documents']} documents, {split['tokens']:,} tokens" in printed
 
 
-def test_megatron_trains_on_the_printed_flags(tmp_path: Path, prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_trains_on_the_printed_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.training.utils import get_blend_and_blend_per_split
 
+    prefix = tmp_path / "my data" / "corpus"
     assert run(write_jsonl(tmp_path, DOCUMENTS), prefix, *SPLIT) == 0
     found = re.search(r"flags +(.*)", capsys.readouterr().out)
     assert found

@@ -1,6 +1,7 @@
 """What a step of the paper's models asks of a GPU: launches, messages, memory. No GPU is needed."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.rank_plan import NO_RANK
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
+from tools import count_step as count_step_command
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import device_seconds
 from tools.benchmarks.stage import Stage
@@ -82,3 +84,24 @@ def test_matrices_of_one_shape_and_rank_cost_few_launches_more_each() -> None:
 
     assert launches(8, [16]) - launches(4, [16]) <= 4 * 8
     assert launches(8, [12, 16]) > launches(8, [16]), "another rank is another shape"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no_such", "there is no such file"),
+        ("tiny", "its cluster laptop has no link_gbps"),
+        ("open.yaml", "open: flags: No closing quotation"),
+        ("experts.yaml", "--num-experts: only tools/plan.py counts experts"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_in_one_line(
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
+    for name, flags in {"open": f"{sizes} 'x", "experts": f"{sizes} --num-experts 4"}.items():
+        Path(f"{name}.yaml").write_text(f"title: a model\ncluster: h100_64\nflags: >-\n  {flags}\n")
+    assert count_step_command.main(["--models", model, "--output", str(tmp_path / "steps")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("count_step: error: ") and said.count("\n") == 1

@@ -1,14 +1,13 @@
 """The matrices of one pipeline stage of a model of configs/models/."""
 
 import argparse
-import shlex
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from edgc.specs import MatrixSpec
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.shared.layer import Layer, add_arguments
 
 
@@ -30,7 +29,7 @@ class Stage:
 
     @classmethod
     def of(cls, name: str, layers: int | None) -> "Stage":
-        """From a file in configs/models/; ``layers``: at most so many."""
+        """From a file in configs/models/; ``layers``: at most so many. Raises ``LaunchError``, for experts as well."""
         model = read(Model, MODELS, name)
         cluster = read(Cluster, CLUSTERS, model.cluster)
         parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -38,7 +37,10 @@ class Stage:
         parser.add_argument("--num-layers", type=int, required=True)
         for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
             parser.add_argument(flag, type=int, default=1)
-        flags, _ = parser.parse_known_args(shlex.split(model.flags))
+        parser.add_argument("--num-experts")
+        flags, _ = parser.parse_known_args(split_flags(model.flags, model.name))
+        if flags.num_experts is not None:
+            raise LaunchError(f"{model.name}: --num-experts: only tools/plan.py counts experts")
         across, stages = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
         layer = Layer.of(flags)
         shapes = layer.matrices(across)

@@ -13,7 +13,7 @@ from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
-from tools.launching.configs import CLUSTERS, MODELS, Cluster, Model, read
+from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.shared.gpus import GPU, GPU_OF
 
 RANK = 64
@@ -54,10 +54,11 @@ def gradient_bytes(stage: Stage) -> int:
 
 
 def all_ways(name: str) -> Iterator[Count]:
-    """The page's rows of a model on its cluster: by matrix and in units, with their memory."""
+    """The page's rows of a model on its cluster: by matrix and in units, with their memory. Raises ``LaunchError``."""
     model = read(Model, MODELS, name)
     cluster, stage = read(Cluster, CLUSTERS, model.cluster), Stage.of(name, None)
-    assert cluster.link_gbps is not None and cluster.compute_capability is not None
+    if cluster.link_gbps is None or cluster.compute_capability not in GPU_OF:
+        raise LaunchError(f"{name}: its cluster {cluster.name} has no link_gbps, or no GPU whose constants are known")
     count = partial(_count, replace(stage, title=model.title), GPU_OF[cluster.compute_capability], cluster.link_gbps)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (

@@ -1,6 +1,7 @@
 """The files of a data set: their names, whether they are complete, and the summary that is printed."""
 
 import json
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,11 @@ def is_whole(meta_path: Path, recipe: dict[str, Any]) -> bool:
 def print_summary(meta: dict[str, Any], splits: Splits, args: Namespace) -> None:
     """Print what was written and the Megatron flags that use it."""
     prefix = Path(args.output_prefix)
-    flags = f"--tokenizer-type {meta['tokenizer_type']} --tokenizer-model {tokenizer_path(args)}"
+    flags = ["--tokenizer-type", meta["tokenizer_type"], "--tokenizer-model", str(tokenizer_path(args))]
     print(f"{meta['source']}: vocabulary of {meta['vocabulary_size']} pieces, {tokenizer_path(args)}")
     for name, split in splits.items():
         rate = f"{split.bytes / split.tokens:.2f} bytes per token"
         print(f"  {name:5}  {split.documents:,} documents, {split.tokens:,} tokens, {rate}")
-        flags += f" {data_flag(name)} {data_path(prefix, name)}"
+        flags += [data_flag(name), data_path(prefix, name)]
     print(f"  files  {', '.join(meta['files'])}, {prefix.name}_meta.json in {prefix.parent}")
-    print(f"  flags  {flags}")
+    print(f"  flags  {shlex.join(flags)}")

@@ -6,12 +6,13 @@ import math
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from edgc.comm.collectives import all_reduce_bytes
+from edgc.compress.engines.powersgd import STORED
 from edgc.hosts.units import MOST as UNITS
 from edgc.plan.candidates import ROUNDED
 from edgc.plan.comm_cost import MESSAGE_GAIN
@@ -75,7 +76,7 @@ class Training:
     overlapped: bool
     gpu: GPU
     network: Network
-    loss_scale: bool  # with one EDGC also keeps its state of before a step
+    loss_scale: bool
     experts: Experts | None = None
     sequence_parallel: bool = True
 
@@ -223,9 +224,27 @@ class Training:
         return 2 * layers * link.seconds(self.experts.per_token * self.message_bytes * elsewhere)
 
     @property
-    def state_bytes(self) -> float:
-        """That EDGC keeps on a GPU for its layers, with errors in fp32."""
-        return 4.0 * self.reduced_elements * (2 if self.loss_scale else 1)
+    def copies(self) -> int:
+        """Of EDGC's state on a GPU: with a loss scale it also keeps that of before a step."""
+        return 2 if self.loss_scale else 1
+
+    @property
+    def error_bytes(self) -> float:
+        """That EDGC keeps on a GPU for the errors of its layers, in fp32."""
+        return 4.0 * self.reduced_elements * self.copies
+
+    def factor_bytes(self, rank: int) -> float:
+        """That presets with a volume keep on a GPU for factors of this rank, of which they use several in turn."""
+        own, of_mlp = self.layer, 1.0
+        if self.experts is not None:
+            own = replace(own, inside=self.experts.width)
+            of_mlp = self.experts.count / self.experts.parallel if self.expert_replicas > 1 else 0.0
+        layer = 0.0
+        for name, (rows, cols) in own.matrices(self.tensor).items():
+            side = min(rows, cols)
+            layer += STORED.tensor_bytes(min(rank, side) * side) * (of_mlp if name in ("fc1", "fc2") else 1.0)
+        in_turn = int(PRESETS["balanced"]["basis_cycle"])
+        return layer * self.layers / self.pipeline * in_turn * self.copies
 
     @property
     def message_bytes(self) -> float:
@@ -522,10 +541,11 @@ def predict(
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), link) for link, _ in links]
+    of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
             forward=forward + (experts := training.expert_seconds(ring)),
-            backward=2 * forward + experts + rounding,
+            backward=2 * forward + experts + (rounding if place else of_first * rounding),
             link=messages,
             ring=ring,
             activations=training.message_bytes,
@@ -534,7 +554,7 @@ def predict(
             gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
-        for (messages, ring), (gradients, rounding) in zip(links, sends, strict=True)
+        for place, ((messages, ring), (gradients, rounding)) in enumerate(zip(links, sends, strict=True))
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)

@@ -157,7 +157,9 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     for gbps in dict.fromkeys(one.gbps for one in predictions):
         chosen, why = recommended([one for one in predictions if one.gbps == gbps])
         lines.append(f"- {gbps:g} Gbit/s: {way(training, chosen.contender)}: {why}.")
-    memory = training.state_bytes / 2**30
+    rank = max((one.rank or 0 for one in predictions if one.contender.volume > 1), default=0)
+    errors, factors = training.error_bytes / 2**30, training.factor_bytes(rank) / 2**30
+    of_factors = f" Of it {factors:.1f} GiB are factors at rank {rank}, the largest above." if rank else ""
     twice = " This includes the state of before a step, which a loss scale needs." if training.loss_scale else ""
     lines += [
         "",
@@ -168,8 +170,8 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
         "",
         *reading(training, places),
         "",
-        f"For its layers EDGC keeps {memory:.1f} GiB on a GPU, {memory / 2:.1f} GiB with `--edgc-error-dtype bf16`."
-        + twice,
+        f"For its layers EDGC keeps up to {errors + factors:.1f} GiB on a GPU, {errors / 2 + factors:.1f} GiB with "
+        f"`--edgc-error-dtype bf16`.{of_factors}{twice}",
         "",
     ]
     return lines
