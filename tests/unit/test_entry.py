@@ -41,7 +41,7 @@ def test_a_step_that_was_never_ended_is_noticed_when_the_next_one_begins() -> No
 def test_a_trial_is_compared_with_the_steps_next_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the last ones of a long window, in which batch or link may have become others."""
     clock, now = [0.0], [0]
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     driver = StepDriver([], [], 1000, lambda: now[0], lambda: None)
     driver.adopt(RankPlan(0, 0, (8,), trial=(101, 104)), None)
     for iteration in range(100, 400):
