@@ -135,15 +135,17 @@ before=$(saved)
 ((before == 0)) || printf '%s: resuming from iteration %s of %s\n' "$METHOD" "$before" "$iterations"
 exec {log}> >(trap '' INT TERM HUP && exec tee -a -- "$folder/log.txt") # which outlives a signal to all of them
 tee=$!
-"${command[@]}" >&"$log" 2>&1 &
-training=$!
-exec {log}>&-
+training='' stopped=''
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap : TERM USR1 USR2 # Slurm signals the tasks, which save and end; this shell has to outlive them
 else
     # a background job of bash ignores Ctrl-C until torchrun has begun to handle it
-    trap 'kill -TERM "$training"' INT TERM HUP
+    trap 'stopped=1; [[ -z $training ]] || kill -TERM "$training"' INT TERM HUP
 fi
+"${command[@]}" >&"$log" 2>&1 &
+training=$!
+exec {log}>&-
+[[ -z $stopped ]] || kill -TERM "$training" # the signal came before the training had a number
 until # a signal ends a wait, but not the training
     status=0
     wait "$training" || status=$?

@@ -20,7 +20,7 @@ place = sys.argv.index("--probed")
 rounded, low_rank = map(float, sys.argv[place + 1 : place + 3])
 del sys.argv[place : place + 3]
 cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, rounded_seconds=rounded, volume_rank=8)
-trials.SHARE = 0.0
+trials.LARGEST_SHARE_OF_RUN = 0.0
 training.reduction_cost = lambda *_: cost  # type: ignore[assignment]
 
 if __name__ == "__main__":

@@ -713,7 +713,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "reduce", slow)
         patch.setattr(data_parallel, "reduction_cost", lambda *_: cost)
-        patch.setattr(trials, "SHARE", 0.1)  # half a percent of so short a run is no step at all
+        patch.setattr(trials, "LARGEST_SHARE_OF_RUN", 0.1)  # half a percent of so short a run is no step at all
         training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
         most, by_host = 0.0, 0
         for step in range(STEPS_OF_RUN):

@@ -174,6 +174,7 @@ ARGS = SimpleNamespace(
     tensor_model_parallel_size=2,
     hidden_size=64,
     params_dtype=torch.float32,
+    fp32_residual_connection=False,
 )
 
 
