@@ -106,16 +106,16 @@ class Controller:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
             by_host = self.trials.by_host
             change = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
-            if change and self._rounds_otherwise(by_host, change) and not by_host:
+            if change and self._follow_link(by_host, change) and not by_host:
                 self.trials.compress_anew()
         # with a budget parameters travel in several ways, so that one rank predicts nothing
         if self.budget is None:
             self.times.correct(observations, used, self.plan.by_host)
 
-    def _rounds_otherwise(self, by_host: bool, change: float) -> bool:
+    def _follow_link(self, by_host: bool, change: float) -> bool:
         """Round, or stop rounding, where reductions that take so many seconds more, or fewer, speak for it.
 
-        ``by_host``: they were the host's own sums. Returns whether that is a change.
+        ``by_host``: they were the host's own sums. Returns whether gradients are compressed in another way from now on.
         """
         times, budget = self.link_times, self.budget
         if times is None or budget is None:

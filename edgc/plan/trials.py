@@ -111,6 +111,7 @@ class Trials:
         self.host_steps += 0 if self.by_host else TRIAL_STEPS
         before, self.by_host = self.by_host, compressed > (RETURN if self.by_host else FASTER) * host
         self.measured, self.trial, self.due = (compressed, host), None, False
+        self._compared = True
         if self.by_host != before:
             self._reduction = math.nan
 

@@ -139,6 +139,19 @@ def test_a_change_that_comes_with_another_one_who_sums_has_its_seconds() -> None
     assert under_test.observe(seconds(host=1.6), 0.9, 0.0, 0.0) == pytest.approx(0.6)
 
 
+def test_another_way_of_compressing_is_no_change_of_the_link_until_a_trial_has_seen_it() -> None:
+    under_test = trials()
+    for iteration in (100, 200, 300):
+        window(under_test, iteration, 0.4, 0.8, 1.0)
+    under_test.compress_anew()
+    assert under_test.observe(seconds(compressed=0.6), 0.2, 0.0, 0.0) == 0.0
+    under_test.compress_anew()
+    under_test.trial = (400, 403)
+    window(under_test, 500, 0.2, 1.1, 1.0)
+    assert under_test.by_host
+    assert under_test.observe(seconds(host=1.6), 0.9, 0.0, 0.0) == pytest.approx(0.6)
+
+
 def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() -> None:
     before = trials()
     for iteration in (100, 200):
