@@ -38,7 +38,8 @@ if __name__ == "__main__":
 from tools._root import REPOSITORY
 from tools.network import linear, overhead, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.page import loss_over_time, markdown, over_time, picture, rate_name, table
+from tools.network.page import markdown, older_markdown
+from tools.network.pictures import loss_over_time, over_time, picture
 from tools.network.runs import (
     CHANGING,
     CONTENDERS,
@@ -56,6 +57,7 @@ from tools.network.runs import (
     measure,
     to_the_end,
 )
+from tools.network.tables import rate_name, table
 from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser, end_on_sigterm, say_error
@@ -343,6 +345,7 @@ def report(output: Path) -> None:
     if changing := [point for point in points if point.links in CHANGING]:
         write(output / "changing.png", over_time(changing))
     write(output / "README.md", markdown(points, machine, curves).encode())
+    write(output / "older.md", older_markdown(points).encode())
     print(f"written: {output}/README.md, points.json, step.png")
 
 

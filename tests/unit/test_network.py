@@ -14,19 +14,21 @@ from tools import bench_network
 from tools.network import linear, overhead, runs, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
-from tools.network.page import (
-    changing_table,
-    curve_table,
-    keeps_speed,
-    loss_over_time,
-    markdown,
-    over_time,
-    picture,
-    repeated,
-    sweep,
-    table,
+from tools.network.page import markdown, older_markdown
+from tools.network.pictures import loss_over_time, over_time, picture
+from tools.network.runs import (
+    CONTENDERS,
+    EVEN,
+    FALLING,
+    MODES,
+    RISING,
+    Curve,
+    Point,
+    flags,
+    meaning,
+    seconds_of_training,
 )
-from tools.network.runs import CONTENDERS, FALLING, MODES, RISING, Curve, Point, flags, meaning, seconds_of_training
+from tools.network.tables import changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
 from tools.shared import checkout
 from tools.shared.changes import CHANGES
 
@@ -135,6 +137,28 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
     page = markdown([*points, changing], "a machine")
     assert "## Plain\n" in page and f"## Plain, {FALLING}" in page and "changing.png" in page and "abc1234" in page
     assert picture([*points, changing]).startswith(b"\x89PNG") and over_time([changing]).startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_newest_code_of_each_contender_and_another_page_the_rest() -> None:
+    def at(code: str, *contenders: str, mbit: float = 135.0, links: str = EVEN) -> list[Point]:
+        run = changed(
+            POINT, mbit=mbit, links=links, commit=code, started=POINT.started + int(code), window_seconds=(1.0,) * 6
+        )
+        return [changed(run, contender=name) for name in contenders]
+
+    first, second = at("1", "dense", "int8", "balanced"), at("2", "dense", "balanced")
+    elsewhere = [*at("1", "dense", "balanced", mbit=60.0), *at("1", "dense", "balanced", links=FALLING)]
+    points = [*second, *first, *elsewhere]
+    shown, older = newest(points)
+    assert all(point in shown for point in [*first[:2], *second, *elsewhere]) and len(shown) == len(points) - 1
+    assert sorted((point.commit, point.contender) for point in older) == [("1", "balanced"), ("1", "dense")]
+    assert newest([*first, *at("3", "dense")])[0] == [*first[1:], first[0], *at("3", "dense")], "dense repeats nothing"
+    page, rest = (
+        [tuple(cell.strip() for cell in line.split("|")[2:4]) for line in text.splitlines() if "135 Mbit/s |" in line]
+        for text in (markdown([*second, *first], "a machine"), older_markdown(points))
+    )
+    assert page == [("1", "dense"), ("1, old", "int8"), ("2", "dense"), ("2, old", "balanced")]
+    assert rest == [("1", "dense"), ("1, old", "balanced")]
 
 
 def test_a_sweep_is_of_the_newest_code_at_most_rates_and_of_the_median_repetition() -> None:
