@@ -546,6 +546,9 @@ class EDGCConfig:
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
         """The preset that ``given`` names, or the default one, overridden by what else it holds."""
+        for setting in ("engine", "preset"):  # they tell what the others mean
+            value = given.get(setting)
+            _require(value is None or isinstance(value, str), setting, value, "must be text")
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         name = given.get("preset", usual)
         preset = _beside(given, PRESETS.get(name, {}))

@@ -79,7 +79,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows, rank = p.shape[-2:]
     completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
-    basis = torch.add(columns / norms, completion, alpha=1e-6)
+    basis = torch.add(columns / norms, completion.double(), alpha=1e-6)
     shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
     for added in (shift, 0.0, 0.0):
         gram = basis.mT @ basis
@@ -92,9 +92,8 @@ def cholesky_basis(p: Tensor) -> Tensor:
 
 @functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
 def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
-    """Random columns of norm about 1 in float64, the same on every process."""
-    columns = random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)
-    return columns.double().to(device)
+    """Random columns of norm about 1 in fp32, the same on every process."""
+    return (random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)).to(device)
 
 
 def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ class GradientReducer:
         self.specs = self.router.specs
         sparse = [name for name, spec in self.specs.items() if spec.sparse_rows]
         self.state = CompressionState(config, self.router.engine, device, communicator.process, sparse)
-        self.observer = GradientObserver(allocation.matrices, config, repeatable)
+        self.observer = GradientObserver(allocation.matrices, config)
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``

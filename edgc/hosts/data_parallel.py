@@ -277,6 +277,7 @@ class EDGCState:
         if self.driver.not_finite():
             for unit, before in zip(self.stage.units, self._before, strict=True):
                 unit.reducer.state.load_state_dict(before)
+                unit.reducer.observer.roll_back(self.steps)
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
         self._before, self._handles = [], []  # else the memory of it would stay
         self.stage.units.begin()

@@ -20,13 +20,11 @@ class GradientObserver:
     Args:
         matrices: whose entropy is wanted.
         config: the run's settings.
-        repeatable: whether an iteration may be repeated or rolled back.
     """
 
-    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, repeatable: bool = False):
+    def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig):
         self.matrices = matrices
         self.study = config.study
-        self.repeatable = repeatable
         self.sampler = GradientSampler(
             iteration_rate=config.ranks.iteration_sampling_rate,
             gradient_rate=config.ranks.gradient_sampling_rate,
@@ -40,9 +38,9 @@ class GradientObserver:
         self._awaited: set[str] = set()  # the matrices whose gradients have not
 
     def begin(self, iteration: int) -> None:
-        """Before the iteration is measured. With ``repeatable``, it keeps what ``roll_back`` needs."""
+        """Before the iteration is measured: keep what ``roll_back`` needs."""
         self._pieces = None
-        if self.repeatable and iteration != self._iteration:
+        if iteration != self._iteration:
             self._iteration, self._before = iteration, self.measurements.copy()
 
     def measures(self, iteration: int) -> bool:
@@ -104,7 +102,7 @@ class GradientObserver:
         self.measurements.row_shares.append({name: row_shares(own, ROW_SHARES) for name, own in squares.items()})
 
     def roll_back(self, iteration: int) -> None:
-        """Forget what this iteration has shown. Needs ``repeatable``."""
+        """Forget what this iteration has shown."""
         if iteration != self._iteration:
             return
         if self.measurements.windows == self._before.windows:
@@ -114,4 +112,4 @@ class GradientObserver:
 
     def before(self, iteration: int) -> Measurements:
         """The measurements without those of this iteration, also where a window has taken them since."""
-        return self._before if self.repeatable and iteration == self._iteration else self.measurements
+        return self._before if iteration == self._iteration else self.measurements

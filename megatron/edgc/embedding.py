@@ -101,7 +101,8 @@ class TiedEmbedding:
         step, gradient = self._step(), {TIED: self.gradient()}
         self.reducer.begin(step.iteration)
         # as of all gradients, the entropy is that of what the bucket has not scaled yet
-        factor = torch.tensor(self._bucket.gradient_scaling_factor, device=self.gradient().device)
+        # filled on the device: a copy to it would make the CPU wait
+        factor = torch.full((), float(self._bucket.gradient_scaling_factor), device=self.gradient().device)
         if self._group.ddp_config.average_in_collective:
             factor /= dist.get_world_size(process_group(self._group))
         self.reducer.observer.measure(

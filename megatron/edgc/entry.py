@@ -50,11 +50,11 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
         if args.rank == 0:
             print("edgc: warning: with --skip-train nothing is reduced: EDGC does nothing", file=sys.stderr, flush=True)
         config = None
-    session = None if config is None else Session(config, args)
-    shield_writer(args)
-    if session is None:
+    if config is None:
         yield None
         return
+    session = Session(config, args)
+    shield_writer(args)
     with session.seam:
         if model is not None:
             session.seam.add(model.post_wrap_hooks, session.install)

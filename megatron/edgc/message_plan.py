@@ -99,6 +99,7 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
         "allocation": "uniform",
         "rank_tilt": 0.0,
         "dense_wire": "fp32",
+        "rest_wire": "fp32",
         "pp": "off",
         "kernels": "plain",
         "volume": None,
@@ -113,4 +114,4 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
 
 def uncompressed(config: EDGCConfig) -> EDGCConfig:
     """The same, of messages that are not compressed after all."""
-    return message_config(config).but(engine="dense", static_rank=None, rmin=None, rmax=None, rest_wire="fp32")
+    return message_config(config).but(engine="dense", static_rank=None, rmin=None, rmax=None)

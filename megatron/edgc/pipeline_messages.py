@@ -184,6 +184,8 @@ class PipelineMessages:
 
     def _measure(self, direction: Direction, matrix: Tensor, step: Step) -> None:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
+        if len(sample) < 2:  # of so little there is no entropy
+            return
         if step.loss_scale is not None and direction == "backward":
             sample = sample.float() / step.loss_scale  # in fp16 small entries would become 0
         self.entropy[direction].append(ESTIMATORS[self.config.study.entropy_estimator](sample))

@@ -77,11 +77,11 @@ class Session:
             config.check_run(args.train_iters)
         check_param_wire(config, args)
         fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
+        if not with_messages:
+            config = config.but(pp="off")
         check_options(config, args)
         if args.rank == 0:
             EventLog(config.job.log_dir).close()  # before all processes have met, an error is that of one alone
-        if not with_messages:
-            config = config.but(pp="off")
         self.requested = config
         self.config = config.but(fuse_embedding_sync=fused)
         self.scaled = scales_loss(args)
@@ -189,7 +189,7 @@ class Session:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
             dense = plan_run(plan.config.but(fuse_embedding_sync=False), self.run, self._known(cost))
-            plan = replace(dense, compresses=False, warnings=plan.warnings, tries=plan.tries)
+            plan = replace(plan, config=dense.config, stages=dense.stages)
         if tied is not None:
             tied.install(self.seam)
         self.tied = tied
@@ -318,8 +318,8 @@ class Session:
         what = f"iteration {iteration + 1}: the summed gradients of {', '.join(map(str, places))} are not finite"
         if self.args.check_for_nan_in_loss_and_grad:
             raise NonFiniteSum(
-                f"{what}. The step is not applied, and EDGC's state is that of before it: resume from the last "
-                "checkpoint. With Megatron's --no-check-for-nan-in-loss-and-grad the optimizer would apply them"
+                f"{what}. The step is not applied: resume from the last checkpoint. With Megatron's "
+                "--no-check-for-nan-in-loss-and-grad the optimizer would apply them"
             )
         message = f"{what}; the optimizer applies them, as --no-check-for-nan-in-loss-and-grad asks"
         warn(message, self.stages[0].process_group)

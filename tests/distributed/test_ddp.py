@@ -331,7 +331,7 @@ def overflowing(rank: int) -> dict[str, Any]:
         bare = net()
         model = DistributedDataParallel(bare, **SMALL)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        state = attach(model, LOW_RANK, iterations=40, scaler=scaler)
+        state = attach(model, LOW_RANK.but(iteration_sampling_rate=1.0, window=8), iterations=40, scaler=scaler)
         optimizer = torch.optim.SGD(bare.parameters(), 0.1)
         for step in range(6):
             optimizer.zero_grad()
@@ -340,6 +340,7 @@ def overflowing(rank: int) -> dict[str, Any]:
             overflows = scaled and step == 3
             before = {n: e.values().clone() for r in state.stage.reducers for n, e in r.state.feedback.packed.items()}
             factors = [r.state.state_dict()["engine"] for r in state.stage.reducers]
+            measured = [len(r.observer.measurements.entropy) for r in state.stage.reducers]
             # the gradient of the last layer, of which the first unit consists, overflows last on the way back
             scaler.scale(loss * torch.inf if overflows and rank == 1 else loss).backward()
             if overflows:
@@ -352,7 +353,9 @@ def overflowing(rank: int) -> dict[str, Any]:
                     )
                     for key in old
                 )
+                seen = [len(r.observer.measurements.entropy) for r in state.stage.reducers]
                 found |= {"nan": all(nan), "errors": same(before, after), "factors": same_factors}
+                found["measurements"] = seen == measured
                 weights = {name: p.detach().clone() for name, p in bare.named_parameters()}
             scaler.step(optimizer)
             scaler.update()

@@ -1,5 +1,6 @@
 """What a checkpoint holds of a process: tensors of any length in one, and measurements, there and back."""
 
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
+from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import stage_state, unpacked
+from edgc.hosts.steps import Step
+from edgc.observe.entropy import GradientSampler
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from megatron.edgc.pipeline_messages import PipelineMessages
@@ -68,6 +72,16 @@ def test_measurements_come_back_as_plain_values() -> None:
     for name in ("energies", "fidelity", "row_shares"):
         assert torch.equal(getattr(found, name)[0]["a"], getattr(seen, name)[0]["a"])
     assert found.statistics == seen.statistics and found.windows == 0
+
+
+def test_of_a_sample_of_one_entry_there_is_no_entropy() -> None:
+    messages = PipelineMessages.__new__(PipelineMessages)
+    messages.config, messages._messages = EDGCConfig(), Counter()
+    messages.entropy = {"forward": [], "backward": []}
+    for rate, seen in ((1e-6, 0), (0.5, 1)):
+        messages.sampler = GradientSampler(iteration_rate=1.0, gradient_rate=rate)
+        messages._measure("backward", torch.randn(32, 128), Step(0, None))
+        assert len(messages.entropy["backward"]) == seen
 
 
 def test_messages_of_which_no_copy_is_kept_are_not_rolled_back() -> None:

@@ -173,6 +173,16 @@ def test_one_data_parallel_rank_is_refused_without_messages_to_compress(argument
         compatibility.check_options(EDGCConfig.of(pp="auto"), alone)
 
 
+def test_messages_that_cannot_be_compressed_are_no_reason_to_take_one_data_parallel_rank(arguments: Namespace) -> None:
+    from megatron.edgc.training import Session
+
+    sizes = {"data_parallel_size": 1, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    sizes |= {"variable_seq_lengths": False}
+    alone = Namespace(**{**vars(arguments), **sizes, "train_iters": 2000, "rank": 0})
+    with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
+        Session(EDGCConfig.from_preset({"preset": "paper"}), alone)
+
+
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
     config = EDGCConfig.of(param_wire="int8")
     fitting = {"use_distributed_optimizer": True, "bf16": True, "fp16": False}

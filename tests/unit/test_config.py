@@ -150,6 +150,9 @@ def test_every_engine_is_where_its_registration_says() -> None:
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
+    for given in ({"engine": 5}, {"preset": ["balanced"]}):
+        with pytest.raises(ConfigError, match="must be text"):
+            EDGCConfig.from_preset(given)
     balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "static_rank": 64})
     assert (balanced.preset, balanced.formats.wire, balanced.ranks.static_rank) == ("balanced", "int8", 64)
     balanced.check_run(500)  # no window is needed where the rank is static

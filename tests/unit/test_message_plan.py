@@ -8,8 +8,9 @@ import torch
 
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
+from megatron.edgc.checkpoint_index import RESOLVED
 from megatron.edgc.message_costs import message_form
-from megatron.edgc.message_plan import MessagePlan, plan_messages
+from megatron.edgc.message_plan import MessagePlan, message_config, plan_messages, uncompressed
 
 # messages of 256 x 64 values
 ARGS: Any = SimpleNamespace(
@@ -74,3 +75,9 @@ def test_what_is_asked_for_is_compressed_however_long_it_takes(pp: str) -> None:
 
 def test_a_given_rank_is_timed_at_that_rank() -> None:
     assert planned("auto:powersgd:8", CommCost(0.0, 0.2), CommCost(0.0, 0.1)).uncompressed == {1}
+
+
+def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:
+    config = EDGCConfig.from_preset({"preset": "paper", "rest_wire": "int8"})
+    kept = uncompressed(config).only(RESOLVED)
+    assert message_config(config).but(**kept) == uncompressed(config)
