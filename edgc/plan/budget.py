@@ -39,7 +39,7 @@ class BudgetPlanner:
         volume: bytes of an all-reduce of all gradients in fp32 over those of the run.
         iterations: of the run; ``first``: the one at which compression begins.
         stages: the parameters of each stage.
-        never: places of stages that are never compressed.
+        excluded: places of stages that are never compressed.
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
         most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
         worth: what a byte is worth in each iteration (None: always the same).
@@ -56,7 +56,7 @@ class BudgetPlanner:
         iterations: int,
         first: int,
         stages: Sequence[Sequence[Candidate]],
-        never: Collection[int],
+        excluded: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
         most: int | None = None,
@@ -67,14 +67,14 @@ class BudgetPlanner:
         rounds: bool = False,
     ):
         self.volume, self.iterations, self.first, self.rounds = volume, iterations, first, rounds
-        self.places = [place for place in range(len(stages)) if place not in never]
+        self.places = [place for place in range(len(stages)) if place not in excluded]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
         self.bound(most)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
-        self.never_bytes = uncompressed * sum(elements[place] for place in never)
-        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.never_bytes
+        self.excluded_bytes = uncompressed * sum(elements[place] for place in excluded)
+        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.excluded_bytes
         self.ledger = Ledger(
             volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, window
         )
@@ -106,7 +106,7 @@ class BudgetPlanner:
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
         counted = self.ledger.step(iteration, self.relief).total
-        return min(counted / (self.ledger.overhead or 1.0) - self.never_bytes, self.most)
+        return min(counted / (self.ledger.overhead or 1.0) - self.excluded_bytes, self.most)
 
     def observe(
         self,
@@ -164,7 +164,7 @@ class BudgetPlanner:
         if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
             self.choices, self.limit = self._best(iteration)
             return
-        self.ledger.learn(self._size(self.choices) + self.never_bytes)
+        self.ledger.learn(self._size(self.choices) + self.excluded_bytes)
         before = self.choices
         if self.rounds:
             self.guard.relief = 1.0

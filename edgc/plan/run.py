@@ -121,7 +121,7 @@ class RunPlan:
         self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
     ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
-        never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
+        excluded = [place for place, stage in enumerate(self.stages) if stage.dense_because]
         budget, rate, power = None, sizes.run.learning_rate, self.config.study.learning_rate_power
         if self.config.ranks.volume is not None:
             budget = BudgetPlanner(
@@ -129,7 +129,7 @@ class RunPlan:
                 iterations,
                 self.config.ranks.warmup(iterations),
                 [sizes.candidates(stage) for stage in self.stages],
-                never,
+                excluded,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
                 most=self.config.ranks.largest,
@@ -149,7 +149,7 @@ class RunPlan:
             iterations,
             [stage.allocation.matrices for stage in self.stages],
             [None if stage.dense_because else stage.cost for stage in self.stages],
-            never,
+            excluded,
             message_costs,
             budget=budget,
             prices=[sizes.price(stage.key.kind) for stage in self.stages],

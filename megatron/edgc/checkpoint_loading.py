@@ -183,8 +183,8 @@ class Resume:
         # also of a rank that was given: how much of it messages get has been timed
         settings = kept.resolved if follows and then == now else {}
         # and so has what stays uncompressed
-        if not follows and controller.settle_dense(kept.controller):
-            stay = ", ".join(str(messages.boundaries[place]) for place in sorted(controller.dense)) or "none"
+        if not follows and controller.settle_excluded(kept.controller):
+            stay = ", ".join(str(messages.boundaries[place]) for place in sorted(controller.excluded)) or "none"
             warn(f"messages between stages go on as in {self.name}, whatever was timed now: uncompressed stay {stay}")
         self._resume(controller, kept.controller, settings)
 

@@ -264,9 +264,9 @@ def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
 
 
 def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> None:
-    def planner(never: tuple[int, ...]) -> BudgetPlanner:
+    def planner(excluded: tuple[int, ...]) -> BudgetPlanner:
         stages = [[candidate("a", 128, 256)], [candidate("b", 128, 256)]]
-        return BudgetPlanner(12.0, 1000, 0, stages, never, BYTES, 4.0)
+        return BudgetPlanner(12.0, 1000, 0, stages, excluded, BYTES, 4.0)
 
     before, after, fresh = planner((0,)), planner(()), planner(())
     before.observe([{}, seen({"b": 0.3})], 1.0, 2.0, 2.0)
@@ -512,17 +512,17 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
 
 def controller(
     volume: float = 20.0,
-    dense: tuple[int, ...] = (),
+    excluded: tuple[int, ...] = (),
     rounds: bool = False,
     trials: Trials | None = None,
     link_times: LinkTimes | None = None,
 ) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
-    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0, rounds=rounds)
+    planner = BudgetPlanner(volume, 200, 10, stages, excluded, BYTES, 1.0, rounds=rounds)
     matrices = [[own[0].matrix] for own in stages]
     costs = [None, None]
-    return Controller(config, 200, matrices, costs, dense, budget=planner, trials=trials, link_times=link_times)
+    return Controller(config, 200, matrices, costs, excluded, budget=planner, trials=trials, link_times=link_times)
 
 
 def observed(noise: float) -> list[StageObservation]:
@@ -792,7 +792,7 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
 
 
 def test_a_stage_that_is_never_compressed_has_no_choices() -> None:
-    plan = controller(dense=(1,)).plan
+    plan = controller(excluded=(1,)).plan
     assert plan.ranks[1] is None and plan.matrix_ranks[1] is None and plan.formats[1] is None
     assert plan.ranks[0] is not None
 
