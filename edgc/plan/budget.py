@@ -9,6 +9,7 @@ from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list,
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger
+from edgc.plan.observation import WindowObservation
 
 # A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
 # measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
@@ -96,7 +97,7 @@ class BudgetPlanner:
         """The volume of a run in which every parameter always has its smallest choice after the warm-up."""
         warmup, ledger = min(self.first, self.iterations), self.ledger
         least = warmup * ledger.uncompressed + (self.iterations - warmup) * ledger.least
-        return self.iterations * ledger.dense_bytes / least if least else math.inf
+        return self.iterations * ledger.fp32_bytes / least if least else math.inf
 
     @property
     def relief(self) -> float:
@@ -108,31 +109,15 @@ class BudgetPlanner:
         counted = self.ledger.step(iteration, self.relief).total
         return min(counted / (self.ledger.overhead or 1.0) - self.excluded_bytes, self.most)
 
-    def observe(
-        self,
-        noise: Sequence[Mapping[str, tuple[float, float]]],
-        sent: float,
-        host_bytes: float,
-        in_fp32: float,
-        rows: Sequence[Mapping[str, Sequence[float]]] = (),
-        host_share: float = 0.0,
-        idle: bool = False,
-    ) -> None:
-        """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
-        far, those of the host's own way, and those of an all-reduce in fp32.
-
-        ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``). ``host_share``: of the
-        steps of this window, those that the host has summed; ``idle``: because nothing was to be compressed.
-        """
-        if rows:
-            self._take_rows(rows)
-        # what a step sends because the link asks for it is no part of the budget
-        self.ledger.observe(sent, host_bytes, in_fp32, *((1.0, True) if self.rounds else (host_share, idle)))
-        nothing = (math.nan, math.nan)
-        seen = {
-            place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
-            for place in self.places
-        }
+    def observe(self, window: WindowObservation, idle: bool = False) -> None:
+        """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
+        self.ledger.apart |= self.rounds
+        self.ledger.observe(window, idle)
+        nothing, seen = (math.nan, math.nan), {}
+        for place in self.places:
+            noise, rows = window.stages[place].noise, window.stages[place].row_shares
+            self.candidates[place] = [one.with_rows(rows.get(one.matrix.name, ())) for one in self.candidates[place]]
+            seen[place] = [noise.get(one.matrix.name, nothing) for one in self.candidates[place]]
         measured = [
             (one.elements, own, energy)
             for place in self.places
@@ -141,13 +126,6 @@ class BudgetPlanner:
         ]
         self.fidelity = fidelity(measured)
         self._fit(seen, mean_energy(measured))
-
-    def _take_rows(self, rows: Sequence[Mapping[str, Sequence[float]]]) -> None:
-        """Take in what the warm-up has shown of the rows of each stage's gradients."""
-        for place in self.places:
-            self.candidates[place] = [
-                one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
-            ]
 
     def _fit(self, seen: Mapping[int, Sequence[tuple[float, float]]], mean: float) -> None:
         """Take in the noise of each parameter, and the energy of an entry. ``mean``: that of all entries."""

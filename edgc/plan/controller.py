@@ -11,7 +11,7 @@ from edgc.plan.budget import BudgetPlanner
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.entropy_ranks import EntropyRanks
 from edgc.plan.link_times import LinkTimes
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.sharing import Sharing
@@ -79,33 +79,20 @@ class Controller:
             return RanksByEntropy(self.config, self.entropy, sharing, self.excluded)
         return ConstantRank(self.config, self.iterations, sharing, self.excluded)
 
-    def observe(
-        self,
-        observations: Sequence[StageObservation],
-        ranks: Sequence[int | None] | None = None,
-        sent: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        host_share: float = 0.0,
-        step_seconds: Mapping[bool, Sequence[float]] | None = None,
-    ) -> None:
-        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
-
-        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
-        bytes of gradients of the whole run so far, of the host's own way, and of an all-reduce in fp32. ``host_share``:
-        the share of this window's steps that the host has summed. ``step_seconds``: see ``Trials.observe``.
-        """
-        used = self.plan.ranks if ranks is None else ranks
+    def observe(self, window: WindowObservation) -> None:
+        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
+        observations, used = window.stages, self.plan.ranks if window.ranks is None else window.ranks
         if len(observations) != len(self.matrices):
             raise ValueError(f"{len(observations)} observations for {len(self.matrices)} stages")
         self.entropy.observe(observations)
         self.energies = [observation.energies for observation in observations]
         self.times.observe(observations)
         if self.budget is not None:
-            noise, rows = [o.noise for o in observations], [o.row_shares for o in observations]
-            self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
-        if self.trials is not None and step_seconds is not None:
+            self.budget.observe(window, idle=self.plan.by_host)
+        if self.trials is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
             by_host = self.trials.by_host
-            change = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
+            change = self.trials.observe(window.step_seconds, max(reductions, default=math.nan), window.bytes)
             if change and self._follow_link(by_host, change) and not by_host:
                 self.trials.compress_anew()
         # with a budget parameters travel in several ways, so that one rank predicts nothing

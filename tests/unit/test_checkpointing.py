@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
@@ -70,7 +71,8 @@ def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
 
     messages = SavedMessages(["backward-1-0"], {"pp": "auto"}, {"engine": "int4"}, {"plan": {}})
     saved = {"stage0-tp0": SavedStage(2, {"error.w": {"w": [[3, 5], [32, False, False, True], 60]}})}
-    index = index_of(EDGCConfig(), stages=["stage0"], bytes={"stage0": [1.0, 2.0]}, messages=messages, saved=saved)
+    counts = {"stage0": RunBytes(ByteCount(1.0, 2.0, 3.0), ByteCount(4.0, 5.0, 5.0))}
+    index = index_of(EDGCConfig(), stages=["stage0"], bytes=counts, messages=messages, saved=saved)
     found = json.loads(json.dumps(index.to_dict()))
     assert found["version"] == STATE_VERSION and Index.from_dict(found) == index
 
