@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from edgc.config import EDGCConfig
 from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list, to_list
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
@@ -37,56 +38,51 @@ class BudgetPlanner:
     """Gives every parameter of all stages its choice, so that the whole run sends its budget.
 
     Args:
-        volume: bytes of an all-reduce of all gradients in fp32 over those of the run.
-        iterations: of the run; ``first``: the one at which compression begins.
+        config: settings with a ``volume``.
+        iterations: of the run.
         stages: the parameters of each stage.
         excluded: places of stages that are never compressed.
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
-        most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
-        worth: what a byte is worth in each iteration (None: always the same).
-        least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
-            parameters by weight. After a window below it each step gets twice the bytes (``edgc.plan.guard``).
-        least_worth: steps that are worth no more than this are not guarded so.
-        window: iterations between two decisions.
+        learning_rate: by iteration, in any unit; None: always the same.
         rounds: every parameter is rounded, whatever the budget, because that takes less time.
     """
 
     def __init__(
         self,
-        volume: float,
+        config: EDGCConfig,
         iterations: int,
-        first: int,
         stages: Sequence[Sequence[Candidate]],
         excluded: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
-        most: int | None = None,
-        worth: Sequence[float] | None = None,
-        least_fidelity: float = 0.0,
-        least_worth: float = 0.0,
-        window: int = 1,
+        learning_rate: Callable[[int], float] | None = None,
         rounds: bool = False,
     ):
-        self.volume, self.iterations, self.first, self.rounds = volume, iterations, first, rounds
+        ranks, study, power = config.ranks, config.study, config.study.learning_rate_power
+        assert ranks.volume is not None
+        self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
+        self.first = ranks.warmup(iterations)  # the iteration at which compression begins
         self.places = [place for place in range(len(stages)) if place not in excluded]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
-        self.bound(most)
+        self.bound(ranks.largest)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.excluded_bytes = uncompressed * sum(elements[place] for place in excluded)
         least = sum(options(one, bytes_per_value)[0].size for one in every) + self.excluded_bytes
+        worth = worth_of(learning_rate, iterations, power) if learning_rate and power else None
         self.ledger = Ledger(
-            volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, window
+            self.volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, ranks.window
         )
         self.fidelity = math.nan  # in the last window
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        self.guard = FidelityGuard(least_fidelity, [one > least_worth for one in worth or [1.0] * iterations])
+        watched = [True] * iterations if worth is None else [one > LEAST_RATE**power for one in worth]
+        self.guard = FidelityGuard(study.least_fidelity, watched)
         # parameters that travel in another encoding since the last decision, by place: what the one before had left is
         # sent in their first window, so that window says little about the new one
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.limit = "budget"
-        self.choices, self.limit = self._best(first)
+        self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
         """No step takes more bytes than this rank in every parameter that can have one (None: no bound)."""

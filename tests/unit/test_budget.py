@@ -65,25 +65,12 @@ def planned(
     excluded: Collection[int] = (),
     learning_rate: Callable[[int], float] | None = None,
     rounds: bool = False,
-    window: int = 1,
-    least_fidelity: float = 0.0,
-    learning_rate_power: float = 0.0,
+    **settings: Any,
 ) -> BudgetPlanner:
     """``first``: the iteration at which compression begins."""
-    return BudgetPlanner(
-        volume,
-        iterations,
-        first,
-        stages,
-        excluded,
-        BYTES,
-        uncompressed,
-        worth=worth_of(learning_rate, iterations, learning_rate_power) if learning_rate else None,
-        least_fidelity=least_fidelity,
-        least_worth=0.2**learning_rate_power if learning_rate else 0.0,
-        window=window,
-        rounds=rounds,
-    )
+    settings = {"window": 2, "least_fidelity": 0.0, "warmup_fraction": first / iterations, **settings}
+    config = EDGCConfig.of(volume=volume, **settings)
+    return BudgetPlanner(config, iterations, stages, excluded, BYTES, uncompressed, learning_rate, rounds)
 
 
 def shown(
@@ -896,7 +883,7 @@ def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
 
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
-    planner = planned(24.0, 1000, 25, [[candidate("w")]], 4.0)
+    planner = BudgetPlanner(settings, 1000, [[candidate("w")]], (), BYTES, 4.0)
     c = Controller(settings, 1000, [[MatrixSpec("w", 64, 128)]], [None], budget=planner)
     before = c.plan
     c.plan = replace(before, reasons=("of another link",))
