@@ -72,7 +72,7 @@ def train(preset: str, iterations: int) -> tuple[float, float]:
     dist.all_reduce(last)
     gradients = sum(parameter.nbytes for parameter in model.parameters()) * iterations
     dense = 2 * gradients * (dist.get_world_size() - 1) / dist.get_world_size()
-    return float(last) / dist.get_world_size(), dense if state is None else state.report.dp_bytes
+    return float(last) / dist.get_world_size(), dense if state is None else state.report.bytes.gradients.sent
 
 
 def main(process: int, processes: int, port: int, presets: list[str], iterations: int) -> None:

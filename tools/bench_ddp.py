@@ -69,7 +69,7 @@ def edgc_hook(**settings: Any) -> Run:
         fraction = {"warmup_fraction": WARM_UP / iterations} if "static_rank" in settings else {}
         config = edgc.EDGCConfig.from_preset({"link_gbps": 1.0, "window": iterations // 5, **settings, **fraction})
         state = edgc.attach(model, config, iterations=iterations)
-        return lambda: float(state.report.dp_bytes if state.report else 0.0)
+        return lambda: float(state.report.bytes.gradients.sent if state.report else 0.0)
 
     return install
 

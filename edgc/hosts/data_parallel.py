@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
@@ -25,7 +26,7 @@ from edgc.hosts.checkpoint import (
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
-from edgc.hosts.stage import ByteCounts, Stage
+from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.events import EventLog
@@ -158,11 +159,11 @@ class EDGCState:
         self.plan = plan_run(config, run, all_gather_objects([own], group))
         self.config = self.plan.config
 
-        dense = Traffic()
-        for parameter in parameters:
-            dense.count_all_reduce(parameter, self.processes)
-        in_fp32 = sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters)
-        self.stage = Stage(KEY, self.device, dense.bytes, in_fp32)
+        step_bytes = ByteCount(
+            host=sum(all_reduce_bytes(parameter.nbytes, self.processes) for parameter in parameters),
+            fp32=sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters),
+        )
+        self.stage = Stage(KEY, self.device, step_bytes)
         communicator = Communicator(group, self.stage.traffic)
         self.stage.units = Units([self._unit(*unit, communicator) for unit in zip(names, described, strict=True)])
         self.overlap = Overlap(self.device)
@@ -332,7 +333,7 @@ class EDGCState:
             "layout": layout,
             "tensors": tensors,
             "measurements": [measurements for measurements, _ in everyone],
-            "bytes": [sum(column) / len(everyone) for column in zip(*(count for _, count in everyone), strict=True)],
+            "bytes": asdict(RunBytes.mean([counts for _, counts in everyone])),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +370,7 @@ class EDGCState:
         )
         own = state["measurements"][self._process] if before == now else []
         restore_measurements(self.stage.reducers, own)
-        self.stage.restore_bytes(ByteCounts(*state["bytes"]))
+        self.stage.restore_bytes(RunBytes.of(state["bytes"]))
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self.iterations, self._sizes)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, broadcast_object
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
@@ -19,22 +19,8 @@ from edgc.observe.window import (
     merge_messages,
 )
 from edgc.plan.controller import Controller
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.stages import StageKey, StageKind
-
-
-class RunBytes(NamedTuple):
-    """Of a process, so far: of gradients, updated weights and messages, each beside the host's own way (``dense``); of
-    gradients also if each sum were an all-reduce in fp32.
-    """
-
-    gradients: float
-    gradients_dense: float
-    gradients_fp32: float
-    weights: float
-    weights_dense: float
-    messages: float
-    messages_dense: float
 
 
 class MessageTraffic(Protocol):
@@ -45,8 +31,8 @@ class MessageTraffic(Protocol):
     def take_window(self) -> list[MessageWindow]:
         """Of those that this process has sent since the last call."""
 
-    def byte_counts(self) -> tuple[float, float]:
-        """Bytes sent so far, and in the host's own way."""
+    def byte_count(self) -> ByteCount:
+        """So far."""
 
 
 class WindowExchange:
@@ -89,44 +75,30 @@ class WindowExchange:
         windows = [
             stage.take_window(seconds if stage.key.kind is StageKind.LAYERS else math.nan) for stage in self.stages
         ]
-        own = [stage.byte_counts() for stage in self.stages]
-        piped = (0.0, 0.0) if self.messages is None else self.messages.byte_counts()
-        counts = RunBytes(
-            gradients=sum(one.sent for one in own),
-            gradients_dense=sum(one.dense for one in own),
-            gradients_fp32=sum(one.fp32 for one in own),
-            weights=sum(one.weights for one in own),
-            weights_dense=sum(one.weights_dense for one in own),
-            messages=piped[0],
-            messages_dense=piped[1],
-        )
-        sent = [] if self.messages is None else self.messages.take_window()
+        counts, sent = sum((stage.byte_counts() for stage in self.stages), RunBytes()), []
+        if self.messages is not None:
+            counts += RunBytes(messages=self.messages.byte_count())
+            sent = self.messages.take_window()
         everywhere = all_gather_objects((windows, counts, sent), self.group)
         report = None
         if self.controller is not None:
             stages = _merged(windows for windows, _, _ in everywhere)
             messages = _merged_messages(sent for _, _, sent in everywhere)
-            mean = RunBytes(*(fmean(column) for column in zip(*(counts for _, counts, _ in everywhere), strict=True)))
+            mean = RunBytes.mean([counts for _, counts, _ in everywhere])
             if decide:
                 before_decision()
-                self._decide(self.controller, completed, stages, messages, mean, steps.host_share)
+                self._decide(self.controller, completed, stages, messages, mean.gradients, steps.host_share)
             report = WindowReport(
                 iteration=completed,
                 ranks=driver.usual,
                 plan=self.controller.plan,
                 stages=stages,
                 step_seconds=median_or_nan(steps.seconds),
-                dp_bytes=mean.gradients,
-                dp_bytes_dense=mean.gradients_dense,
-                param_bytes=mean.weights,
-                param_bytes_dense=mean.weights_dense,
-                pp_bytes=mean.messages,
-                pp_bytes_dense=mean.messages_dense,
+                bytes=mean,
                 message_ranks=driver.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
                 costs=tuple(self.controller.times.costs),
-                dp_bytes_fp32=mean.gradients_fp32,
             )
         shared: WindowReport = broadcast_object(report, self.group)
         driver.adopt(shared.plan, shared.message_plan)
@@ -138,31 +110,28 @@ class WindowExchange:
         completed: int,
         stages: Sequence[StageWindow],
         messages: Sequence[MessageWindow],
-        counts: RunBytes,
+        gradients: ByteCount,
         host_share: float,
     ) -> None:
         ranks = self._gradient_message_ranks()
-        controller.observe(
-            [
-                StageObservation(
-                    entropy=s.entropy,
-                    reduce_seconds=s.reduce_seconds,
-                    micro_backward_seconds=s.micro_backward_seconds,
-                    message_rank=ranks.get(s.stage),
-                    energies=s.energies,
-                    noise={name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
-                    row_shares=s.row_shares,
-                )
-                for s in stages
-            ],
-            ranks=self.driver.usual,
-            sent=(counts.gradients, counts.gradients_dense, counts.gradients_fp32),
-            host_share=host_share,
-            step_seconds=self.driver.seconds_by,
-        )
+        observations = [
+            StageObservation(
+                entropy=s.entropy,
+                reduce_seconds=s.reduce_seconds,
+                micro_backward_seconds=s.micro_backward_seconds,
+                message_rank=ranks.get(s.stage),
+                energies=s.energies,
+                noise={name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
+                row_shares=s.row_shares,
+            )
+            for s in stages
+        ]
+        driver = self.driver
+        controller.observe(WindowObservation(observations, driver.usual, gradients, host_share, driver.seconds_by))
         controller.decide(completed)
         if self.message_controller is not None:
-            self.message_controller.observe([StageObservation(message.entropy) for message in messages])
+            of_messages = [StageObservation(message.entropy) for message in messages]
+            self.message_controller.observe(WindowObservation(of_messages))
             self.message_controller.decide(completed)
 
     def _gradient_message_ranks(self) -> dict[StageKey, int | None]:

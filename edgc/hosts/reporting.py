@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from edgc import __version__
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, process, processes
 from edgc.compress.batch import triton_kernels
 from edgc.config import EDGCConfig, flag
@@ -156,7 +157,7 @@ class Reporter:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._by_host, self._tried, self._relief = plan.by_host, plan.tried, plan.relief
         budget = None if controller is None else controller.budget
-        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.idle > 0)
+        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.idle.fp32 > 0)
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""
@@ -171,12 +172,10 @@ class Reporter:
     def window(self, report: WindowReport, last: bool) -> None:
         """One line for each stage, the scalars, and the event."""
         lines = [*self._stage_lines(report), *self._trial_line(report.plan), *self._message_lines(report)]
-        if report.pp_bytes_dense:
-            sent, dense = _bytes(report.pp_bytes), _bytes(report.pp_bytes_dense)
-            lines.append(f"messages between stages: sent {sent} of {dense} so far")
-        if report.param_bytes_dense:
-            sent, dense = _bytes(report.param_bytes), _bytes(report.param_bytes_dense)
-            lines.append(f"updated weights: sent {sent} of {dense} so far")
+        if report.bytes.messages.host:
+            lines.append(f"messages between stages: {_sent(report.bytes.messages)} so far")
+        if report.bytes.weights.host:
+            lines.append(f"updated weights: {_sent(report.bytes.weights)} so far")
         for line in lines:
             self._print(f"edgc | {report.iteration}/{self.iterations} | {line}")
         self._unbudgeted |= self._by_host or report.plan.by_host
@@ -186,25 +185,25 @@ class Reporter:
                 self._print(f"edgc | {line}")
             self._warn_of_volume(report)
         self._tensorboard(report)
-        event = asdict(report)
-        for message, boundary in zip(event["messages"], report.messages, strict=True):
-            message["boundary"] = str(boundary.boundary)
+        event = {**asdict(report), **_logged_bytes(report.bytes)}
+        del event["bytes"]
+        for message, of_boundary in zip(event["messages"], report.messages, strict=True):
+            message |= {"boundary": str(of_boundary.boundary), **_logged_count("bytes", of_boundary.bytes)}
         for stage, seen in zip(event["stages"], report.stages, strict=True):
-            stage["stage"] = str(seen.stage)
-            del stage["energies"]  # all spectra would swell the log
+            del stage["energies"], stage["bytes"]  # all spectra would swell the log
+            stage |= {"stage": str(seen.stage), **_logged_count("dp_bytes", seen.bytes)}
             stage["fidelity"] = {name: logged(one) for name, one in seen.fidelity.items()}
-        totals = {"total_bytes": report.total_bytes, "total_bytes_dense": report.total_bytes_dense}
-        self.events.write("window", last=last, **event, **totals)
+        self.events.write("window", last=last, **event)
         self._guard(report)
 
     def _stage_lines(self, report: WindowReport) -> Iterator[str]:
         for place, seen in enumerate(report.stages):
-            fewer = f" ({seen.dp_bytes_dense / seen.dp_bytes:.1f}x fewer)" if seen.dp_bytes else ""
+            fewer = f" ({seen.bytes.host / seen.bytes.sent:.1f}x fewer)" if seen.bytes.sent else ""
             got = f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else ""
             yield (
                 f"{seen.stage} | entropy {_number(seen.entropy, 4)} nats | "
                 f"{self._stage_move(report.ranks, report.plan, place)} | "
-                f"sent {_bytes(seen.dp_bytes)} of {_bytes(seen.dp_bytes_dense)}{fewer} | "
+                f"{_sent(seen.bytes)}{fewer} | "
                 f"residual {_number(seen.residual, 3)}{got}"
             )
             if seen.spikes:
@@ -229,7 +228,7 @@ class Reporter:
             yield (
                 f"{message.boundary} | entropy {_number(message.entropy, 4)} nats | "
                 f"{_move(was, report.message_plan, place, self._message_rank)} | "
-                f"sent {_bytes(message.bytes)} of {_bytes(message.bytes_dense)}"
+                f"{_sent(message.bytes)}"
             )
             if message.spikes:
                 yield (
@@ -269,7 +268,7 @@ class Reporter:
                 "rank": float(report.ranks[stage] or 0),  # 0: dense
                 "residual": seen.residual,
                 "cosine": seen.cosine,
-                "dp-bytes": seen.dp_bytes,
+                "dp-bytes": seen.bytes.sent,
                 "reduce-seconds": seen.reduce_seconds,
                 **_wanted(report.plan, stage),
             }
@@ -279,17 +278,17 @@ class Reporter:
 
         for message, rank in zip(report.messages, report.message_ranks, strict=True):
             place = str(message.boundary).replace(" ", "-")
-            writer.add_scalar(f"edgc/pp-bytes/{place}", message.bytes, report.iteration)
+            writer.add_scalar(f"edgc/pp-bytes/{place}", message.bytes.sent, report.iteration)
             writer.add_scalar(f"edgc/pp-rank/{place}", float(rank or 0), report.iteration)
             if math.isfinite(message.entropy):
                 writer.add_scalar(f"edgc/pp-entropy/{place}", message.entropy, report.iteration)
 
     def _warn_of_volume(self, report: WindowReport) -> None:
         """A whole run that ends above its budget."""
-        volume, sent = self.config.ranks.volume, report.dp_bytes
-        if volume is None or not sent or self._unbudgeted or report.iteration < self.iterations:
+        volume, gradients = self.config.ranks.volume, report.bytes.gradients
+        if volume is None or not gradients.sent or self._unbudgeted or report.iteration < self.iterations:
             return
-        if (reached := report.dp_bytes_fp32 / sent) < MISSED * volume:
+        if (reached := gradients.fp32 / gradients.sent) < MISSED * volume:
             message = (
                 f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
                 "windows, few iterations were measured, or too little of the gradient arrived for a while"
@@ -383,18 +382,30 @@ def _wanted(plan: RankPlan, stage: int) -> dict[str, float]:
 
 def _totals(report: WindowReport, run: Run) -> list[str]:
     """The run's bytes a process, against those of the host's own way."""
-    sent, dense = report.dp_bytes, report.dp_bytes_dense
-    lines = [f"gradients: sent {_bytes(sent)} of {_bytes(dense)}"]
-    if sent:
+    gradients, total = report.bytes.gradients, report.bytes.total
+    lines = [f"gradients: {_sent(gradients)}"]
+    if gradients.sent:
         # parameters of a plain module may be of several types
-        in_fp32 = (4 / run.gradient_bytes * dense if run.scatters else report.dp_bytes_fp32) / sent
+        in_fp32 = (4 / run.gradient_bytes * gradients.host if run.scatters else gradients.fp32) / gradients.sent
         lines[0] += f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
         if run.scatters:
-            lines[0] += f"; {report.dp_bytes_fp32 / sent:.1f}x fewer than an all-reduce in fp32"
-    sent, dense = report.total_bytes, report.total_bytes_dense
-    fewer_in_all = f", {dense / sent:.1f}x fewer" if sent else ""
+            lines[0] += f"; {gradients.fp32 / gradients.sent:.1f}x fewer than an all-reduce in fp32"
+    fewer_in_all = f", {total.host / total.sent:.1f}x fewer" if total.sent else ""
     what = "gradients, updated weights, messages between stages"
-    return [*lines, f"total ({what}): sent {_bytes(sent)} of {_bytes(dense)}{fewer_in_all}"]
+    return [*lines, f"total ({what}): {_sent(total)}{fewer_in_all}"]
+
+
+def _logged_bytes(counts: RunBytes) -> dict[str, float]:
+    """Of a run, as the event log names them."""
+    parts = {"dp": counts.gradients, "param": counts.weights, "pp": counts.messages, "total": counts.total}
+    named = {
+        name: value for part, count in parts.items() for name, value in _logged_count(f"{part}_bytes", count).items()
+    }
+    return {**named, "dp_bytes_fp32": counts.gradients.fp32}
+
+
+def _logged_count(name: str, count: ByteCount) -> dict[str, float]:
+    return {name: count.sent, f"{name}_dense": count.host}
 
 
 def logged(fidelity: Fidelity) -> dict[str, float]:
@@ -415,6 +426,10 @@ def logged(fidelity: Fidelity) -> dict[str, float]:
 def _number(value: float, digits: int) -> str:
     """A dash where nothing was measured."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _sent(count: ByteCount) -> str:
+    return f"sent {_bytes(count.sent)} of {_bytes(count.host)}"
 
 
 def _bytes(count: float) -> str:

@@ -1,10 +1,11 @@
 """What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.units import Units
@@ -15,37 +16,23 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 
 
-class ByteCounts(NamedTuple):
-    """Bytes so far: of gradients, in the host's own way, and in an all-reduce in fp32; of updated weights, and in the
-    host's way.
-    """
-
-    sent: float
-    dense: float
-    fp32: float
-    weights: float
-    weights_dense: float
-
-
 class Stage:
     """The reducers of one process that share a rank plan.
 
     Args:
         key: its place in the plan.
         device: of its gradients.
-        dense_bytes_per_step: what the host's own way sends.
-        fp32_bytes_per_step: what an all-reduce in fp32 in its place would send.
+        step_bytes: of gradients in a step, in other ways.
     """
 
-    def __init__(self, key: StageKey, device: torch.device, dense_bytes_per_step: float, fp32_bytes_per_step: float):
+    def __init__(self, key: StageKey, device: torch.device, step_bytes: ByteCount):
         self.key = key
         self.device = device
         self.traffic = Traffic()  # of gradients
-        self.weights, self.weights_dense = Traffic(), Traffic()  # of updated weights, and the host's own way
+        self.weights, self.weights_by_host = Traffic(), Traffic()  # of updated weights, and in the host's own way
         self.spans = Spans(device)
-        self.dense_bytes_per_step, self.fp32_bytes_per_step = dense_bytes_per_step, fp32_bytes_per_step
-        self.dense_bytes = self.fp32_bytes = 0.0
-        self._window_start = (0.0, 0.0)
+        self.step_bytes = step_bytes
+        self._other_ways = self._window_start = ByteCount()
         self.units = Units([])  # those of its parameters, once they are known
 
     @property
@@ -65,22 +52,20 @@ class Stage:
 
     def end_step(self) -> None:
         """Once a step, when all its reductions have ended."""
-        self.dense_bytes += self.dense_bytes_per_step
-        self.fp32_bytes += self.fp32_bytes_per_step
+        self._other_ways += self.step_bytes
         self.spans.close()
 
     def take_window(self, micro_backward_seconds: float) -> StageWindow:
         """What was seen since the last call."""
         measurements = [reducer.observer.measurements.take() for reducer in self.reducers]
-        sent, dense = self.traffic.bytes, self.dense_bytes
+        counted = self.gradient_bytes
         window = StageWindow(
             stage=self.key,
             entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
             residual=mean_of_finite([value for m in measurements for value in m.residual]),
             reduce_seconds=median_or_nan(self.spans.take_seconds()),
             micro_backward_seconds=micro_backward_seconds,
-            dp_bytes=sent - self._window_start[0],
-            dp_bytes_dense=dense - self._window_start[1],
+            bytes=counted - self._window_start,
             state_bytes=sum(reducer.state.bytes() for reducer in self.reducers),
             spikes=sum(float(m.spikes) for m in measurements),
             largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
@@ -89,17 +74,22 @@ class Stage:
             fidelity={name: seen for m in measurements for name, seen in m.total_fidelity().items()},
             row_shares={name: shares for m in measurements for name, shares in m.mean_row_shares().items()},
         )
-        self._window_start = (sent, dense)
+        self._window_start = counted
         return window
 
-    def byte_counts(self) -> ByteCounts:
-        weights = self.weights.bytes, self.weights_dense.bytes
-        return ByteCounts(self.traffic.bytes, self.dense_bytes, self.fp32_bytes, *weights)
+    @property
+    def gradient_bytes(self) -> ByteCount:
+        """So far."""
+        return replace(self._other_ways, sent=self.traffic.bytes)
 
-    def restore_bytes(self, counts: ByteCounts) -> None:
+    def byte_counts(self) -> RunBytes:
+        """So far."""
+        by_host = self.weights_by_host.bytes
+        return RunBytes(self.gradient_bytes, ByteCount(self.weights.bytes, by_host, by_host))
+
+    def restore_bytes(self, counts: RunBytes) -> None:
         """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
-        self.traffic.resume(counts.sent)
-        self.weights.resume(counts.weights)
-        self.weights_dense.resume(counts.weights_dense)
-        self.dense_bytes, self.fp32_bytes = counts.dense, counts.fp32
-        self._window_start = (counts.sent, counts.dense)
+        self.traffic.resume(counts.gradients.sent)
+        self.weights.resume(counts.weights.sent)
+        self.weights_by_host.resume(counts.weights.host)
+        self._other_ways = self._window_start = counts.gradients

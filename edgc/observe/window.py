@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics, mean_of_finite
 from edgc.plan.comm_cost import StageCost
@@ -39,8 +40,7 @@ class MessageWindow:
 
     boundary: Boundary
     entropy: float  # of a message's entry, in nats
-    bytes: float  # sent in this window
-    bytes_dense: float  # the same without compression
+    bytes: ByteCount  # of this window
     state_bytes: float  # memory of errors and factors
     spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
 
@@ -54,8 +54,7 @@ class StageWindow:
     residual: float  # norm of what stays unsent over that of what was to be sent; the same means
     reduce_seconds: float  # of all reductions of a step; median over steps, smallest over processes
     micro_backward_seconds: float  # of the backward pass of a micro-batch; the median, then the mean
-    dp_bytes: float  # sent for gradients in this window; mean over processes
-    dp_bytes_dense: float  # the same in the host's own way
+    bytes: ByteCount  # of gradients in this window; mean over processes
     state_bytes: float  # memory of errors, factors and scales; largest over processes
     spikes: float = 0.0  # gradients of which the error was scaled down
     largest_spike: float = 0.0  # times its running norm
@@ -82,12 +81,10 @@ class WindowReport:
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, merged over its
     processes. ``step_seconds``: the median of its steps on process 0.
 
-    The byte counts are of the whole run so far, the mean over all processes: ``dp_bytes`` of gradients, also of
-    Megatron's own sum of a tied embedding's two copies, and ``dp_bytes_fp32`` if each sum were an all-reduce in fp32;
-    ``param_bytes`` of the distributed optimizer's updated weights; ``pp_bytes`` of messages between pipeline stages;
-    ``total_bytes`` of all three. Of boundaries where low rank is wanted: ``message_ranks`` were in use,
-    ``message_plan`` holds from now on. ``costs`` of each stage as corrected by what its reductions
-    took in this window; with a volume, or a computed link, as before training.
+    ``bytes`` are of the whole run so far, the mean over all processes; those of gradients are also of Megatron's own
+    sum of a tied embedding's two copies. Of boundaries where low rank is wanted: ``message_ranks`` were in use,
+    ``message_plan`` holds from now on. ``costs`` of each stage as corrected by what its reductions took in this window;
+    with a volume, or a computed link, as before training.
     """
 
     iteration: int
@@ -95,25 +92,11 @@ class WindowReport:
     plan: RankPlan
     stages: tuple[StageWindow, ...]
     step_seconds: float
-    dp_bytes: float
-    dp_bytes_dense: float
-    param_bytes: float
-    param_bytes_dense: float
-    pp_bytes: float
-    pp_bytes_dense: float
+    bytes: RunBytes
     message_ranks: tuple[int | None, ...] = ()
     message_plan: RankPlan | None = None
     messages: tuple[MessageWindow, ...] = ()
     costs: tuple[StageCost | None, ...] = ()
-    dp_bytes_fp32: float = 0.0
-
-    @property
-    def total_bytes(self) -> float:
-        return self.dp_bytes + self.param_bytes + self.pp_bytes
-
-    @property
-    def total_bytes_dense(self) -> float:
-        return self.dp_bytes_dense + self.param_bytes_dense + self.pp_bytes_dense
 
 
 def merge(processes: Sequence[StageWindow]) -> StageWindow:
@@ -126,8 +109,7 @@ def merge(processes: Sequence[StageWindow]) -> StageWindow:
         residual=mean_of_finite([p.residual for p in processes]),
         reduce_seconds=min((p.reduce_seconds for p in processes if math.isfinite(p.reduce_seconds)), default=math.nan),
         micro_backward_seconds=mean_of_finite([p.micro_backward_seconds for p in processes]),
-        dp_bytes=fmean(p.dp_bytes for p in processes),
-        dp_bytes_dense=fmean(p.dp_bytes_dense for p in processes),
+        bytes=ByteCount.mean([p.bytes for p in processes]),
         state_bytes=max(p.state_bytes for p in processes),
         spikes=sum(p.spikes for p in processes),
         largest_spike=max(p.largest_spike for p in processes),
@@ -143,8 +125,7 @@ def merge_messages(processes: Sequence[MessageWindow]) -> MessageWindow:
     return MessageWindow(
         processes[0].boundary,
         mean_of_finite([p.entropy for p in processes]),
-        fmean(p.bytes for p in processes),
-        fmean(p.bytes_dense for p in processes),
+        ByteCount.mean([p.bytes for p in processes]),
         max(p.state_bytes for p in processes),
         sum(p.spikes for p in processes),
     )

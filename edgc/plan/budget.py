@@ -5,10 +5,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from edgc.config import EDGCConfig
 from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list, to_list
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger
+from edgc.plan.observation import WindowObservation
 
 # A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
 # measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
@@ -36,56 +38,51 @@ class BudgetPlanner:
     """Gives every parameter of all stages its choice, so that the whole run sends its budget.
 
     Args:
-        volume: bytes of an all-reduce of all gradients in fp32 over those of the run.
-        iterations: of the run; ``first``: the one at which compression begins.
+        config: settings with a ``volume``.
+        iterations: of the run.
         stages: the parameters of each stage.
-        never: places of stages that are never compressed.
+        excluded: places of stages that are never compressed.
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
-        most: no step takes more bytes than this rank in every parameter that can have one (None: no bound).
-        worth: what a byte is worth in each iteration (None: always the same).
-        least_fidelity: the share of the energy that the optimizer gets which must lie along the true gradient, over all
-            parameters by weight. After a window below it each step gets twice the bytes (``edgc.plan.guard``).
-        least_worth: steps that are worth no more than this are not guarded so.
-        window: iterations between two decisions.
+        learning_rate: by iteration, in any unit; None: always the same.
         rounds: every parameter is rounded, whatever the budget, because that takes less time.
     """
 
     def __init__(
         self,
-        volume: float,
+        config: EDGCConfig,
         iterations: int,
-        first: int,
         stages: Sequence[Sequence[Candidate]],
-        never: Collection[int],
+        excluded: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
-        most: int | None = None,
-        worth: Sequence[float] | None = None,
-        least_fidelity: float = 0.0,
-        least_worth: float = 0.0,
-        window: int = 1,
+        learning_rate: Callable[[int], float] | None = None,
         rounds: bool = False,
     ):
-        self.volume, self.iterations, self.first, self.rounds = volume, iterations, first, rounds
-        self.places = [place for place in range(len(stages)) if place not in never]
+        ranks, study, power = config.ranks, config.study, config.study.learning_rate_power
+        assert ranks.volume is not None
+        self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
+        self.first = ranks.warmup(iterations)  # the iteration at which compression begins
+        self.places = [place for place in range(len(stages)) if place not in excluded]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
-        self.bound(most)
+        self.bound(ranks.largest)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
-        self.never_bytes = uncompressed * sum(elements[place] for place in never)
-        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.never_bytes
+        self.excluded_bytes = uncompressed * sum(elements[place] for place in excluded)
+        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.excluded_bytes
+        worth = worth_of(learning_rate, iterations, power) if learning_rate and power else None
         self.ledger = Ledger(
-            volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, window
+            self.volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, ranks.window
         )
         self.fidelity = math.nan  # in the last window
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        self.guard = FidelityGuard(least_fidelity, [one > least_worth for one in worth or [1.0] * iterations])
+        watched = [True] * iterations if worth is None else [one > LEAST_RATE**power for one in worth]
+        self.guard = FidelityGuard(study.least_fidelity, watched)
         # parameters that travel in another encoding since the last decision, by place: what the one before had left is
         # sent in their first window, so that window says little about the new one
         self.changed: dict[int, list[str]] = {place: [] for place in self.places}
         self.limit = "budget"
-        self.choices, self.limit = self._best(first)
+        self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
         """No step takes more bytes than this rank in every parameter that can have one (None: no bound)."""
@@ -96,7 +93,7 @@ class BudgetPlanner:
         """The volume of a run in which every parameter always has its smallest choice after the warm-up."""
         warmup, ledger = min(self.first, self.iterations), self.ledger
         least = warmup * ledger.uncompressed + (self.iterations - warmup) * ledger.least
-        return self.iterations * ledger.dense_bytes / least if least else math.inf
+        return self.iterations * ledger.fp32_bytes / least if least else math.inf
 
     @property
     def relief(self) -> float:
@@ -106,33 +103,17 @@ class BudgetPlanner:
     def budget(self, iteration: int) -> float:
         """Bytes of the messages of each step from ``iteration`` on."""
         counted = self.ledger.step(iteration, self.relief).total
-        return min(counted / (self.ledger.overhead or 1.0) - self.never_bytes, self.most)
+        return min(counted / (self.ledger.overhead or 1.0) - self.excluded_bytes, self.most)
 
-    def observe(
-        self,
-        noise: Sequence[Mapping[str, tuple[float, float]]],
-        sent: float,
-        host_bytes: float,
-        in_fp32: float,
-        rows: Sequence[Mapping[str, Sequence[float]]] = (),
-        host_share: float = 0.0,
-        idle: bool = False,
-    ) -> None:
-        """Take in a window: the noise of each stage's parameters, and the energy of an entry; the bytes of the run so
-        far, those of the host's own way, and those of an all-reduce in fp32.
-
-        ``rows``: what the warm-up has shown of the rows of gradients (``Candidate.with_rows``). ``host_share``: of the
-        steps of this window, those that the host has summed; ``idle``: because nothing was to be compressed.
-        """
-        if rows:
-            self._take_rows(rows)
-        # what a step sends because the link asks for it is no part of the budget
-        self.ledger.observe(sent, host_bytes, in_fp32, *((1.0, True) if self.rounds else (host_share, idle)))
-        nothing = (math.nan, math.nan)
-        seen = {
-            place: [noise[place].get(one.matrix.name, nothing) for one in self.candidates[place]]
-            for place in self.places
-        }
+    def observe(self, window: WindowObservation, idle: bool = False) -> None:
+        """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
+        self.ledger.apart |= self.rounds
+        self.ledger.observe(window, idle)
+        nothing, seen = (math.nan, math.nan), {}
+        for place in self.places:
+            noise, rows = window.stages[place].noise, window.stages[place].row_shares
+            self.candidates[place] = [one.with_rows(rows.get(one.matrix.name, ())) for one in self.candidates[place]]
+            seen[place] = [noise.get(one.matrix.name, nothing) for one in self.candidates[place]]
         measured = [
             (one.elements, own, energy)
             for place in self.places
@@ -141,13 +122,6 @@ class BudgetPlanner:
         ]
         self.fidelity = fidelity(measured)
         self._fit(seen, mean_energy(measured))
-
-    def _take_rows(self, rows: Sequence[Mapping[str, Sequence[float]]]) -> None:
-        """Take in what the warm-up has shown of the rows of each stage's gradients."""
-        for place in self.places:
-            self.candidates[place] = [
-                one.with_rows(rows[place].get(one.matrix.name, ())) for one in self.candidates[place]
-            ]
 
     def _fit(self, seen: Mapping[int, Sequence[tuple[float, float]]], mean: float) -> None:
         """Take in the noise of each parameter, and the energy of an entry. ``mean``: that of all entries."""
@@ -164,7 +138,7 @@ class BudgetPlanner:
         if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
             self.choices, self.limit = self._best(iteration)
             return
-        self.ledger.learn(self._size(self.choices) + self.never_bytes)
+        self.ledger.learn(self._size(self.choices) + self.excluded_bytes)
         before = self.choices
         if self.rounds:
             self.guard.relief = 1.0

@@ -11,7 +11,7 @@ from edgc.plan.budget import BudgetPlanner
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.entropy_ranks import EntropyRanks
 from edgc.plan.link_times import LinkTimes
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.sharing import Sharing
@@ -29,7 +29,7 @@ class Controller:
         iterations: length of the run.
         stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
         costs: communication cost of each stage; None where it was not measured.
-        dense: places of stages that are never compressed.
+        excluded: places of stages that are never compressed.
         message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
             None, or no list at all, where there is none.
         budget: what sets ranks and formats where the run has a volume.
@@ -44,7 +44,7 @@ class Controller:
         iterations: int,
         stages: Sequence[Sequence[MatrixSpec]],
         costs: Sequence[StageCost | None],
-        dense: Collection[int] = (),
+        excluded: Collection[int] = (),
         message_costs: Sequence[StageCost | None] = (),
         budget: BudgetPlanner | None = None,
         prices: Sequence[float] = (),
@@ -58,8 +58,8 @@ class Controller:
         self.config, self.iterations = config, iterations
         self.budget, self.trials, self.link_times = budget, trials, link_times
         self.prices = list(prices) or [1.0] * len(stages)
-        self.dense = frozenset(dense)
-        self.matrices = tuple(() if place in self.dense else tuple(stage) for place, stage in enumerate(stages))
+        self.excluded = frozenset(excluded)
+        self.matrices = tuple(() if place in self.excluded else tuple(stage) for place, stage in enumerate(stages))
         self.times = StageTimes(costs, message_costs, computed=config.ranks.link_gbps is not None)
         # also where it decides nothing: a resumed run may have it decide
         self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
@@ -71,41 +71,28 @@ class Controller:
         """What sets the ranks by today's settings."""
         stages = len(self.matrices)
         if self.config.engine == "dense":
-            return NoRanks(stages, self.dense)
+            return NoRanks(stages, self.excluded)
         if self.budget is not None:
-            return RanksByBudget(self.budget, stages, self.dense)
+            return RanksByBudget(self.budget, stages, self.excluded)
         sharing = Sharing(self.config, self.matrices, self.energies, self.prices)
         if self.config.dynamic:
-            return RanksByEntropy(self.config, self.entropy, sharing, self.dense)
-        return ConstantRank(self.config, self.iterations, sharing, self.dense)
+            return RanksByEntropy(self.config, self.entropy, sharing, self.excluded)
+        return ConstantRank(self.config, self.iterations, sharing, self.excluded)
 
-    def observe(
-        self,
-        observations: Sequence[StageObservation],
-        ranks: Sequence[int | None] | None = None,
-        sent: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        host_share: float = 0.0,
-        step_seconds: Mapping[bool, Sequence[float]] | None = None,
-    ) -> None:
-        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected.
-
-        ``ranks``: those in use in the window (default: the plan's, of which a static one may not have begun). ``sent``:
-        bytes of gradients of the whole run so far, of the host's own way, and of an all-reduce in fp32. ``host_share``:
-        the share of this window's steps that the host has summed. ``step_seconds``: see ``Trials.observe``.
-        """
-        used = self.plan.ranks if ranks is None else ranks
+    def observe(self, window: WindowObservation) -> None:
+        """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
+        observations, used = window.stages, self.plan.ranks if window.ranks is None else window.ranks
         if len(observations) != len(self.matrices):
             raise ValueError(f"{len(observations)} observations for {len(self.matrices)} stages")
         self.entropy.observe(observations)
         self.energies = [observation.energies for observation in observations]
         self.times.observe(observations)
         if self.budget is not None:
-            noise, rows = [o.noise for o in observations], [o.row_shares for o in observations]
-            self.budget.observe(noise, *sent, rows, host_share, self.plan.by_host)
-        if self.trials is not None and step_seconds is not None:
+            self.budget.observe(window, idle=self.plan.by_host)
+        if self.trials is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
             by_host = self.trials.by_host
-            change = self.trials.observe(step_seconds, max(reductions, default=math.nan), *sent[:2])
+            change = self.trials.observe(window.step_seconds, max(reductions, default=math.nan), window.bytes)
             if change and self._follow_link(by_host, change) and not by_host:
                 self.trials.compress_anew()
         # with a budget parameters travel in several ways, so that one rank predicts nothing
@@ -153,14 +140,14 @@ class Controller:
             self.budget.bound(self.config.ranks.largest)
             self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
 
-    def settle_dense(self, state: Mapping[str, Any]) -> bool:
-        """Leave those stages dense that an earlier run with a constant rank has left dense, whatever was timed now.
+    def settle_excluded(self, state: Mapping[str, Any]) -> bool:
+        """Leave those stages out that an earlier run with a constant rank has left out, whatever was timed now.
 
         ``state``: of that run's controller. Returns whether they are others than this run's.
         """
-        before = self.dense
-        self.dense = frozenset(place for place, rank in enumerate(state["plan"]["ranks"]) if rank is None)
-        return self.dense != before
+        before = self.excluded
+        self.excluded = frozenset(place for place, rank in enumerate(state["plan"]["ranks"]) if rank is None)
+        return self.excluded != before
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain numbers and lists."""

@@ -1,27 +1,27 @@
 """What a run has sent of its volume, and what each step may send of the rest."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+from edgc.byte_counts import ByteCount
+from edgc.plan.observation import WindowObservation
 
 WINDOWS = 20  # of a run, at least
 
 
 @dataclass
 class Counts:
-    """Bytes as counted so far: of the run, of the host's own way, and of an all-reduce in fp32.
+    """Bytes as counted so far.
 
-    ``idle``: of steps in which nothing was to be compressed, bytes of an all-reduce in fp32; ``sent_idle``: those that
-    were sent. ``sent_by_relief``: what relief has taken, which is no part of the budget.
+    ``idle``: of steps in which nothing was to be compressed. ``sent_by_relief``: what relief has taken, which is no
+    part of the budget.
     """
 
-    sent: float = 0.0
-    host_bytes: float = 0.0
-    in_fp32: float = 0.0
-    idle: float = 0.0
-    sent_idle: float = 0.0
+    run: ByteCount = ByteCount()
+    idle: ByteCount = ByteCount()
     sent_by_relief: float = 0.0
 
 
@@ -43,7 +43,7 @@ class Ledger:
     Args:
         volume: bytes of an all-reduce of all gradients in fp32 over those of the run.
         iterations: of the run.
-        dense_bytes: of a step's messages in fp32; ``uncompressed``: of those of a step in which nothing is compressed;
+        fp32_bytes: of a step's messages in fp32; ``uncompressed``: of those of a step in which nothing is compressed;
             ``least``: of those of a step in which every parameter has its smallest choice.
         worth: what a byte is worth in each iteration (None: always the same).
         window: iterations between two decisions.
@@ -53,14 +53,14 @@ class Ledger:
         self,
         volume: float,
         iterations: int,
-        dense_bytes: float,
+        fp32_bytes: float,
         uncompressed: float,
         least: float,
         worth: Sequence[float] | None = None,
         window: int = 1,
     ):
         self.volume, self.iterations = volume, iterations
-        self.dense_bytes, self.uncompressed, self.least = dense_bytes, uncompressed, least
+        self.fp32_bytes, self.uncompressed, self.least = fp32_bytes, uncompressed, least
         each = np.ones(iterations) if worth is None else np.asarray(worth)
         # of a step in the window from an iteration on, its share of what it and all later ones are worth
         before = np.concatenate([[0.0], np.cumsum(each)])
@@ -69,34 +69,28 @@ class Ledger:
         self.worth = each / each.mean()
         self.counts = Counts()
         self.relief_share = 0.0  # that relief has of the bytes of this window's steps
-        # whether a resume in this window has hidden which of its steps the host has summed; whether it has changed who
-        # sums, or how: then the window is no part of the budget
+        # whether a resume in this window has hidden which of its steps the host has summed; whether the window is no
+        # part of the budget, because a resume has changed who sums, or how, or because the link asks for what it sends
         self.mixed = self.apart = False
-        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``dense_bytes``
+        self.per_step: float | None = None  # bytes that the last window took, in the unit of ``fp32_bytes``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
 
-    def observe(self, sent: float, host_bytes: float, in_fp32: float, host_share: float, idle: bool) -> None:
-        """Take in a window: bytes of the run so far, of the host's own way, and of an all-reduce in fp32.
-
-        ``host_share``: of the steps of this window, those that the host has summed; ``idle``: because nothing was to be
-        compressed.
-        """
-        if self.apart:
-            host_share, idle = 1.0, True
-        counts = self.counts
-        taken, of_host, fp32 = sent - counts.sent, host_bytes - counts.host_bytes, in_fp32 - counts.in_fp32
-        counts.sent, counts.host_bytes, counts.in_fp32 = sent, host_bytes, in_fp32
+    def observe(self, window: WindowObservation, idle: bool) -> None:
+        """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
+        host_share, idle = (1.0, True) if self.apart else (window.host_share, idle)
+        counts, taken = self.counts, window.bytes - self.counts.run
+        counts.run = window.bytes
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
-        taken_by_host = taken if host_share == 1 else host_share * of_host
+        sent_by_host = taken.sent if host_share == 1 else host_share * taken.host
         if idle:
-            counts.idle += host_share * fp32
-            counts.sent_idle += taken_by_host
-        counts.sent_by_relief += self.relief_share * (taken - taken_by_host)
+            counts.idle += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
+        counts.sent_by_relief += self.relief_share * (taken.sent - sent_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or self.mixed or not fp32 > 0 or not self.dense_bytes  # without messages nothing is learnt
+        unknown = host_share or self.mixed or not taken.fp32 > 0
+        unknown = unknown or not self.fp32_bytes  # without messages nothing is learnt
         self.mixed = self.apart = False
-        self.per_step = None if unknown else taken / fp32 * self.dense_bytes
+        self.per_step = None if unknown else taken.sent / taken.fp32 * self.fp32_bytes
 
     def learn(self, predicted: float) -> None:
         """Compare the bytes of the last window's steps with those that were ``predicted`` of them."""
@@ -110,7 +104,7 @@ class Ledger:
         if relief == 1:
             return StepBytes(by_budget, 0.0)
         # what the budget lacks of a usual step, because earlier ones have taken more, is relief as well
-        usual = self.dense_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+        usual = self.fp32_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
         return StepBytes(by_budget, max(usual - by_budget, 0.0) + (relief - 1) * usual)
 
     def _by_budget(self, iteration: int) -> float:
@@ -127,14 +121,13 @@ class Ledger:
         """What is left of the run's budget at ``iteration``. The host's own steps, where nothing was to be compressed,
         are no part of it, nor of the steps that it is for.
         """
-        counts = self.counts
-        sent, dense = counts.sent, counts.in_fp32
-        if not dense:  # nothing is counted yet: what the warm-up takes
-            sent, dense = iteration * self.uncompressed, iteration * self.dense_bytes
-        done = iteration * self.dense_bytes
-        idle = counts.idle / dense * done if dense else 0.0
-        spent = (sent - counts.sent_idle - counts.sent_by_relief) / dense * done if dense else 0.0
-        return (self.dense_bytes * self.iterations - idle) / self.volume - spent
+        counts, done = self.counts, iteration * self.fp32_bytes
+        sent, fp32 = counts.run.sent, counts.run.fp32
+        if not fp32:  # nothing is counted yet: what the warm-up takes
+            sent, fp32 = iteration * self.uncompressed, done
+        idle = counts.idle.fp32 / fp32 * done if fp32 else 0.0
+        spent = (sent - counts.idle.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
+        return (self.fp32_bytes * self.iterations - idle) / self.volume - spent
 
     def grant(self, iteration: int, relief: float) -> None:
         """Steps from ``iteration`` on get what ``step`` says."""
@@ -144,7 +137,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
-            "counts": vars(self.counts).copy(),
+            "counts": asdict(self.counts),
             "relief_share": self.relief_share,
             "overhead": self.overhead,
             "mixed": self.mixed,
@@ -153,8 +146,9 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of another release."""
-        if state.keys() != self.state_dict().keys() or state["counts"].keys() != {one.name for one in fields(Counts)}:
+        own, counts = self.state_dict(), state["counts"]
+        if state.keys() != own.keys() or counts.keys() != own["counts"].keys():
             raise ValueError("the budget's counts are of another release of EDGC")
-        self.counts = Counts(**state["counts"])
+        self.counts = Counts(ByteCount(**counts["run"]), ByteCount(**counts["idle"]), counts["sent_by_relief"])
         self.relief_share, self.overhead = state["relief_share"], state["overhead"]
         self.mixed, self.apart = state["mixed"], state["apart"]

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from edgc.byte_counts import ByteCount
+
 
 @dataclass(frozen=True)
 class StageObservation:
@@ -22,3 +24,19 @@ class StageObservation:
     energies: Mapping[str, Sequence[float]] = field(default_factory=dict)
     noise: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     row_shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WindowObservation:
+    """What all stages saw in one window.
+
+    ``ranks``: those in use in the window; None: the plan's, of which a static one may not have begun. ``bytes``: of
+    gradients, in the whole run so far. ``host_share``: of this window's steps, those that the host has summed.
+    ``step_seconds``: see ``Trials.observe``.
+    """
+
+    stages: Sequence[StageObservation]
+    ranks: Sequence[int | None] | None = None
+    bytes: ByteCount = ByteCount()
+    host_share: float = 0.0
+    step_seconds: Mapping[bool, Sequence[float]] = field(default_factory=lambda: {False: (), True: ()})

@@ -17,10 +17,10 @@ from edgc.plan.sharing import Sharing
 
 
 class Policy(ABC):
-    """Makes the plans of so many ``stages``, of which those at ``never`` are not compressed."""
+    """Makes the plans of so many ``stages``, of which those at ``excluded`` are never compressed."""
 
-    def __init__(self, stages: int, never: Collection[int]):
-        self.stages, self.never = stages, never
+    def __init__(self, stages: int, excluded: Collection[int]):
+        self.stages, self.excluded = stages, excluded
 
     @abstractmethod
     def first(self) -> RankPlan:
@@ -38,11 +38,11 @@ class Policy(ABC):
         """
 
     def _everywhere(self, rank: int | None) -> tuple[int | None, ...]:
-        return tuple(None if place in self.never else rank for place in range(self.stages))
+        return tuple(None if place in self.excluded else rank for place in range(self.stages))
 
     def _kept(self, plan: RankPlan) -> tuple[int | None, ...]:
         """The plan's ranks, of stages that may be compressed."""
-        return tuple(None if place in self.never else rank for place, rank in enumerate(plan.ranks))
+        return tuple(None if place in self.excluded else rank for place, rank in enumerate(plan.ranks))
 
     def _begun_anew(self, plan: RankPlan, uniform: bool) -> RankPlan:
         """A plan that goes on only where it is the first of today. ``uniform``: no rank is shared out."""
@@ -80,8 +80,8 @@ class NoRanks(Policy):
 class ConstantRank(Policy):
     """``--edgc-static-rank`` after a warm-up: always the same, or on a straight line around it."""
 
-    def __init__(self, config: EDGCConfig, iterations: int, sharing: Sharing, never: Collection[int]):
-        super().__init__(len(sharing.matrices), never)
+    def __init__(self, config: EDGCConfig, iterations: int, sharing: Sharing, excluded: Collection[int]):
+        super().__init__(len(sharing.matrices), excluded)
         self.config, self.iterations, self.sharing = config, iterations, sharing
 
     def first(self) -> RankPlan:
@@ -107,8 +107,8 @@ class ConstantRank(Policy):
 class RanksByEntropy(Policy):
     """The paper's algorithm (docs/algorithm.md, 1 to 4)."""
 
-    def __init__(self, config: EDGCConfig, entropy: EntropyRanks, sharing: Sharing, never: Collection[int]):
-        super().__init__(len(sharing.matrices), never)
+    def __init__(self, config: EDGCConfig, entropy: EntropyRanks, sharing: Sharing, excluded: Collection[int]):
+        super().__init__(len(sharing.matrices), excluded)
         self.config, self.entropy, self.sharing = config, entropy, sharing
 
     def first(self) -> RankPlan:
@@ -132,8 +132,8 @@ class RanksByEntropy(Policy):
 class RanksByBudget(Policy):
     """``--edgc-volume`` (docs/algorithm.md, 10). A stage's rank is the largest of its matrices."""
 
-    def __init__(self, budget: BudgetPlanner, stages: int, never: Collection[int]):
-        super().__init__(stages, never)
+    def __init__(self, budget: BudgetPlanner, stages: int, excluded: Collection[int]):
+        super().__init__(stages, excluded)
         self.budget = budget
 
     def first(self) -> RankPlan:
@@ -158,7 +158,7 @@ class RanksByBudget(Policy):
         return _changed(plan, **choices)
 
     def _choices(self) -> dict[str, Any]:
-        budget, places = self.budget, [None if place in self.never else place for place in range(self.stages)]
+        budget, places = self.budget, [None if place in self.excluded else place for place in range(self.stages)]
         ranks = [None if place is None else budget.ranks(place) for place in places]
         return {
             "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),

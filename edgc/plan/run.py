@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import LEAST_RATE, BudgetPlanner, worth_of
+from edgc.plan.budget import BudgetPlanner
 from edgc.plan.candidates import Candidate, PartialSend
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
@@ -121,25 +121,19 @@ class RunPlan:
         self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
     ) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
-        never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
-        budget, rate, power = None, sizes.run.learning_rate, self.config.study.learning_rate_power
+        excluded = [place for place, stage in enumerate(self.stages) if stage.dense_because]
+        budget = trials = None
         if self.config.ranks.volume is not None:
             budget = BudgetPlanner(
-                self.config.ranks.volume,
+                self.config,
                 iterations,
-                self.config.ranks.warmup(iterations),
                 [sizes.candidates(stage) for stage in self.stages],
-                never,
+                excluded,
                 sizes.bytes_per_value,
                 sizes.uncompressed,
-                most=self.config.ranks.largest,
-                worth=worth_of(rate, iterations, power) if rate and power else None,
-                least_fidelity=self.config.study.least_fidelity,
-                least_worth=LEAST_RATE**power if rate and power else 0.0,
-                window=self.config.ranks.window,
-                rounds=self.rounds,
+                sizes.run.learning_rate,
+                self.rounds,
             )
-        trials = None
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
             timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
             host_seconds = max(timed, default=math.nan)
@@ -149,7 +143,7 @@ class RunPlan:
             iterations,
             [stage.allocation.matrices for stage in self.stages],
             [None if stage.dense_because else stage.cost for stage in self.stages],
-            never,
+            excluded,
             message_costs,
             budget=budget,
             prices=[sizes.price(stage.key.kind) for stage in self.stages],

@@ -6,8 +6,11 @@ part of them. So a few steps of the run go the other way, and whole steps are co
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
+
+from edgc.byte_counts import ByteCount
 
 # Steps of a trial. The first one is not timed: it also sends errors, or begins to compress anew. They are few because
 # each may cost time or bytes. Not tuned.
@@ -47,22 +50,19 @@ class Trials:
         self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
         self._compared = True  # whether what the next window shows is compared with the last trial, if there was one
-        self._counted = (0.0, 0.0)  # bytes of the run so far, and of the host's own way
+        self._counted = ByteCount()  # of gradients of the run so far
         self._step = math.nan  # seconds of a step
         self._settled = False  # whether enough steps have been timed since a trial was last begun or ended
 
-    def observe(
-        self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, sent: float, host_bytes: float
-    ) -> float:
+    def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, counted: ByteCount) -> float:
         """Take in a window. Returns how many seconds more, or fewer, reductions take if the link has changed; else 0.
 
         ``steps``: seconds of steps after the warm-up, by whether the host has summed, since a trial was last begun or
-        ended. ``reduce_seconds``: of the reductions of a step, in this window. ``sent``: bytes of the run so far;
-        ``host_bytes``: of the host's own way.
+        ended. ``reduce_seconds``: of the reductions of a step, in this window. ``counted``: bytes of gradients of the
+        run so far.
         """
-        taken, of_host = sent - self._counted[0], host_bytes - self._counted[1]
-        self._counted = sent, host_bytes
-        share = taken / of_host if taken > 0 and of_host > 0 else math.nan
+        taken, self._counted = counted - self._counted, counted
+        share = taken.sent / taken.host if taken.sent > 0 and taken.host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
         self._settled = len(usual) >= LEAST_USUAL_STEPS
         if not self._settled:
@@ -137,7 +137,7 @@ class Trials:
             "measured": list(self.measured),
             "host_steps": self.host_steps,
             "spent": self.spent,
-            "counted": list(self._counted),
+            "counted": asdict(self._counted),
             "reduction": self._reduction,
             "share": self._share,
             "compared": self._compared,
@@ -148,7 +148,7 @@ class Trials:
         self.by_host, self.due = state["by_host"], state["due"]
         self.measured, self.host_steps = tuple(state["measured"]), state["host_steps"]
         self.spent, self._compared = state["spent"], state["compared"]
-        self.trial, self._counted = None, tuple(state["counted"])
+        self.trial, self._counted = None, ByteCount(**state["counted"])
         if not timed_anew:  # another link is then seen by its reductions
             self.host_seconds = state["host_seconds"]
             self._reduction, self._share = state["reduction"], state["share"]

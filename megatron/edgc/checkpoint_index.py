@@ -2,11 +2,12 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from edgc.byte_counts import RunBytes
 from edgc.comm.objects import broadcast_object, gather_objects
 from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import ERROR, STATE_VERSION, Layout
@@ -74,7 +75,7 @@ class Index:
     controller: dict[str, Any]
     messages: SavedMessages | None  # None: nothing sets their ranks
     replicas: int  # how many processes have left something of the same messages unsent; 0: none compresses any
-    bytes: dict[str, list[float]]  # sent so far: the mean over the processes, by a stage's id, and of messages
+    bytes: dict[str, RunBytes]  # so far: the mean over the processes, by a stage's id, and of messages
     saved: dict[str, SavedStage]  # by ``stage_key``
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Index:
             "version": STATE_VERSION,
             **vars(self),
             "messages": None if self.messages is None else vars(self.messages),
+            "bytes": {key: asdict(counts) for key, counts in self.bytes.items()},
             "saved": {key: vars(one) for key, one in self.saved.items()},
         }
 
@@ -91,8 +93,9 @@ class Index:
         """What ``to_dict`` was made from, in this version."""
         entries = {name: value for name, value in found.items() if name != "version"}
         messages = None if found["messages"] is None else SavedMessages(**found["messages"])
+        counted = {key: RunBytes.of(counts) for key, counts in found["bytes"].items()}
         saved = {key: SavedStage(**one) for key, one in found["saved"].items()}
-        return cls(**{**entries, "messages": messages, "saved": saved})
+        return cls(**{**entries, "messages": messages, "bytes": counted, "saved": saved})
 
 
 def gathered_index(
@@ -102,9 +105,9 @@ def gathered_index(
 
     ``controllers``: the states of both, on process 0. ``saved``: what this process describes.
     """
-    counts: list[tuple[Any, ...]] = [(stage.key.id, *stage.byte_counts()) for stage in run.stages]
+    counts = [(stage.key.id, stage.byte_counts()) for stage in run.stages]
     if run.messages is not None:
-        counts.append((MESSAGES, *run.messages.byte_counts()))
+        counts.append((MESSAGES, RunBytes(messages=run.messages.byte_count())))
     everywhere = gather_objects((saved, counts))
     index = None
     if run.controller is not None:
@@ -137,12 +140,12 @@ def _saved_messages(run: RunState, controller: Any) -> SavedMessages | None:
     )
 
 
-def _mean_bytes(counts: Sequence[tuple[Any, ...]]) -> dict[str, list[float]]:
-    """Over the processes, by stage."""
-    by_stage: dict[str, list[tuple[float, ...]]] = {}
-    for stage, *values in counts:
-        by_stage.setdefault(stage, []).append(tuple(values))
-    return {stage: [sum(column) / len(rows) for column in zip(*rows, strict=True)] for stage, rows in by_stage.items()}
+def _mean_bytes(counts: Sequence[tuple[str, RunBytes]]) -> dict[str, RunBytes]:
+    """Over the processes, by key."""
+    by_key: dict[str, list[RunBytes]] = {}
+    for key, count in counts:
+        by_key.setdefault(key, []).append(count)
+    return {key: RunBytes.mean(several) for key, several in by_key.items()}
 
 
 def parallel_sizes(args: Namespace) -> dict[str, int]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.msc_utils import maybe_msc
 
+from edgc.byte_counts import RunBytes
 from edgc.config import ConfigError, flag
 from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_measurements, resume_controller
 from edgc.hosts.reporting import warn
-from edgc.hosts.stage import ByteCounts
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint_index import (
@@ -133,7 +133,7 @@ class Resume:
         )
         if own.measurements is not None:
             restore_measurements(stage.reducers, state[own.measurements])
-        stage.restore_bytes(ByteCounts(*self.index.bytes[stage.key.id]))
+        stage.restore_bytes(self.index.bytes[stage.key.id])
 
     def _load_messages(self, state: Mapping[str, Any]) -> bool:
         """What was left unsent of messages is of one micro-batch's size and of one replica of the model alone.
@@ -147,7 +147,7 @@ class Resume:
         if own is not None and messages.fits(own):
             messages.load_state_dict(own)
             return False
-        messages.restore_bytes(*self.index.bytes.get(MESSAGES, (0.0, 0.0)))
+        messages.restore_bytes(self.index.bytes.get(MESSAGES, RunBytes()).messages)
         return bool(messages.directions or (own is not None and own["senders"]))
 
     def _resume_gradients(self) -> None:
@@ -183,8 +183,8 @@ class Resume:
         # also of a rank that was given: how much of it messages get has been timed
         settings = kept.resolved if follows and then == now else {}
         # and so has what stays uncompressed
-        if not follows and controller.settle_dense(kept.controller):
-            stay = ", ".join(str(messages.boundaries[place]) for place in sorted(controller.dense)) or "none"
+        if not follows and controller.settle_excluded(kept.controller):
+            stay = ", ".join(str(messages.boundaries[place]) for place in sorted(controller.excluded)) or "none"
             warn(f"messages between stages go on as in {self.name}, whatever was timed now: uncompressed stay {stay}")
         self._resume(controller, kept.controller, settings)
 

@@ -168,7 +168,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             self._check_and_scale()
             return sums.overlap.start(self._sum_pieces(), spans=sums.spans)
         for bucket in self.buckets:
-            count_dense(sums.communicator.traffic, self, bucket.grad_data)
+            count_host_sum(sums.communicator.traffic, self, bucket.grad_data)
 
         def own_collective() -> Work:
             super(EDGCBucketGroup, self).start_grad_sync(force_all_reduce=force_all_reduce)
@@ -197,7 +197,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             return
         weights = self.edgc_weights
         processes = weights.communicator.world_size
-        counters = [weights.dense, *([weights.communicator.traffic] if weights.before is None else [])]
+        counters = [weights.host, *([weights.communicator.traffic] if weights.before is None else [])]
         for bucket in self.buckets:
             shard = bucket.param_data[: bucket.param_data.numel() // processes]
             for traffic in counters:
@@ -264,11 +264,11 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
 
 class WeightGather:
-    """How the weights of one bucket group are gathered, and what that sends; ``dense`` counts Megatron's own way."""
+    """How the weights of one bucket group are gathered, and what that sends; ``host`` counts Megatron's own way."""
 
-    def __init__(self, communicator: Communicator, dense: Traffic, wire: Wire | None):
+    def __init__(self, communicator: Communicator, host: Traffic, wire: Wire | None):
         self.communicator = communicator
-        self.dense = dense
+        self.host = host
         self.wire = wire
         self.before: list[Tensor] | None = None  # own shards of all buckets as the others have them; None: not known
 
@@ -307,7 +307,7 @@ def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
     return replicas
 
 
-def count_dense(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:
+def count_host_sum(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:
     """Count what Megatron's own collective sends of a bucket."""
     processes = dist.get_world_size(process_group(group))
     if group.ddp_config.use_distributed_optimizer:

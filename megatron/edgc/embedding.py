@@ -20,12 +20,13 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
+from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
 from edgc.observe.timing import Spans
-from megatron.edgc.data_parallel import count_dense, process_group
+from megatron.edgc.data_parallel import count_host_sum, process_group
 from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages
@@ -70,17 +71,13 @@ class TiedEmbedding:
         gradient: Tensor = self._bucket.grad_data[start:end].view(self.weight.shape)
         return gradient
 
-    def dense_bytes(self) -> float:
+    def step_bytes(self) -> ByteCount:
         """What Megatron's two sums send in a step."""
-        traffic = Traffic()
-        count_dense(traffic, self._group, self.gradient())
-        traffic.count_all_reduce(self.gradient(), COPIES)
-        return traffic.bytes
-
-    def fp32_bytes(self) -> float:
-        """The same if both were all-reduces in fp32."""
+        host = Traffic()
+        count_host_sum(host, self._group, self.gradient())
+        host.count_all_reduce(self.gradient(), COPIES)
         size, replicas = 4.0 * self.gradient().numel(), dist.get_world_size(process_group(self._group))
-        return all_reduce_bytes(size, replicas) + all_reduce_bytes(size, COPIES)
+        return ByteCount(host=host.bytes, fp32=all_reduce_bytes(size, replicas) + all_reduce_bytes(size, COPIES))
 
     def attach(self, reducer: GradientReducer, spans: Spans, step: Callable[[], Step]) -> None:
         """``step`` tells of the step under way."""

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, described_header
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import Step
@@ -61,15 +62,14 @@ class PipelineMessages:
             if receiver is not None
         ]
         self.senders: dict[tuple[Direction, int], MessageSender] = {}  # by direction and chunk
-        self.bytes: Counter[Direction] = Counter()  # sent so far
-        self.dense_bytes: Counter[Direction] = Counter()
+        self.bytes: dict[Direction, ByteCount] = {"forward": ByteCount(), "backward": ByteCount()}  # so far
         self.sampler = GradientSampler(
             iteration_rate=config.ranks.iteration_sampling_rate,
             gradient_rate=config.ranks.gradient_sampling_rate,
             seed=config.seed,
         )
         self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
-        self._window_start = (Counter[Direction](), Counter[Direction]())
+        self._window_start = self.bytes.copy()
         self._iteration: int | None = None
         self._wrong: Tensor | None = None
         self._messages: Counter[tuple[str, Direction]] = Counter()  # sent and received in this step
@@ -101,9 +101,8 @@ class PipelineMessages:
     def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
         """What travels in the place of a (tokens, micro-batch, width) tensor."""
         place = self._count("sent", direction)
-        self.dense_bytes[direction] += tensor.nbytes
         if direction not in self.directions:
-            self.bytes[direction] += tensor.nbytes
+            self.bytes[direction] += ByteCount(tensor.nbytes, tensor.nbytes, tensor.nbytes)
             return tensor
         step = self.step()
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
@@ -114,7 +113,7 @@ class PipelineMessages:
         scale = step.loss_scale if direction == "backward" else None
         header = form.header(step.iteration, self.stage, direction == "forward", place)
         message = self._sender(direction, chunk).encode(matrix, form, header, scale)
-        self.bytes[direction] += message.nbytes
+        self.bytes[direction] += ByteCount(message.nbytes, tensor.nbytes, tensor.nbytes)
         return message
 
     def incoming(self, direction: Direction, shape: Sequence[int], dtype: torch.dtype, device: Any) -> "Incoming":
@@ -211,13 +210,16 @@ class PipelineMessages:
                 for (direction, chunk), sender in self.senders.items()
             },
             "entropy": {direction: [float(value) for value in seen] for direction, seen in entropy.items()},
-            "bytes": [dict(count) for count in (self.bytes, self.dense_bytes, *self._window_start)],
+            "bytes": [
+                {direction: asdict(count) for direction, count in counts.items()}
+                for counts in (self.bytes, self._window_start)
+            ],
         }
 
-    def restore_bytes(self, sent: float, dense: float) -> None:
+    def restore_bytes(self, count: ByteCount) -> None:
         """Go on counting from a checkpoint's mean over all processes, without telling directions apart."""
-        self.bytes, self.dense_bytes = Counter({"forward": sent}), Counter({"forward": dense})
-        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+        self.bytes = {"forward": count, "backward": ByteCount()}
+        self._window_start = self.bytes.copy()
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether its senders are this run's, and their messages of this run's size."""
@@ -235,8 +237,9 @@ class PipelineMessages:
             on_device = {part: None if tensor is None else tensor.to(device) for part, tensor in kept.items()}
             self._sender(direction, int(chunk)).load_state_dict(on_device)
         self.entropy = {direction: list(values) for direction, values in state["entropy"].items()}
-        self.bytes, self.dense_bytes, *start = (Counter(count) for count in state["bytes"])
-        self._window_start = (start[0], start[1])
+        self.bytes, self._window_start = (
+            {direction: ByteCount(**count) for direction, count in counts.items()} for counts in state["bytes"]
+        )
 
     def take_window(self) -> list[MessageWindow]:
         """What was seen of the messages that this process sends since the last call.
@@ -246,7 +249,6 @@ class PipelineMessages:
         if self._wrong is not None and bool(self._wrong):
             raise UnexpectedMessage(f"stage {self.stage + 1} has got a message that was not the next one")
         windows = []
-        sent, dense = self._window_start
         for boundary in self.boundaries:
             if boundary.sender == self.stage:
                 direction = boundary.direction
@@ -254,14 +256,13 @@ class PipelineMessages:
                     MessageWindow(
                         boundary,
                         mean_of_finite(self.entropy[direction]),
-                        self.bytes[direction] - sent[direction],
-                        self.dense_bytes[direction] - dense[direction],
+                        self.bytes[direction] - self._window_start[direction],
                         self.state_bytes(direction),
                         self._take_spikes(direction),
                     )
                 )
                 self.entropy[direction] = []
-        self._window_start = (self.bytes.copy(), self.dense_bytes.copy())
+        self._window_start = self.bytes.copy()
         return windows
 
     def _take_spikes(self, direction: Direction) -> float:
@@ -282,9 +283,9 @@ class PipelineMessages:
         tensors = {id(tensor): tensor for state in states for tensor in state.values() if tensor is not None}
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def byte_counts(self) -> tuple[float, float]:
-        """Bytes sent so far, and Megatron's own way."""
-        return float(sum(self.bytes.values())), float(sum(self.dense_bytes.values()))
+    def byte_count(self) -> ByteCount:
+        """So far."""
+        return self.bytes["forward"] + self.bytes["backward"]
 
 
 def _neighbour(sender: int, direction: str, stages: int, ring: bool) -> int | None:

@@ -12,6 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
@@ -25,7 +26,7 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import smallest_rank
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
-from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group
+from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
@@ -60,17 +61,17 @@ class MegatronStage(Stage):
     """
 
     def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
-        dense, in_fp32 = Traffic(), 0.0
+        host, fp32 = Traffic(), 0.0
         for one in named:
             for bucket in one.group.buckets:
                 for parameter in one.names.keys() & bucket.param_to_index.keys():
                     gradient = bucket.grad_data[slice(*bucket.param_to_index[parameter])]
-                    count_dense(dense, one.group, gradient)
-                    in_fp32 += all_reduce_bytes(4.0 * gradient.numel(), dist.get_world_size(process_group(one.group)))
+                    count_host_sum(host, one.group, gradient)
+                    fp32 += all_reduce_bytes(4.0 * gradient.numel(), dist.get_world_size(process_group(one.group)))
         if embedding is not None:
-            dense.count_all_reduce(embedding, COPIES)
-            in_fp32 += all_reduce_bytes(4.0 * embedding.numel(), COPIES)
-        super().__init__(key, device, dense.bytes, in_fp32)
+            host.count_all_reduce(embedding, COPIES)
+            fp32 += all_reduce_bytes(4.0 * embedding.numel(), COPIES)
+        super().__init__(key, device, ByteCount(host=host.bytes, fp32=fp32))
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []
@@ -103,7 +104,7 @@ class MegatronStage(Stage):
         self.units = Units(units)
         sums = StageSums(self.units, communicator, self.spans, overlap, step)
         for one in self.named:
-            weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_dense, param_wire)
+            weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_by_host, param_wire)
             self.groups.append(EDGCBucketGroup.attach(one.group, sums, weights, one.names))
 
     def end_step(self) -> None:
@@ -121,7 +122,7 @@ class EmbeddingStage(MegatronStage):
     def __init__(self, tied: TiedEmbedding, device: torch.device):
         super().__init__(StageKey(StageKind.EMBEDDING, 0), [], device)
         self.tied = tied
-        self.dense_bytes_per_step, self.fp32_bytes_per_step = tied.dense_bytes(), tied.fp32_bytes()
+        self.step_bytes = tied.step_bytes()
 
     @property
     def parameters(self) -> list[Parameter]:

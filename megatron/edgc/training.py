@@ -143,9 +143,9 @@ class Session:
             pipeline_parallel.install(self.messages, self.seam)
             if planned.settings is not None and dist.get_rank() == 0:
                 specs, boundaries = self.messages.specs(), self.messages.boundaries
-                dense = [place for place, one in enumerate(boundaries) if one.sender in planned.uncompressed]
+                excluded = [place for place, one in enumerate(boundaries) if one.sender in planned.uncompressed]
                 message_controller = Controller(
-                    planned.settings, self.run.iterations, specs, [None] * len(specs), dense
+                    planned.settings, self.run.iterations, specs, [None] * len(specs), excluded
                 )
         self.windows = WindowExchange(self.driver, self.stages, backward, controller, self.messages, message_controller)
         self.windows.adopt_plans()

@@ -41,6 +41,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 import edgc.plan.allocation  # noqa: E402
 import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
+from edgc.byte_counts import RunBytes  # noqa: E402
 from edgc.comm.collectives import Exchange  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
@@ -289,7 +290,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         patch.setattr(sys, "argv", ["pretrain_gpt.py", *case["arguments"]])
         session = train(True, [capture])
     stages = [] if session is None else session.stages
-    messages = None if session is None else session.messages
+    counts = sum((stage.byte_counts() for stage in stages), RunBytes())
+    if session is not None and session.messages is not None:
+        counts += RunBytes(messages=session.messages.byte_count())
     result = {
         "place": [
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -325,11 +328,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "state_bytes": sum(reducer.state.bytes() for stage in stages for reducer in stage.reducers),
         "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
-            *(
-                sum(getattr(stage.byte_counts(), kind) for stage in stages)
-                for kind in ("sent", "dense", "weights", "weights_dense")
-            ),
-            *((0.0, 0.0) if messages is None else messages.byte_counts()),
+            size for count in (counts.gradients, counts.weights, counts.messages) for size in (count.sent, count.host)
         ],
     }
     for chunk in chunks:

@@ -70,7 +70,7 @@ def main():
         checkpointing.save_checkpoint(args.train_iters, chunks, optimizer, None, 0)
     sent = None
     if session is not None:
-        sent = session.stages[0].byte_counts()[:2]
+        sent = session.stages[0].gradient_bytes.sent, session.stages[0].gradient_bytes.host
         session.close()
     replaced = [name for name, value in before.items() if vars(training)[name] is not value]
     if dist.get_rank() == 0:

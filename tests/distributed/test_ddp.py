@@ -278,7 +278,7 @@ def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
         "ranks": [(report.plan.ranks, report.plan.matrix_ranks) for report in reports],
         "shared": shared,
         "entropy": [report.stages[0].entropy for report in reports],
-        "bytes": [report.dp_bytes for report in reports],
+        "bytes": [report.bytes.gradients.sent for report in reports],
         "sums": mean(kept, 1),
     }
 
@@ -319,7 +319,7 @@ def joined(rank: int, folder: str) -> tuple[str, float, float]:
         training.train(20 if reset else 10)
         assert state.report is not None
         (seen,) = state.report.stages
-        ratios.append(seen.dp_bytes_dense / seen.dp_bytes)
+        ratios.append(seen.bytes.host / seen.bytes.sent)
     return state.config.engine, ratios[0], ratios[1]
 
 
@@ -630,7 +630,7 @@ def dense_in_16_bits(rank: int) -> tuple[bool, tuple[float, ...], bool]:
         later.step()
         plain.append(later.stage.reducers[0].plain)
         later.driver.plan = replace(later.driver.plan, by_host=True)
-    return same_bits, state.stage.byte_counts()[:2], plain == [False, True, True]
+    return same_bits, (state.stage.gradient_bytes.sent, state.stage.gradient_bytes.host), plain == [False, True, True]
 
 
 def test_uncompressed_gradients_of_16_bits_travel_in_16_bits() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, UnexpectedMessage
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
@@ -87,7 +88,7 @@ def several_messages(rank: int) -> dict[str, object]:
         seen.append(ends.messages.senders["backward", 0].error.view(SHAPE))
     else:
         assert torch.equal(ends.link.recv_backward(SHAPE, False), gradient(9))  # evaluation is left alone
-    return {"sum": torch.stack(seen).sum(dim=0).detach(), "bytes": ends.messages.byte_counts()}
+    return {"sum": torch.stack(seen).sum(dim=0).detach(), "bytes": ends.messages.byte_count()}
 
 
 def test_what_arrives_and_what_is_left_is_what_was_sent(both: Both) -> None:
@@ -95,8 +96,8 @@ def test_what_arrives_and_what_is_left_is_what_was_sent(both: Both) -> None:
     everything = torch.stack([gradient(step) for step in range(6)]).sum(dim=0)
     torch.testing.assert_close(first["sum"] + second["sum"], everything, atol=1e-4, rtol=0)
     tokens, width = SHAPE[0] * SHAPE[1], SHAPE[2]
-    assert second["bytes"] == (6 * ((tokens + width) * 4 * 4 + HEADER_BYTES), 6 * tokens * width * 4)
-    assert first["bytes"] == (0, 0)
+    assert second["bytes"].sent == 6 * ((tokens + width) * 4 * 4 + HEADER_BYTES)
+    assert second["bytes"].host == 6 * tokens * width * 4 and first["bytes"] == ByteCount()
 
 
 class OneForAll:

@@ -3,12 +3,15 @@
 import itertools
 import json
 import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import edgc.plan.budget as budget_module
+from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner, worth_of
 from edgc.plan.candidates import ROW_SHARES, Candidate, LowRank, PartialSend, Rounded, Rows, ranks_to_try
@@ -17,7 +20,7 @@ from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend
 from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
@@ -51,6 +54,34 @@ def by_share(share: float, rank: int = 4) -> Rows:
 def seen(noise: dict[str, float]) -> dict[str, tuple[float, float]]:
     """With entries of the same energy everywhere."""
     return {name: (one, 1.0) for name, one in noise.items()}
+
+
+def planned(
+    volume: float,
+    iterations: int,
+    first: int,
+    stages: Sequence[Sequence[Candidate]],
+    uncompressed: float,
+    excluded: Collection[int] = (),
+    learning_rate: Callable[[int], float] | None = None,
+    rounds: bool = False,
+    **settings: Any,
+) -> BudgetPlanner:
+    """``first``: the iteration at which compression begins."""
+    settings = {"window": 2, "least_fidelity": 0.0, "warmup_fraction": first / iterations, **settings}
+    config = EDGCConfig.of(volume=volume, **settings)
+    return BudgetPlanner(config, iterations, stages, excluded, BYTES, uncompressed, learning_rate, rounds)
+
+
+def shown(
+    noise: Sequence[dict[str, tuple[float, float]]],
+    sent: float = 0.0,
+    host: float = 0.0,
+    fp32: float = 0.0,
+    **rest: Any,
+) -> WindowObservation:
+    """A window that shows each stage's noise. ``sent``, ``host``, ``fp32``: bytes so far."""
+    return WindowObservation([StageObservation(noise=one) for one in noise], bytes=ByteCount(sent, host, fp32), **rest)
 
 
 def simulated(rank: int, exponent: float, directions: int = 64, steps: int = 2000) -> float:
@@ -135,10 +166,10 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     """An embedding whose rare words no direction is made of, beside layers that low rank suits."""
     layers = [candidate(str(place), 128, 512, steepness=1.5) for place in range(4)]
     stages = [[*layers, candidate("words", 2048, 128)]]
-    planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
+    planner = planned(20.0, 1000, 0, stages, 4.0)
     assert isinstance(planner.choices[0][-1], LowRank)
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([seen({**noise, "words": 25.0})], 0.0, 0.0, 0.0)
+    planner.observe(shown([seen({**noise, "words": 25.0})]))
     planner.decide(10)
     assert planner.choices[0][-1] == Rounded("int2")
     assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
@@ -147,21 +178,21 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
 def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
-    planner = BudgetPlanner(28.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    planner = planned(28.0, 1000, 0, [[*layers, words]], 4.0)
     assert isinstance(planner.choices[0][-1], Rows)
     assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
     assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-    planner.observe([seen({**noise, "words": 8.0})], 0.0, 0.0, 0.0)  # as of many tokens, each of them about as often
+    planner.observe(shown([seen({**noise, "words": 8.0})]))  # as of many tokens, each of them about as often
     planner.decide(10)
     assert isinstance(planner.choices[0][-1], LowRank)
 
 
 def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
     twins = [candidate("loud", steepness=1.0), candidate("quiet", steepness=1.0)]
-    planner = BudgetPlanner(16.0, 1000, 0, [twins], (), BYTES, 4.0)
+    planner = planned(16.0, 1000, 0, [twins], 4.0)
     loud, quiet = (c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
-    planner.observe([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}], 0.0, 0.0, 0.0)
+    planner.observe(shown([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}]))
     planner.decide(10)
     loud, quiet = (c.size(one, BYTES) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
     assert loud > 2 * quiet
@@ -191,7 +222,7 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
     (chosen,) = spend([candidate("w")], BYTES, 1.0)
     assert chosen == LowRank(4)
-    planner = BudgetPlanner(1000.0, 100, 10, [[candidate("w")]], (), BYTES, 4.0)
+    planner = planned(1000.0, 100, 10, [[candidate("w")]], 4.0)
     assert planner.reason == "the budget is too small"
 
 
@@ -205,17 +236,17 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
             measured = (
                 [seen({c.matrix.name: noise for c in planner.candidates[0]})] if iteration >= planner.first else [{}]
             )
-            dense = (iteration + 1) * planner.ledger.dense_bytes
-            planner.observe(measured, sent, dense, dense)
+            dense = (iteration + 1) * planner.ledger.fp32_bytes
+            planner.observe(shown(measured, sent, dense, dense))
             planner.decide(iteration + 1)
-    return iterations * planner.ledger.dense_bytes / sent
+    return iterations * planner.ledger.fp32_bytes / sent
 
 
 @pytest.mark.parametrize("overhead", [1.0, 1.1, 2.0])
 @pytest.mark.parametrize("volume", [8.0, 24.0])
 def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
-    planner = BudgetPlanner(volume, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
+    planner = planned(volume, 1000, 25, stages, 1 + 1 / 64)
     assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
 
 
@@ -224,8 +255,8 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
     host_bytes: float,
 ) -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, host_bytes)
-    whole = planner.ledger.dense_bytes * host_bytes / 4  # bytes of a step by the host
+    planner = planned(12.0, 1000, 0, stages, host_bytes)
+    whole = planner.ledger.fp32_bytes * host_bytes / 4  # bytes of a step by the host
     sent, compressed, tried = 0.0, 0.0, 0
     for window in range(50):
         idle, tries = 10 <= window < 30, window in (3, 15)
@@ -235,20 +266,19 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         sent += own * planner._size(planner.choices) + (20 - own) * whole
         noise = {str(place): 0.5 for place in range(6)}
         steps = 20 * (window + 1)
-        planner.observe(
-            [seen(noise)], sent, steps * whole, steps * planner.ledger.dense_bytes, host_share=1 - own / 20, idle=idle
-        )
+        counted = sent, steps * whole, steps * planner.ledger.fp32_bytes
+        planner.observe(shown([seen(noise)], *counted, host_share=1 - own / 20), idle=idle)
         planner.decide(20 * (window + 1))
         assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
     budgeted = 1000 - (20 * 20 - 3)  # steps
-    assert (compressed + tried * whole) / planner.ledger.dense_bytes == pytest.approx(budgeted / 12, rel=0.02)
+    assert (compressed + tried * whole) / planner.ledger.fp32_bytes == pytest.approx(budgeted / 12, rel=0.02)
 
 
 def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, 2.0)
+    planner = planned(12.0, 1000, 0, stages, 2.0)
     whole = (
-        planner.ledger.dense_bytes / 2
+        planner.ledger.fp32_bytes / 2
     )  # bytes of a step by the host, whose first one sends errors as well, in an all-reduce
     sent, sizes = 0.0, []
     for window in range(50):
@@ -257,19 +287,21 @@ def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
         sent += (17 * sizes[-1] + 3 * whole + whole) if tries else 20 * sizes[-1]
         noise, steps = {str(place): 0.5 for place in range(6)}, 20 * (window + 1)
         host_share = 3 / 20 if tries else 0.0
-        planner.observe([seen(noise)], sent, steps * whole, steps * planner.ledger.dense_bytes, host_share=host_share)
+        planner.observe(
+            shown([seen(noise)], sent, steps * whole, steps * planner.ledger.fp32_bytes, host_share=host_share)
+        )
         planner.decide(20 * (window + 1))
     assert sizes[11] == pytest.approx(sizes[9], rel=0.1), "but for what the trial has cost"
-    assert sent / planner.ledger.dense_bytes == pytest.approx(1000 / 12, rel=0.02)
+    assert sent / planner.ledger.fp32_bytes == pytest.approx(1000 / 12, rel=0.02)
 
 
 def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> None:
-    def planner(never: tuple[int, ...]) -> BudgetPlanner:
+    def planner(excluded: tuple[int, ...]) -> BudgetPlanner:
         stages = [[candidate("a", 128, 256)], [candidate("b", 128, 256)]]
-        return BudgetPlanner(12.0, 1000, 0, stages, never, BYTES, 4.0)
+        return planned(12.0, 1000, 0, stages, 4.0, excluded)
 
     before, after, fresh = planner((0,)), planner(()), planner(())
-    before.observe([{}, seen({"b": 0.3})], 1.0, 2.0, 2.0)
+    before.observe(shown([{}, seen({"b": 0.3})], 1.0, 2.0, 2.0))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.candidates[0] == fresh.candidates[0] and after.choices[0] == fresh.choices[0]
     assert after.candidates[1] == before.candidates[1] and after.choices[1] == before.choices[1]
@@ -277,18 +309,18 @@ def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> No
 
 def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+    planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
     sent, sizes = 0.0, []
     for window, noise in enumerate([0.5, 12.0, 12.0, 4.0, 0.5, 0.5, 0.5]):
         sizes.append(planner._size(planner.choices))
         sent += 20 * sizes[-1]
-        dense = 20 * (window + 1) * planner.ledger.dense_bytes
-        planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
+        dense = 20 * (window + 1) * planner.ledger.fp32_bytes
+        planner.observe(shown([seen({str(place): noise for place in range(6)})], sent, dense, dense))
         assert planner.fidelity == pytest.approx(1 / (1 + noise))
         planner.decide(20 * (window + 1))
         if window == 2:
             assert planner.reason == "too little of the gradient arrived: 4 times the budget"
-            again = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+            again = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
             again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
             assert again.relief == 4
     usual, _, twice, four, still, less, after = sizes
@@ -302,13 +334,13 @@ def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> Non
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     budgets: dict[bool, list[float]] = {}
     for troubled in (False, True):
-        planner = BudgetPlanner(24.0, 1000, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+        planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
         sent, reliefs = 0.0, []
         for window in range(20):
             noise = 50.0 if troubled and 2 <= window < 5 else 0.5
             sent += 50 * planner._size(planner.choices)
-            dense = 50 * (window + 1) * planner.ledger.dense_bytes
-            planner.observe([seen({str(place): noise for place in range(6)})], sent, dense, dense)
+            dense = 50 * (window + 1) * planner.ledger.fp32_bytes
+            planner.observe(shown([seen({str(place): noise for place in range(6)})], sent, dense, dense))
             planner.decide(50 * (window + 1))
             reliefs.append(planner.relief)
             budgets.setdefault(troubled, []).append(planner.budget(50 * (window + 1)))
@@ -320,21 +352,21 @@ def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> Non
 
 def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(24.0, 400, 0, stages, (), BYTES, 4.0, least_fidelity=0.1)
+    planner = planned(24.0, 400, 0, stages, 4.0, least_fidelity=0.1)
     sent, sizes = 0.0, []
     for window in range(12):
         sizes.append(planner._size(planner.choices))
         sent += 20 * sizes[-1]
-        dense = 20 * (window + 1) * planner.ledger.dense_bytes
-        planner.observe([seen({str(place): 20.0 for place in range(6)})], sent, dense, dense)
+        dense = 20 * (window + 1) * planner.ledger.fp32_bytes
+        planner.observe(shown([seen({str(place): 20.0 for place in range(6)})], sent, dense, dense))
         planner.decide(20 * (window + 1))
-    assert sent > 400 * planner.ledger.dense_bytes / 24, "more than the whole run was to take"
+    assert sent > 400 * planner.ledger.fp32_bytes / 24, "more than the whole run was to take"
     assert planner.relief == 64 and sizes[-1] > 4 * sizes[0]
 
 
 def test_a_bound_on_the_rank_may_change() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    planner = BudgetPlanner(8.0, 1000, 0, stages, (), BYTES, 4.0)
+    planner = planned(8.0, 1000, 0, stages, 4.0)
     free = planner.budget(0)
     planner.bound(8)
     assert planner.budget(0) == planner.most < free
@@ -344,25 +376,27 @@ def test_a_bound_on_the_rank_may_change() -> None:
 
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
-    planner = BudgetPlanner(
-        24.0, 1000, 0, stages, (), BYTES, 4.0, worth=worth, least_fidelity=0.1, least_worth=0.2**0.7
-    )
+    settings = {"learning_rate_power": 0.7, "least_fidelity": 0.1}
+    planner = planned(24.0, 1000, 0, stages, 4.0, learning_rate=lambda iteration: 1 - iteration / 1000, **settings)
     sent = 0.0
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
         sent += 20 * planner._size(planner.choices)
-        dense = iteration * planner.ledger.dense_bytes
-        planner.observe([seen({str(place): 12.0 for place in range(6)})], sent, dense, dense)
+        dense = iteration * planner.ledger.fp32_bytes
+        planner.observe(shown([seen({str(place): 12.0 for place in range(6)})], sent, dense, dense))
         planner.decide(iteration)
         assert planner.relief == relief, iteration
 
 
 def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    worth = worth_of(lambda iteration: 3e-4 * (1 - iteration / 1000), 1000, 0.5)
+
+    def rate(iteration: int) -> float:
+        return 3e-4 * (1 - iteration / 1000)
+
+    worth = worth_of(rate, 1000, 0.5)
     assert [worth[iteration] for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.2**0.5])
-    planner = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64, worth=worth)
-    even = BudgetPlanner(12.0, 1000, 25, stages, (), BYTES, 1 + 1 / 64)
+    planner = planned(12.0, 1000, 25, stages, 1 + 1 / 64, learning_rate=rate, learning_rate_power=0.5)
+    even = planned(12.0, 1000, 25, stages, 1 + 1 / 64)
     assert planner._size(planner.choices) > 1.3 * even._size(even.choices)
     assert run_of(planner, 1000, 20, 1.1, noise=0.5) == pytest.approx(12, rel=0.02)
     assert planner._size(planner.choices) < 0.75 * even._size(even.choices)
@@ -375,8 +409,8 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
     """At 100x the last steps would have less than the smallest choices take."""
     monkeypatch.setattr(budget_module, "LITTLE_NOISE", 0.0)  # nothing is kept for them
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    worth = worth_of(lambda iteration: 1 - iteration / 1000, 1000, 0.7)
-    planner = BudgetPlanner(volume, 1000, 10, stages, (), BYTES, 0.5, worth=worth)
+    rate = {"learning_rate": lambda iteration: 1 - iteration / 1000, "learning_rate_power": 0.7}
+    planner = planned(volume, 1000, 10, stages, 0.5, **rate)
     assert run_of(planner, 1000, 20, 1.0, noise=0.5) == pytest.approx(volume, rel=0.005)
     assert volume < 100 or planner._size(planner.choices) < 1.25 * planner.ledger.least
 
@@ -407,9 +441,10 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
 
     def after_warmup(shares: list[float], even: float = 1.0) -> BudgetPlanner:
         words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
-        planner = BudgetPlanner(24.0, 1000, 10, [[*layers, words]], (), BYTES, 1 + 1 / 64)
-        dense = 10 * planner.ledger.dense_bytes
-        planner.observe([{}], 10 * planner.ledger.uncompressed, dense, dense, [{"words": [*shares, even]}])
+        planner = planned(24.0, 1000, 10, [[*layers, words]], 1 + 1 / 64)
+        dense = 10 * planner.ledger.fp32_bytes
+        rows = StageObservation(row_shares={"words": [*shares, even]})
+        planner.observe(WindowObservation([rows], bytes=ByteCount(10 * planner.ledger.uncompressed, dense, dense)))
         planner.decide(10)
         return planner
 
@@ -445,31 +480,26 @@ def test_noise_that_grows_makes_the_other_way_no_better() -> None:
 
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
     stage = [candidate(str(place), 128, 256) for place in range(4)]
-    alone = BudgetPlanner(6.0, 100, 0, [stage], (), BYTES, 4.0)
-    beside = BudgetPlanner(6.0, 100, 0, [stage, [candidate("other", 96, 96)]], (1,), BYTES, 4.0)
+    alone = planned(6.0, 100, 0, [stage], 4.0)
+    beside = planned(6.0, 100, 0, [stage, [candidate("other", 96, 96)]], 4.0, excluded=(1,))
     assert beside._size(beside.choices) < 0.8 * alone._size(alone.choices)
     assert list(beside.choices) == [0]
 
 
 def test_a_plan_changes_for_a_gain_alone() -> None:
     stages = [[candidate(str(place), 128, 256, steepness=1.5, rounding=4.0) for place in range(4)]]
-    planner = BudgetPlanner(20.0, 1000, 0, stages, (), BYTES, 4.0)
+    planner = planned(20.0, 1000, 0, stages, 4.0)
     before = {place: list(choices) for place, choices in planner.choices.items()}
     predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
     size = planner._size(planner.choices)
-    planner.observe(
-        [seen({name: 1.03 * noise for name, noise in predicted.items()})],
-        10 * size,
-        10 * planner.ledger.dense_bytes,
-        10 * planner.ledger.dense_bytes,
-    )
+    dense = planner.ledger.fp32_bytes
+    noise = seen({name: 1.03 * noise for name, noise in predicted.items()})
+    planner.observe(shown([noise], 10 * size, 10 * dense, 10 * dense))
     planner.decide(10)
     assert planner.choices == before
     predicted["0"] *= 10
     for end in (20, 30, 40, 50):
-        planner.observe(
-            [seen(predicted)], end * size, end * planner.ledger.dense_bytes, end * planner.ledger.dense_bytes
-        )
+        planner.observe(shown([seen(predicted)], end * size, end * dense, end * dense))
     planner.decide(50)
     assert planner.choices != before and planner.choices[0][0] != before[0][0]
     planner.decide(1000)  # after the last step there is nothing to plan
@@ -479,12 +509,12 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
     """What low rank has left is sent with the first rows: that is no noise of rows."""
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 4096, 128, steepness=1.7, by_rows=1.3)
-    planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
     assert isinstance(planner.choices[0][-1], LowRank), "low rank is tried first"
 
     def window(end: int, of_words: float) -> None:
         noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
-        planner.observe([seen({**noise, "words": of_words})], 0.0, 0.0, 0.0)
+        planner.observe(shown([seen({**noise, "words": of_words})]))
         planner.decide(end)
 
     window(10, 8.0)
@@ -500,7 +530,7 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
     """What an embedding gains by another way may be little beside the noise of the layers."""
     layers = [candidate(str(place), 128, 512).fitted(LowRank(28), 1.0) for place in range(6)]
     words = candidate("words", 1024, 128, by_rows=1.3)
-    planner = BudgetPlanner(24.0, 1000, 0, [[*layers, words]], (), BYTES, 4.0)
+    planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
     assert isinstance(planner.choices[0][-1], LowRank)
     few = candidate("words", 1024, 128, by_rows=2.5).rows
     planner.candidates[0][-1] = replace(words.fitted(AT_16, 4.0), rows=few).weighed(energy)
@@ -512,21 +542,23 @@ def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, move
 
 def controller(
     volume: float = 20.0,
-    dense: tuple[int, ...] = (),
+    excluded: tuple[int, ...] = (),
     rounds: bool = False,
     trials: Trials | None = None,
     link_times: LinkTimes | None = None,
 ) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
     stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
-    planner = BudgetPlanner(volume, 200, 10, stages, dense, BYTES, 1.0, rounds=rounds)
+    planner = planned(volume, 200, 10, stages, 1.0, excluded, rounds=rounds)
     matrices = [[own[0].matrix] for own in stages]
     costs = [None, None]
-    return Controller(config, 200, matrices, costs, dense, budget=planner, trials=trials, link_times=link_times)
+    return Controller(config, 200, matrices, costs, excluded, budget=planner, trials=trials, link_times=link_times)
 
 
-def observed(noise: float) -> list[StageObservation]:
-    return [StageObservation(-5.0, noise=seen({str(stage): noise})) for stage in range(2)]
+def observed(noise: float, *counted: float, reduce_seconds: float = math.nan, **rest: Any) -> WindowObservation:
+    """``counted``: bytes so far, by the host, and in fp32."""
+    stages = [StageObservation(-5.0, reduce_seconds, noise=seen({str(stage): noise})) for stage in range(2)]
+    return WindowObservation(stages, bytes=ByteCount(*counted), **rest)
 
 
 @pytest.mark.parametrize(("noise", "relief"), [(0.5, 1.0), (12.0, 2.0)])
@@ -544,7 +576,7 @@ def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bo
     """Steps of the host's own sum would look as if compressed ones took more than predicted."""
     before = controller()
     before.decide(10)
-    before.observe(observed(0.5), sent=(1e5, 1e6, 1e6))
+    before.observe(observed(0.5, 1e5, 1e6, 1e6))
     before.decide(20)
     state = json.loads(json.dumps(before.state_dict()))
     state["plan"]["trial"] = [21, 24] if mixed else None
@@ -554,7 +586,7 @@ def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bo
         state = json.loads(json.dumps(after.state_dict()))
     assert after.budget is not None
     for sent, known in ((3e5, not mixed), (4e5, True)):
-        after.observe(observed(0.5), sent=(sent, 10 * sent, 10 * sent))
+        after.observe(observed(0.5, sent, 10 * sent, 10 * sent))
         assert (after.budget.ledger.per_step is not None) == known
 
 
@@ -563,17 +595,17 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
     sizes: dict[float, list[float]] = {}
     for little in (0.0, 0.1):
         monkeypatch.setattr(budget_module, "LITTLE_NOISE", little)
-        planner, sent = BudgetPlanner(24.0, 1000, 20, stages, (), BYTES, 0.5, window=20), 0.0
+        planner, sent = planned(24.0, 1000, 20, stages, 0.5, window=20), 0.0
         for window in range(50):
             sent += 20 * (planner._size(planner.choices) if window else planner.ledger.uncompressed)
-            dense = 20 * (window + 1) * planner.ledger.dense_bytes
+            dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             # the same choices make thirty times the noise in the second half of the run
             growth = 1 if window < 25 else 30
             noise = {one.matrix.name: 0.02 * growth for one in planner.candidates[0]}
-            planner.observe([seen(noise) if window else {}], sent, dense, dense)
+            planner.observe(shown([seen(noise) if window else {}], sent, dense, dense))
             planner.decide(20 * (window + 1))
             sizes.setdefault(little, []).append(planner._size(planner.choices))
-        assert 1000 * planner.ledger.dense_bytes / sent == pytest.approx(24.0, rel=0.05), (
+        assert 1000 * planner.ledger.fp32_bytes / sent == pytest.approx(24.0, rel=0.05), (
             "all of the budget is spent in the end"
         )
     assert sizes[0.1][10] < 0.7 * sizes[0.0][10] and sizes[0.1][30] > 1.2 * sizes[0.0][30]
@@ -581,36 +613,36 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
 
 def test_a_step_gets_what_its_window_is_worth() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    worth = [1.0] * 50 + [0.5] * 50
-    by_step, by_window = (BudgetPlanner(8.0, 100, 0, stages, (), BYTES, 0.5, worth=worth, window=w) for w in (1, 20))
-    assert by_step.ledger.share[40] == by_window.ledger.share[0] * 75 / 35 == pytest.approx(1 / 35)
+    rate = {"learning_rate": lambda iteration: 1.0 if iteration < 50 else 0.5, "learning_rate_power": 1.0}
+    by_two, by_window = (planned(8.0, 100, 0, stages, 0.5, **rate, window=window) for window in (2, 20))
+    assert by_two.ledger.share[40] == by_window.ledger.share[0] * 75 / 35 == pytest.approx(1 / 35)
     assert by_window.ledger.share[40] == pytest.approx(0.75 / 35), "half of the window is worth half"
     assert by_window.ledger.share[90] == pytest.approx(1 / 10)
 
 
 def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
-    usual, small = (BudgetPlanner(volume, 100, 5, stages, (), BYTES, 0.5) for volume in (24.0, 5000.0))
+    usual, small = (planned(volume, 100, 5, stages, 0.5) for volume in (24.0, 5000.0))
     assert 24.0 < usual.reachable == small.reachable < 5000.0
     sent = 5 * usual.ledger.uncompressed + 95 * sum(options(one, BYTES)[0].size for one in stages[0])
-    assert usual.reachable == pytest.approx(100 * usual.ledger.dense_bytes / sent)
+    assert usual.reachable == pytest.approx(100 * usual.ledger.fp32_bytes / sent)
 
 
 def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
     # parameters in few bits alone have rank 0, and a cost fitted to larger ranks may be 0 there
     config = EDGCConfig.of(volume=4.0, window=10, allocation="uniform")
     stages = [[candidate("bias", 1, 128, low_rank=False)]]
-    planner = BudgetPlanner(4.0, 200, 10, stages, (), BYTES, 1.0)
+    planner = planned(4.0, 200, 10, stages, 1.0)
     cost = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
     under_test = Controller(config, 200, [[]], [cost], (), budget=planner)
-    under_test.observe([StageObservation(-5.0, reduce_seconds=0.1)])
+    under_test.observe(WindowObservation([StageObservation(-5.0, reduce_seconds=0.1)]))
     assert under_test.times.costs == [cost]
 
 
 def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     usual, extra = (
-        BudgetPlanner(12.0, 1000, 0, stages, (), BYTES, 4.0, worth=[(1000 - i) / 1000 for i in range(1000)])
+        planned(12.0, 1000, 0, stages, 4.0, learning_rate=lambda i: 1 - i / 1000, learning_rate_power=1.0)
         for _ in range(2)
     )
     sizes = []
@@ -618,10 +650,10 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
         sent = 0.0
         for window in range(30):
             idle = 10 <= window < 20
-            sent += 20 * (sent_by_host * planner.ledger.dense_bytes if idle else planner._size(planner.choices))
-            dense = 20 * (window + 1) * planner.ledger.dense_bytes
+            sent += 20 * (sent_by_host * planner.ledger.fp32_bytes if idle else planner._size(planner.choices))
+            dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             noise = seen({str(place): 0.5 for place in range(6)})
-            planner.observe([noise], sent, dense, dense, host_share=float(idle), idle=idle)
+            planner.observe(shown([noise], sent, dense, dense, host_share=float(idle)), idle=idle)
             planner.decide(20 * (window + 1))
             assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6)
         sizes.append(planner._size(planner.choices))
@@ -648,15 +680,15 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     for ranks, formats in zip(plan.matrix_ranks, plan.formats, strict=True):
         assert ranks is not None and formats is not None and ranks.keys() | formats.keys() == {*ranks, "bias"}
     dense = 10 * 4.0 * 2 * (128 * 256 + 128)
-    under_test.observe([StageObservation(-5.0)] * 2, None, (dense / 4, dense, dense))
+    under_test.observe(WindowObservation([StageObservation(-5.0)] * 2, bytes=ByteCount(dense / 4, dense, dense)))
     assert under_test.decide(10) == plan, "in the warm-up no noise is measured"
-    under_test.observe(observed(5.0), None, (0.26 * dense, 2 * dense, 2 * dense))
+    under_test.observe(observed(5.0, 0.26 * dense, 2 * dense, 2 * dense))
     after = under_test.decide(20)
     assert (after.version, after.first_iteration) == (1, 20)
     again = controller()
     assert again.load_state_dict(json.loads(json.dumps(under_test.state_dict())))
     for one in (under_test, again):
-        one.observe(observed(0.5), None, (3e5, 6e6, 6e6))
+        one.observe(observed(0.5, 3e5, 6e6, 6e6))
     assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
 
 
@@ -676,7 +708,7 @@ def test_what_is_rounded_because_that_is_faster_is_no_part_of_the_budget() -> No
     budget.rounds, budget.guard.least = True, 0.1  # no bytes are added to those of rounding
     for end in range(20, 110, 10):
         dense = end * step
-        under_test.observe(observed(12.0), None, (dense / 7, dense, dense))
+        under_test.observe(observed(12.0, dense / 7, dense, dense))
         plan = under_test.decide(end)
         assert plan.formats == ({"0": "int4", "bias": "int8"}, {"1": "int4", "bias": "int8"}) and not any(plan.ranks)
         assert plan.reasons == ("rounding is faster",) * 2 and plan.relief == 1
@@ -695,9 +727,9 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
     each = {"the host": step, "rounding": step / 7, "low rank": step / 20}[before]
     first.decide(10)
     if before == "the host":
-        first.observe(observed(0.5), None, (20 * step, 20 * step, 20 * step), host_share=1.0)
+        first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0))
     else:
-        first.observe(observed(0.5), None, (10 * step + 10 * each, 20 * step, 20 * step))
+        first.observe(observed(0.5, 10 * step + 10 * each, 20 * step, 20 * step))
     first.decide(20)
     assert first.budget is not None
     expected, state = first.budget.budget(20), json.loads(json.dumps(first.state_dict()))
@@ -707,12 +739,12 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
         state = json.loads(json.dumps(under_test.state_dict()))
     budget = under_test.budget
     assert budget is not None
-    sent = budget.ledger.counts.sent + 8 * each + 2 * step / 20
-    under_test.observe(observed(0.5), None, (sent, 30 * step, 30 * step))
+    sent = budget.ledger.counts.run.sent + 8 * each + 2 * step / 20
+    under_test.observe(observed(0.5, sent, 30 * step, 30 * step))
     if before == "low rank":
-        assert budget.ledger.counts.idle == 0
+        assert budget.ledger.counts.idle.fp32 == 0
     else:
-        assert budget.ledger.counts.idle == 30 * step
+        assert budget.ledger.counts.idle.fp32 == 30 * step
         assert budget.budget(30) == pytest.approx(step / 20) == pytest.approx(expected)
 
 
@@ -765,10 +797,10 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
     steps = {trials.by_host: [1.0] * 10, not trials.by_host: []}
     plan = under_test.decide(10)
     for end in (20, 30):
-        under_test.observe([replace(one, reduce_seconds=before) for one in observed(0.5)], step_seconds=steps)
+        under_test.observe(observed(0.5, reduce_seconds=before, step_seconds=steps))
         plan = under_test.decide(end)
         assert under_test.rounds == (used == "rounding")
-    under_test.observe([replace(one, reduce_seconds=reduction) for one in observed(0.5)], step_seconds=steps)
+    under_test.observe(observed(0.5, reduce_seconds=reduction, step_seconds=steps))
     after = under_test.decide(40)
     if used == "rounding":
         assert plan.ranks == (NO_RANK, NO_RANK)
@@ -779,7 +811,7 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
         low_rank = 0.24 + (reduction - before) * 8 / 20
         for seconds in (low_rank, low_rank, 0.24):
             trials.trial = None
-            under_test.observe([replace(one, reduce_seconds=seconds) for one in observed(0.5)], step_seconds=steps)
+            under_test.observe(observed(0.5, reduce_seconds=seconds, step_seconds=steps))
             under_test.decide(50)
             assert under_test.rounds == (seconds == 0.24)
     resumed = controller(rounds=rounds)
@@ -792,7 +824,7 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
 
 
 def test_a_stage_that_is_never_compressed_has_no_choices() -> None:
-    plan = controller(dense=(1,)).plan
+    plan = controller(excluded=(1,)).plan
     assert plan.ranks[1] is None and plan.matrix_ranks[1] is None and plan.formats[1] is None
     assert plan.ranks[0] is not None
 
@@ -830,30 +862,30 @@ def test_large_ranks_to_try_are_few_so_that_matrices_share_them() -> None:
 
 def test_a_volume_without_parameters_of_its_own_has_nothing_to_learn() -> None:
     """One process a stage, and Megatron's own sum of a tied embedding: all that is counted is Megatron's."""
-    planner = BudgetPlanner(24.0, 1000, 10, [[]], (), BYTES, 4.0)
+    planner = planned(24.0, 1000, 10, [[]], 4.0)
     for window in range(1, 4):
-        planner.observe([{}], sent=8e6 * window, host_bytes=8e6 * window, in_fp32=8e6 * window)
+        planner.observe(shown([{}], 8e6 * window, 8e6 * window, 8e6 * window))
         planner.decide(50 * window)
     assert planner.choices == {0: []}
 
 
 def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
     def planner(iterations: int) -> BudgetPlanner:
-        return BudgetPlanner(24.0, iterations, 10, [[candidate("w")]], (), BYTES, 4.0)
+        return planned(24.0, iterations, 10, [[candidate("w")]], 4.0)
 
     before, longer = planner(1000), planner(2000)
-    spent, dense = before.ledger.dense_bytes * 500 / 16, before.ledger.dense_bytes * 500  # more than its share
-    before.observe([{}], sent=spent, host_bytes=dense, in_fp32=dense)
+    spent, dense = before.ledger.fp32_bytes * 500 / 16, before.ledger.fp32_bytes * 500  # more than its share
+    before.observe(shown([{}], spent, dense, dense))
     longer.load_state_dict(before.state_dict())
-    assert longer.budget(500) * 1500 + spent == pytest.approx(longer.ledger.dense_bytes * 2000 / 24)
-    assert before.budget(500) * 500 + spent == pytest.approx(before.ledger.dense_bytes * 1000 / 24)
+    assert longer.budget(500) * 1500 + spent == pytest.approx(longer.ledger.fp32_bytes * 2000 / 24)
+    assert before.budget(500) * 500 + spent == pytest.approx(before.ledger.fp32_bytes * 1000 / 24)
 
 
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
-    planner = BudgetPlanner(24.0, 1000, 25, [[candidate("w")]], (), BYTES, 4.0, most=64)
+    planner = BudgetPlanner(settings, 1000, [[candidate("w")]], (), BYTES, 4.0)
     c = Controller(settings, 1000, [[MatrixSpec("w", 64, 128)]], [None], budget=planner)
     before = c.plan
     c.plan = replace(before, reasons=("of another link",))
-    c.observe([StageObservation()])
+    c.observe(WindowObservation([StageObservation()]))
     assert c.decide(10).version == 0, "so that the end of the warm-up closes a window"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
@@ -70,7 +71,8 @@ def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
 
     messages = SavedMessages(["backward-1-0"], {"pp": "auto"}, {"engine": "int4"}, {"plan": {}})
     saved = {"stage0-tp0": SavedStage(2, {"error.w": {"w": [[3, 5], [32, False, False, True], 60]}})}
-    index = index_of(EDGCConfig(), stages=["stage0"], bytes={"stage0": [1.0, 2.0]}, messages=messages, saved=saved)
+    counts = {"stage0": RunBytes(ByteCount(1.0, 2.0, 3.0), ByteCount(4.0, 5.0, 5.0))}
+    index = index_of(EDGCConfig(), stages=["stage0"], bytes=counts, messages=messages, saved=saved)
     found = json.loads(json.dumps(index.to_dict()))
     assert found["version"] == STATE_VERSION and Index.from_dict(found) == index
 
@@ -121,7 +123,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
     config = EDGCConfig.of(pp="auto:int4")
     specs = [[MatrixSpec(one.id, 8, 8)] for one in boundaries]
-    controller = Controller(message_config(config), 100, specs, [None, None], dense={0, 1})
+    controller = Controller(message_config(config), 100, specs, [None, None], excluded={0, 1})
     plan = {"plan": {"ranks": kept}}
     saved = SavedMessages([one.id for one in boundaries], config.only(ASKED_OF_MESSAGES), {}, plan)
     own = resume(run_state(config, messages=messages, message_controller=controller), index_of(config, messages=saved))
@@ -130,7 +132,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
     own._resume_messages()
     assert [arguments[:2] for arguments in loaded] == [(controller, plan)]
-    assert controller.dense == {place for place, rank in enumerate(kept) if rank is None}
+    assert controller.excluded == {place for place, rank in enumerate(kept) if rank is None}
     said = capsys.readouterr().out
     assert ("messages between stages go on as in iter_0000007" in said) == (kept == (None, 0))
     assert said.endswith("uncompressed stay gradients from stage 2 to 1\n") or not said

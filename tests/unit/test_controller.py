@@ -11,7 +11,7 @@ import pytest
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
@@ -33,7 +33,7 @@ def play(c: Controller, history: list[float], backward: float = math.nan) -> lis
     ranks = []
     for window, entropy in enumerate(history, start=len(c.entropy.history) + 1):
         seen = StageObservation(entropy=entropy, micro_backward_seconds=backward)
-        c.observe([seen] * len(c.matrices))
+        c.observe(WindowObservation([seen] * len(c.matrices)))
         ranks.append(c.decide(window * WINDOW).ranks)
     return ranks
 
@@ -59,7 +59,9 @@ def windows(c: Controller, entropies: list[tuple[float, ...]], backward: float =
     """Feed each stage its own entropy, one entry a window; the plans decided after each window."""
     plans = []
     for entropy in entropies:
-        c.observe([StageObservation(entropy=one, micro_backward_seconds=backward) for one in entropy])
+        c.observe(
+            WindowObservation([StageObservation(entropy=one, micro_backward_seconds=backward) for one in entropy])
+        )
         plans.append(c.decide(len(c.entropy.history) * WINDOW))
     return plans
 
@@ -224,7 +226,7 @@ def test_without_alignment_every_stage_follows_its_own_entropy() -> None:
     c = controller(stages=2)
     for window in range(11):
         falling = -5.0 if window < 10 else -5.2
-        c.observe([StageObservation(entropy=-5.0), StageObservation(entropy=falling)])
+        c.observe(WindowObservation([StageObservation(entropy=-5.0), StageObservation(entropy=falling)]))
         plan = c.decide((window + 1) * WINDOW)
     assert plan.ranks == (64, 56)
 
@@ -242,7 +244,7 @@ def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> No
     c = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3, message_costs=[None, message, message])
     assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 28, 40)
     seen = StageObservation(entropy=-5.2, micro_backward_seconds=0.004)
-    c.observe([seen, seen, replace(seen, message_rank=1)])
+    c.observe(WindowObservation([seen, seen, replace(seen, message_rank=1)]))
     assert c.decide(12 * WINDOW).ranks == (16, 28, 36)  # 5 ms instead of 8: 37, a multiple of four
     again = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3)
     again.load_state_dict(json.loads(json.dumps(c.state_dict())))
@@ -282,16 +284,18 @@ def test_a_stage_climbs_to_rmax_before_it_goes_dense() -> None:
 
 def test_costs_follow_what_reductions_really_take() -> None:
     c = controller(stages=1, cost=StageCost(CommCost(0.01, 0.001), 0.2, 0.3))
-    c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.4)])  # dense now: twice as slow as probed
+    c.observe(
+        WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=0.4)])
+    )  # dense now: twice as slow as probed
     assert c.times.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4, 0.6)
     # compressed at rank 10, which no plan of this controller says
-    c.observe([StageObservation(entropy=-5.0, reduce_seconds=0.08)], [10])
+    c.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=0.08)], ranks=[10]))
     assert c.times.costs[0].dense_seconds == pytest.approx(0.4 * 0.08 / (0.02 + 10 * 0.002))
 
 
 def test_costs_of_a_given_link_stay() -> None:
     c = controller(link_gbps=1.0)
-    c.observe([StageObservation(entropy=-5.0, reduce_seconds=9.0)])
+    c.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=9.0)]))
     assert c.times.costs[0] == COST
 
 
@@ -308,7 +312,7 @@ def test_versions_grow_only_when_ranks_change() -> None:
 def test_a_stage_without_matrices_stays_dense() -> None:
     c = Controller(BASE, 1000, [(), MATRICES], [None, COST])
     for window in range(3):
-        c.observe([StageObservation(), StageObservation(entropy=-5.0)])
+        c.observe(WindowObservation([StageObservation(), StageObservation(entropy=-5.0)]))
         plan = c.decide((window + 1) * WINDOW)
     assert plan.ranks == (None, 64)
 
@@ -370,7 +374,7 @@ def test_a_resumed_run_keeps_how_a_static_rank_was_shared_out(allocation: str) -
     settings = {"static_rank": 32, "warmup_fraction": 0.01, "rmin": None, "rmax": None, "align": True}
     before = controller(allocation=allocation, **settings)
     for window, energies in enumerate([{}, {}, {"a": [1.0] * 64, "b": [0.01] * 64}], start=1):
-        before.observe([StageObservation(entropy=-5.0, energies=energies)])
+        before.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
         before.decide(window * WINDOW)
     (shared,) = before.plan.matrix_ranks
     assert shared is not None and shared["a"] > shared["b"] and before.plan.first_iteration == 3 * WINDOW
@@ -396,7 +400,7 @@ def test_after_a_static_rank_entropy_begins_with_a_warm_up() -> None:
 def test_a_tolerance_in_another_unit_and_costs_of_another_link_are_not_taken_over() -> None:
     before = controller(warmup_fraction=0.0, rank_model="measured", link_gbps=1.0)
     for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(1, 1)], start=1):
-        before.observe([StageObservation(entropy=-5.0, energies=energies)])
+        before.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
         before.decide(window * WINDOW)
     state = json.loads(json.dumps(before.state_dict()))
     assert state["tolerated"] != [None]
@@ -432,7 +436,7 @@ def test_state_of_another_release_is_refused() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 observations for 1 stages"):
-        controller().observe([StageObservation()] * 2)
+        controller().observe(WindowObservation([StageObservation()] * 2))
     with pytest.raises(ValueError, match="rmin and rmax must be resolved"):
         Controller(EDGCConfig(), 10_000, [MATRICES], [COST])
 
@@ -465,7 +469,7 @@ def test_water_filling_moves_rank_between_matrices_at_equal_bytes() -> None:
     play(c, WARM)
     assert c.plan.ranks == (64,) and c.plan.matrix_ranks == (None,), "nothing measured yet"
     flat_b = {"a": falling(1.0), "b": [1.0] * 64}
-    c.observe([StageObservation(entropy=-5.0, energies=flat_b)])
+    c.observe(WindowObservation([StageObservation(entropy=-5.0, energies=flat_b)]))
     version = c.plan.version
     plan = c.decide(1100)
     (ranks,) = plan.matrix_ranks
@@ -474,7 +478,7 @@ def test_water_filling_moves_rank_between_matrices_at_equal_bytes() -> None:
     assert (plan.version, plan.first_iteration) == (version + 1, 1100)
     assert sum(ranks[m.name] * (m.rows + m.cols) for m in MATRICES) <= 64 * (2048 + 5120)
     # a window in which nothing was measured changes nothing
-    c.observe([StageObservation(entropy=-5.0)])
+    c.observe(WindowObservation([StageObservation(entropy=-5.0)]))
     assert c.decide(1200).matrix_ranks == (ranks,) and c.plan.version == version + 1
     restored = RankPlan.from_dict(json.loads(json.dumps(c.plan.to_dict())))
     assert restored == c.plan
@@ -483,7 +487,7 @@ def test_water_filling_moves_rank_between_matrices_at_equal_bytes() -> None:
 def test_water_filling_also_shares_a_static_rank() -> None:
     c = controller(allocation="waterfill", rmin=None, rmax=None, static_rank=32, align=True)
     steep = [0.5**place for place in range(32)]
-    c.observe([StageObservation(energies={"a": falling(1.0)[:32], "b": steep})])
+    c.observe(WindowObservation([StageObservation(energies={"a": falling(1.0)[:32], "b": steep})]))
     plan = c.decide(100)
     (ranks,) = plan.matrix_ranks
     assert plan.ranks == (32,) and plan.first_iteration == 1000, "the warm-up still holds"
@@ -498,7 +502,7 @@ def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) 
     too_small = (MatrixSpec("c", 8, 8),)  # no rank pays there, so nothing is measured: the others do not wait for it
     c = Controller(config, 10_000, [layers, layers, embedding, too_small], [COST] * 4, prices=[1.0, 1.0, price, 1.0])
     quiet, loud = {"a": falling(1.0), "b": falling(1.0)}, {"a": falling(1e4)}
-    c.observe([StageObservation(energies=own) for own in (quiet, quiet, loud, {})])
+    c.observe(WindowObservation([StageObservation(energies=own) for own in (quiet, quiet, loud, {})]))
     first, second, last, none = c.decide(100).matrix_ranks
     assert none == {}
     assert first is not None and second is not None and last is not None
@@ -508,13 +512,13 @@ def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) 
     if price == 3.0:
         assert last["a"] < 64, "dear bytes buy less"
     # a window in which a stage measured nothing changes nothing
-    c.observe([StageObservation(energies=own) for own in (quiet, {}, loud, {})])
+    c.observe(WindowObservation([StageObservation(energies=own) for own in (quiet, {}, loud, {})]))
     assert c.decide(200).matrix_ranks == (first, second, last, none)
 
 
 def test_the_fewest_bytes_for_the_energy_of_a_static_rank() -> None:
     c = controller(allocation="lgreco", rmin=None, rmax=None, static_rank=32, align=True)
-    c.observe([StageObservation(energies={"a": falling(1.0), "b": falling(1e-3)})])
+    c.observe(WindowObservation([StageObservation(energies={"a": falling(1.0), "b": falling(1e-3)})]))
     (ranks,) = c.decide(100).matrix_ranks
     assert ranks is not None and ranks["a"] >= 32 > ranks["b"]
 
@@ -529,7 +533,7 @@ def test_by_measured_spectra_a_steeper_one_needs_a_lower_rank(model: str) -> Non
     c = controller(warmup_fraction=0.0, rank_model=model, rank_step=64)
     ranks = []
     for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(1, 1), spectra(1, 1.2), spectra(1, 1)], start=1):
-        c.observe([StageObservation(entropy=-5.0, energies=energies)])
+        c.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
         ranks.append(c.decide(window * WINDOW).ranks[0])
     assert ranks[:4] == [None, 64, 64, 64]
     assert 16 <= ranks[4] < 64 and ranks[5] == 64  # type: ignore[operator]
@@ -540,7 +544,7 @@ def test_measured_holds_the_norm_and_residual_its_share() -> None:
     for model in ("measured", "residual"):
         c = controller(warmup_fraction=0.0, rank_model=model, rank_step=64)
         for window, energies in enumerate([{}, {}, spectra(1, 1), spectra(0.9, 1)], start=1):
-            c.observe([StageObservation(entropy=-5.0, energies=energies)])
+            c.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
             ranks[model] = c.decide(window * WINDOW).ranks[0]
     assert ranks["measured"] < 64 and ranks["residual"] == 64  # type: ignore[operator]
 
@@ -548,12 +552,12 @@ def test_measured_holds_the_norm_and_residual_its_share() -> None:
 def test_what_is_tolerated_is_part_of_the_state() -> None:
     c = controller(warmup_fraction=0.0, rank_model="residual", rank_step=64)
     for window, energies in enumerate([{}, {}, spectra(1, 1)], start=1):
-        c.observe([StageObservation(entropy=-5.0, energies=energies)])
+        c.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
         c.decide(window * WINDOW)
     resumed = controller(warmup_fraction=0.0, rank_model="residual", rank_step=64)
     resumed.load_state_dict(json.loads(json.dumps(c.state_dict())))
     for one in (c, resumed):
-        one.observe([StageObservation(entropy=-5.0, energies=spectra(1, 1.2))])
+        one.observe(WindowObservation([StageObservation(entropy=-5.0, energies=spectra(1, 1.2))]))
     assert resumed.decide(4 * WINDOW).ranks == c.decide(4 * WINDOW).ranks != (64,)
 
 
@@ -569,10 +573,10 @@ def test_a_stage_that_is_to_stay_dense_does(settings: dict[str, int]) -> None:
     both, first = (Controller(config, 100, stages, [None, None], dense) for dense in ((), (1,)))
     for window in range(1, 4):
         for one in (both, first):
-            one.observe([StageObservation(-1.0), StageObservation(-1.0)])
+            one.observe(WindowObservation([StageObservation(-1.0), StageObservation(-1.0)]))
             one.decide(10 * window)
     assert (both.plan.ranks, first.plan.ranks) == ((8, 8), (8, None))
     first.load_state_dict(both.state_dict())
     assert first.plan.ranks == (8, None)
-    first.observe([StageObservation(-1.0), StageObservation(-1.0)])
+    first.observe(WindowObservation([StageObservation(-1.0), StageObservation(-1.0)]))
     assert first.decide(40).ranks == (8, None)

@@ -188,17 +188,6 @@ def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
     assert not (runs / "summary.json").exists() and not (runs / "report.png").exists()
 
 
-def test_the_document_names_every_field_of_the_log() -> None:
-    from dataclasses import fields
-
-    from edgc.observe.window import StageWindow, WindowReport
-    from edgc.plan.rank_plan import RankPlan
-
-    document = (REPOSITORY / "docs" / "events.md").read_text()
-    for record in (RankPlan, StageWindow, WindowReport):
-        assert [field.name for field in fields(record) if f"`{field.name}`" not in document] == []
-
-
 @pytest.mark.parametrize(("what", "value"), [("iterations", 400), ("world_size", 8), ("gradient_bytes", 2)])
 def test_runs_that_cannot_be_compared_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, value: int

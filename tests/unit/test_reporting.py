@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import EDGCConfig
 from edgc.hosts import reporting
 from edgc.hosts.reporting import Reporter, warn_of_budget
-from edgc.observe.events import read_events
+from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.stages import StageKey, StageKind
+from tools._root import REPOSITORY
 
 ITERATIONS, VOLUME = 1000, 24
 PLAN = RankPlan(1, 100, ranks=(56,), reasons=("entropy",))
@@ -27,24 +29,17 @@ STAGE = StageWindow(
     residual=math.nan,
     reduce_seconds=0.125,
     micro_backward_seconds=0.01,
-    dp_bytes=1e6,
-    dp_bytes_dense=2e6,
+    bytes=ByteCount(1e6, 2e6),
     state_bytes=3000.0,
 )
-MESSAGE = MessageWindow(Boundary("backward", 1, 0), entropy=-3.5, bytes=1e3, bytes_dense=2e3, state_bytes=700.0)
+MESSAGE = MessageWindow(Boundary("backward", 1, 0), entropy=-3.5, bytes=ByteCount(1e3, 2e3), state_bytes=700.0)
 REPORT = WindowReport(
     iteration=200,
     ranks=(64,),
     plan=PLAN,
     stages=(STAGE,),
     step_seconds=0.5,
-    dp_bytes=1e6,
-    dp_bytes_dense=2e6,
-    param_bytes=0.0,
-    param_bytes_dense=0.0,
-    pp_bytes=0.0,
-    pp_bytes_dense=0.0,
-    dp_bytes_fp32=VOLUME * 1e6,
+    bytes=RunBytes(ByteCount(1e6, 2e6, VOLUME * 1e6)),
 )
 WITH_MESSAGES = replace(
     REPORT, messages=(MESSAGE,), message_ranks=(16,), message_plan=RankPlan(1, 100, (12,), reasons=("entropy",))
@@ -65,11 +60,25 @@ def reporter(**settings: Any) -> Reporter:
     return under_test
 
 
+def test_the_document_names_every_field_of_a_windows_event(tmp_path: Path) -> None:
+    under_test = reporter()
+    under_test.events = EventLog(str(tmp_path))
+    under_test.window(WITH_MESSAGES, last=False)
+    (event,) = read_events(tmp_path)
+    assert (event["dp_bytes"], event["dp_bytes_dense"], event["dp_bytes_fp32"]) == (1e6, 2e6, VOLUME * 1e6)
+    assert event["stages"][0]["dp_bytes_dense"] == 2e6 and event["messages"][0]["bytes"] == 1e3
+    named = {name for part in (event, event["plan"], *event["stages"], *event["messages"]) for name in part}
+    document = (REPOSITORY / "docs" / "events.md").read_text()
+    assert [name for name in named if f"`{name}`" not in document] == []
+
+
 @pytest.mark.parametrize(("reached", "warned"), [(23.5, False), (23.0, True), (13.0, True)])
 def test_a_volume_may_be_missed_by_three_percent_without_a_word(
     reached: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reporter().window(replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=reached * 1e6), last=True)
+    reporter().window(
+        replace(REPORT, iteration=ITERATIONS, bytes=RunBytes(ByteCount(1e6, 2e6, reached * 1e6))), last=True
+    )
     assert ("--edgc-volume 24 was asked for, and the run sent" in capsys.readouterr().err) == warned
 
 
@@ -84,10 +93,12 @@ def test_a_run_that_rounds_has_missed_nothing(
         assert ("all gradients rounded" in capsys.readouterr().out) != resumed
         under_test.parameters = [1500]
         if resumed:
-            budget = SimpleNamespace(rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(idle=0.0)))
+            budget = SimpleNamespace(rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(idle=ByteCount())))
             under_test.resume(PLAN, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
         plan = replace(PLAN, ranks=(NO_RANK,), reasons=("rounding is faster",), formats=({"w": "int4"},))
-        report = replace(REPORT, iteration=ITERATIONS, dp_bytes_fp32=8e6, ranks=(NO_RANK,), plan=plan)
+        report = replace(
+            REPORT, iteration=ITERATIONS, bytes=RunBytes(ByteCount(1e6, 2e6, 8e6)), ranks=(NO_RANK,), plan=plan
+        )
         under_test.window(report, last=True)
         said = capsys.readouterr()
         assert "was asked for" not in said.err
@@ -95,7 +106,7 @@ def test_a_run_that_rounds_has_missed_nothing(
 
 
 def test_a_run_that_ends_early_has_missed_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter().window(replace(REPORT, dp_bytes_fp32=2e6), last=True)
+    reporter().window(replace(REPORT, bytes=RunBytes(ByteCount(1e6, 2e6, 2e6))), last=True)
     assert "was asked for" not in capsys.readouterr().err
 
 
@@ -109,7 +120,7 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
     under_test.resume(replace(PLAN, by_host=by_host[0]), None)
     for iteration, summed in zip((900, ITERATIONS), by_host[1:], strict=True):
         plan = replace(PLAN, by_host=summed)
-        report = replace(REPORT, iteration=iteration, plan=plan, dp_bytes_fp32=2e6)
+        report = replace(REPORT, iteration=iteration, plan=plan, bytes=RunBytes(ByteCount(1e6, 2e6, 2e6)))
         under_test.window(report, last=iteration == ITERATIONS)
     assert ("was asked for" in capsys.readouterr().err) == (not any(by_host))
 
@@ -118,10 +129,12 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
 def test_a_resumed_run_knows_whether_the_host_has_summed_before(
     idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = SimpleNamespace(counts=SimpleNamespace(idle=idle))
+    ledger = SimpleNamespace(counts=SimpleNamespace(idle=ByteCount(fp32=idle)))
     under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(rounds=False, ledger=ledger))
     under_test.resume(PLAN, controller)  # type: ignore[arg-type]
-    under_test.window(replace(REPORT, iteration=ITERATIONS, plan=PLAN, dp_bytes_fp32=2e6), last=True)
+    under_test.window(
+        replace(REPORT, iteration=ITERATIONS, plan=PLAN, bytes=RunBytes(ByteCount(1e6, 2e6, 2e6))), last=True
+    )
     assert ("was asked for" in capsys.readouterr().err) == warned
 
 

@@ -118,7 +118,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
     controller = plan.controller(RUN.iterations, sizes({}, 4.0))
-    assert controller.dense == {1} and controller.matrices[1] == ()
+    assert controller.excluded == {1} and controller.matrices[1] == ()
 
 
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:

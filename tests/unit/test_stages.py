@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
+from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.data_parallel import EDGCState
@@ -18,7 +19,7 @@ from edgc.observe.timing import Spans
 from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec, Parameter
@@ -55,7 +56,7 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     compressed: bool, active: tuple[int | None, ...], expected: int | None
 ) -> None:
     reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
-    tied = SimpleNamespace(dense_bytes=lambda: 0.0, fp32_bytes=lambda: 0.0, reducer=reducer)
+    tied = SimpleNamespace(step_bytes=ByteCount, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
     stage.set_rank(active, 2, RankPlan(0, 0, active))
     assert reducer.rank == expected
@@ -107,7 +108,7 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     cost = StageCost(CommCost(0.0, 0.1), 4.0, 4.0)
     config = EDGCConfig.of(window=10, rmin=16, rmax=64)
     controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
-    controller.observe([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)])
+    controller.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)]))
     assert controller.times.costs[0] == cost
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from edgc.byte_counts import ByteCount
 from edgc.plan.trials import LEAST_USUAL_STEPS, TRIAL_STEPS, Trials
 
 ITERATIONS, HOST = 10_000, 1.0  # seconds of the host's reduction
@@ -36,7 +37,7 @@ def window(
         shown = seconds(compressed, host)
         step = compressed if under_test.by_host else host
         shown[not under_test.by_host] = [step, 20 * step]  # of its two steps one has waited for an evaluation
-    under_test.observe(shown, reduction, *counted)
+    under_test.observe(shown, reduction, ByteCount(*counted))
     under_test.decide(iteration)
 
 
@@ -52,7 +53,7 @@ def test_there_is_a_trial_where_compression_takes_more_than_half_of_the_time_of_
 @pytest.mark.parametrize(("step", "due"), [(0.9, False), (1.1, True)])
 def test_overlapped_there_is_one_where_a_step_could_hide_the_hosts_reduction(step: float, due: bool) -> None:
     under_test = trials(overlapped=True)
-    under_test.observe(seconds(compressed=step), 0.1, 0.0, 0.0)
+    under_test.observe(seconds(compressed=step), 0.1, ByteCount())
     assert under_test.due == due
 
 
@@ -96,7 +97,7 @@ def test_a_link_that_becomes_slow_as_the_host_begins_to_sum_is_seen(reduction: f
     for iteration in (100, 200):
         window(under_test, iteration, 0.8, 1.1, 1.0)
     assert under_test.by_host and under_test.trial is None
-    under_test.observe(seconds(host=step), reduction, 0.0, 0.0)
+    under_test.observe(seconds(host=step), reduction, ByteCount())
     under_test.decide(300)
     assert (under_test.trial is not None) == due
 
@@ -105,7 +106,7 @@ def test_a_trial_of_which_steps_were_skipped_is_made_again() -> None:
     under_test = trials()
     window(under_test, 100, 0.8, 1.1, 1.0)
     assert under_test.trial == (101, 104)
-    under_test.observe({False: [1.1] * 8, True: [1.0]}, 0.8, 0.0, 0.0)  # one of two timed steps was left out
+    under_test.observe({False: [1.1] * 8, True: [1.0]}, 0.8, ByteCount())  # one of two timed steps was left out
     under_test.decide(103)
     assert under_test.trial == (101, 104), "it has not ended"
     under_test.decide(200)
@@ -117,16 +118,16 @@ def test_a_trial_of_which_steps_were_skipped_is_made_again() -> None:
 def test_the_steps_of_a_trial_count_as_their_mean_if_none_was_held_up() -> None:
     under_test = trials()
     window(under_test, 100, 0.8, 1.1, 1.0)
-    under_test.observe({False: [1.05] * 8, True: [0.9, 1.2]}, 0.8, 0.0, 0.0)
+    under_test.observe({False: [1.05] * 8, True: [0.9, 1.2]}, 0.8, ByteCount())
     assert under_test.measured == pytest.approx((1.05, 1.05))
 
 
 def test_a_window_says_how_much_longer_reductions_take_on_a_changed_link() -> None:
     under_test = trials()
-    changes = [under_test.observe(seconds(compressed=1.0), one, 0.0, 0.0) for one in (0.2, 0.22, 0.3, 0.3, 0.1, 0.3)]
+    changes = [under_test.observe(seconds(compressed=1.0), one, ByteCount()) for one in (0.2, 0.22, 0.3, 0.3, 0.1, 0.3)]
     assert changes == pytest.approx([0.0, 0.0, 0.1, 0.0, -0.2, 0.2])
     by_host = Trials(ITERATIONS, HOST, overlapped=False, by_host=True)
-    changes = [by_host.observe(seconds(host=1.0), one, 0.0, 0.0) for one in (0.8, 0.2, 1.2)]
+    changes = [by_host.observe(seconds(host=1.0), one, ByteCount()) for one in (0.8, 0.2, 1.2)]
     assert changes == pytest.approx([0.0, 0.0, 0.4])
 
 
@@ -136,7 +137,7 @@ def test_a_change_that_comes_with_another_one_who_sums_has_its_seconds() -> None
         window(under_test, iteration, 0.8, 1.1, 1.0)
     assert under_test.by_host
     # steps of the host took 1.0 s in the trial; now they take 0.6 s more, which its reduction of 0.9 s explains
-    assert under_test.observe(seconds(host=1.6), 0.9, 0.0, 0.0) == pytest.approx(0.6)
+    assert under_test.observe(seconds(host=1.6), 0.9, ByteCount()) == pytest.approx(0.6)
 
 
 def test_another_way_of_compressing_is_no_change_of_the_link_until_a_trial_has_seen_it() -> None:
@@ -144,12 +145,12 @@ def test_another_way_of_compressing_is_no_change_of_the_link_until_a_trial_has_s
     for iteration in (100, 200, 300):
         window(under_test, iteration, 0.4, 0.8, 1.0)
     under_test.compress_anew()
-    assert under_test.observe(seconds(compressed=0.6), 0.2, 0.0, 0.0) == 0.0
+    assert under_test.observe(seconds(compressed=0.6), 0.2, ByteCount()) == 0.0
     under_test.compress_anew()
     under_test.trial = (400, 403)
     window(under_test, 500, 0.2, 1.1, 1.0)
     assert under_test.by_host
-    assert under_test.observe(seconds(host=1.6), 0.9, 0.0, 0.0) == pytest.approx(0.6)
+    assert under_test.observe(seconds(host=1.6), 0.9, ByteCount()) == pytest.approx(0.6)
 
 
 def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() -> None:
@@ -159,7 +160,7 @@ def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() ->
     again = Trials(ITERATIONS, 5.0, overlapped=False)
     again.load_state_dict(before.state_dict(), timed_anew=True)
     assert again.host_seconds == 5.0
-    assert again.observe(seconds(compressed=1.0), 0.9, 0.0, 0.0) == 0.0
+    assert again.observe(seconds(compressed=1.0), 0.9, ByteCount()) == 0.0
 
 
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
@@ -230,11 +231,11 @@ def test_a_run_that_begins_with_the_hosts_sums_tries_compression_only_on_a_slowe
 
 def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
     under_test = trials()
-    under_test.observe({False: [1.0] * (LEAST_USUAL_STEPS - 1), True: []}, 0.8, 0.0, 0.0)
+    under_test.observe({False: [1.0] * (LEAST_USUAL_STEPS - 1), True: []}, 0.8, ByteCount())
     under_test.decide(100)
     assert under_test.trial is None
     window(under_test, 200, 0.8, 1.1, 1.0)
-    under_test.observe({False: [1.1] * 20, True: [1.0] * (TRIAL_STEPS - 2)}, 0.8, 0.0, 0.0)
+    under_test.observe({False: [1.1] * 20, True: [1.0] * (TRIAL_STEPS - 2)}, 0.8, ByteCount())
     assert not under_test.by_host
     late = trials()
     window(late, ITERATIONS - TRIAL_STEPS, 0.8, 1.1, 1.0)

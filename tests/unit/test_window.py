@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from edgc.byte_counts import ByteCount
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.stage import Stage
 from edgc.observe.fidelity import Agreement, Fidelity
@@ -15,8 +16,8 @@ from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
 from edgc.plan.stages import StageKey, StageKind
 
-STAGE = StageWindow(StageKey(StageKind.LAYERS, 0), *[0.0] * 7)
-MESSAGE = MessageWindow(Boundary("backward", 1, 0), *[0.0] * 4)
+STAGE = StageWindow(StageKey(StageKind.LAYERS, 0), *[0.0] * 4, ByteCount(), 0.0)
+MESSAGE = MessageWindow(Boundary("backward", 1, 0), 0.0, ByteCount(), 0.0)
 NAN, INF = math.nan, math.inf
 NOT_MEASURED = pytest.approx(NAN, nan_ok=True)
 
@@ -35,10 +36,8 @@ NOT_MEASURED = pytest.approx(NAN, nan_ok=True)
         (STAGE, "reduce_seconds", [NAN, 3.0, 2.0, 7.0], 2.0),
         (STAGE, "reduce_seconds", [NAN, NAN], NOT_MEASURED),
         # the mean over all
-        (STAGE, "dp_bytes", [1.0, 3.0, 8.0], 4.0),
-        (STAGE, "dp_bytes_dense", [1.0, 3.0, 8.0], 4.0),
-        (MESSAGE, "bytes", [1.0, 3.0, 8.0], 4.0),
-        (MESSAGE, "bytes_dense", [1.0, 3.0, 8.0], 4.0),
+        (STAGE, "bytes", [ByteCount(1, 2, 3), ByteCount(3, 2, 4), ByteCount(8, 2, 8)], ByteCount(4, 2, 5)),
+        (MESSAGE, "bytes", [ByteCount(1, 2, 3), ByteCount(3, 2, 4), ByteCount(8, 2, 8)], ByteCount(4, 2, 5)),
         # the largest
         (STAGE, "state_bytes", [1.0, 8.0, 3.0], 8.0),
         (STAGE, "largest_spike", [6.0, 9.0, 0.0], 9.0),
@@ -86,9 +85,9 @@ def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_acti
 def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
     """A resumed run may have gradients of another type: what an all-reduce in fp32 took before stays."""
     cpu = torch.device("cpu")
-    before, after = Stage(STAGE.stage, cpu, 50.0, 100.0), Stage(STAGE.stage, cpu, 100.0, 100.0)
+    before, after = (Stage(STAGE.stage, cpu, ByteCount(host=host, fp32=100.0)) for host in (50.0, 100.0))
     before.end_step()
     before.end_step()
     after.restore_bytes(before.byte_counts())
     after.end_step()
-    assert (after.dense_bytes, after.fp32_bytes) == (200.0, 300.0)
+    assert after.byte_counts().gradients == ByteCount(0.0, 200.0, 300.0)

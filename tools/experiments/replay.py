@@ -11,7 +11,7 @@ import numpy as np
 
 from edgc.config import EDGCConfig
 from edgc.plan.controller import Controller
-from edgc.plan.observation import StageObservation
+from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.specs import MatrixSpec
 from tools.experiments.entries import Line
 
@@ -54,7 +54,7 @@ def replays(line: Line, stage: int, window: int, kept: float) -> Replay:
         if place % every == 0 and one["entropy"][stage] is not None:
             seen.append(one["entropy"][stage])
         if one["iteration"] % window == 0:
-            controller.observe([StageObservation(fmean(seen) if seen else math.nan)])
+            controller.observe(WindowObservation([StageObservation(fmean(seen) if seen else math.nan)]))
             (rank,) = controller.decide(one["iteration"]).ranks
             held = (fmean(seen) if seen else math.nan, rank or math.nan)
             seen = []

@@ -1,0 +1,58 @@
+"""Bytes that a process sends, beside what the same would take in other ways."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """Bytes ``sent``; those of the ``host``'s own way; those of its sums if each were an all-reduce in ``fp32``.
+
+    What the host does not sum takes in ``fp32`` what it takes in the host's own way.
+    """
+
+    sent: float = 0.0
+    host: float = 0.0
+    fp32: float = 0.0
+
+    def __add__(self, other: "ByteCount") -> "ByteCount":
+        return ByteCount(self.sent + other.sent, self.host + other.host, self.fp32 + other.fp32)
+
+    def __sub__(self, other: "ByteCount") -> "ByteCount":
+        return ByteCount(self.sent - other.sent, self.host - other.host, self.fp32 - other.fp32)
+
+    @classmethod
+    def mean(cls, several: Sequence["ByteCount"]) -> "ByteCount":
+        return cls(
+            fmean(one.sent for one in several), fmean(one.host for one in several), fmean(one.fp32 for one in several)
+        )
+
+
+@dataclass(frozen=True)
+class RunBytes:
+    """Of gradients, of updated weights, and of messages between pipeline stages."""
+
+    gradients: ByteCount = ByteCount()
+    weights: ByteCount = ByteCount()
+    messages: ByteCount = ByteCount()
+
+    @property
+    def total(self) -> ByteCount:
+        return self.gradients + self.weights + self.messages
+
+    def __add__(self, other: "RunBytes") -> "RunBytes":
+        return RunBytes(self.gradients + other.gradients, self.weights + other.weights, self.messages + other.messages)
+
+    @classmethod
+    def mean(cls, several: Sequence["RunBytes"]) -> "RunBytes":
+        return cls(
+            ByteCount.mean([one.gradients for one in several]),
+            ByteCount.mean([one.weights for one in several]),
+            ByteCount.mean([one.messages for one in several]),
+        )
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Mapping[str, float]]) -> "RunBytes":
+        """What ``dataclasses.asdict`` has made plain."""
+        return cls(**{what: ByteCount(**count) for what, count in kept.items()})
