@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics, mean_of_finite
@@ -44,6 +44,10 @@ class MessageWindow:
     state_bytes: float  # memory of errors and factors
     spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
 
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it."""
+        return {**asdict(self), "boundary": str(self.boundary)}
+
 
 @dataclass(frozen=True)
 class StageWindow:
@@ -73,6 +77,13 @@ class StageWindow:
         seen = [(entries, cosine) for entries, cosine in seen if math.isfinite(cosine)]
         entries = math.fsum(count for count, _ in seen)
         return math.fsum(count * cosine for count, cosine in seen) / entries if entries else math.nan
+
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it, without ``energies``: all spectra would swell it."""
+        event = {**asdict(self), "stage": str(self.stage)}
+        del event["energies"]
+        event["fidelity"] = {name: seen.to_event() for name, seen in self.fidelity.items()}
+        return event
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,12 @@ class WindowReport:
     @property
     def total_bytes_dense(self) -> float:
         return self.dp_bytes_dense + self.param_bytes_dense + self.pp_bytes_dense
+
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it."""
+        stages, messages = ([one.to_event() for one in several] for several in (self.stages, self.messages))
+        totals = {"total_bytes": self.total_bytes, "total_bytes_dense": self.total_bytes_dense}
+        return {**asdict(self), "stages": stages, "messages": messages, **totals}
 
 
 def merge(processes: Sequence[StageWindow]) -> StageWindow:

@@ -10,8 +10,8 @@ from megatron.core.msc_utils import maybe_msc
 
 from edgc.config import ConfigError, flag
 from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_measurements, resume_controller
-from edgc.hosts.reporting import warn
 from edgc.hosts.stage import ByteCounts
+from edgc.hosts.warnings import warn
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint_index import (

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from edgc.config import EDGCConfig
-from edgc.hosts import reporting
-from edgc.hosts.reporting import Reporter, warn_of_budget
+from edgc.hosts import reporting, warnings
+from edgc.hosts.reporting import Reporter
+from edgc.hosts.warnings import warn_of_budget
 from edgc.observe.events import read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
@@ -54,7 +55,8 @@ WITH_MESSAGES = replace(
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of no processes."""
-    monkeypatch.setattr(reporting, "process", lambda group: 0)
+    for module in (reporting, warnings):
+        monkeypatch.setattr(module, "process", lambda group: 0)
 
 
 def reporter(**settings: Any) -> Reporter:
