@@ -137,17 +137,12 @@ def redirect() -> None:
 
 def _redirect_torch() -> None:
     """The calls of ``torch.cuda``, and the devices that any function of torch is given."""
-
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
-
     cpu = torch.device("cpu")
     replacements: dict[str, Any] = {
         # Megatron asserts is_available() and builds its process groups only when it sees a device.
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: cpu,
-        "set_device": _nothing,
         "get_device_name": lambda *args, **kwargs: "CPU",
         "get_device_capability": lambda *args, **kwargs: (0, 0),
         # From major version 10 on, Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS under tensor parallelism.
@@ -157,20 +152,15 @@ def _redirect_torch() -> None:
         "current_stream": _Stream,
         "default_stream": _Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "set_stream": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_reserved": zero,
-        "reset_peak_memory_stats": _nothing,
         "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": _nothing,
     }
+    sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    replacements |= dict.fromkeys(sizes, lambda *args, **kwargs: 0)
+    without_effect = ("set_device", "set_stream", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
+    replacements |= dict.fromkeys(without_effect, _nothing)
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing
