@@ -82,13 +82,18 @@ def progress_line(completed: int, iterations: int, step_seconds: Sequence[float]
 
 def window_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> Iterator[str]:
     """A line for each stage and boundary, and what else is new. ``before``: the plan of the window before."""
+    plan = report.plan
     yield from _stage_lines(report, before, config)
-    yield from _trial_line(report.plan, before)
+    if plan.tried != before.tried:
+        compressed, host = plan.tried
+        who = "the host sums" if plan.by_host else "EDGC compresses"
+        since = "as before" if plan.by_host == before.by_host else "from now on"
+        yield f"a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: {who} {since}"
     yield from _message_lines(report, config)
     if report.pp_bytes_dense:
-        yield f"messages between stages: sent {_of(report.pp_bytes, report.pp_bytes_dense)} so far"
+        yield f"messages between stages: {_sent(report.pp_bytes, report.pp_bytes_dense)} so far"
     if report.param_bytes_dense:
-        yield f"updated weights: sent {_of(report.param_bytes, report.param_bytes_dense)} so far"
+        yield f"updated weights: {_sent(report.param_bytes, report.param_bytes_dense)} so far"
 
 
 def _stage_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> Iterator[str]:
@@ -105,22 +110,13 @@ def _stage_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> 
         got = f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else ""
         yield (
             f"{seen.stage} | entropy {_measured(seen.entropy, 4)} nats | {move} | "
-            f"sent {_of(seen.dp_bytes, seen.dp_bytes_dense)}{fewer} | residual {_measured(seen.residual, 3)}{got}"
+            f"{_sent(seen.dp_bytes, seen.dp_bytes_dense)}{fewer} | residual {_measured(seen.residual, 3)}{got}"
         )
         if seen.spikes:
             yield (
                 f"{seen.stage} | {seen.spikes:.0f} gradients above {config.study.spike_limit:g} times their running "
                 f"norm (the largest {seen.largest_spike:.3g} times): their errors were scaled down"
             )
-
-
-def _trial_line(plan: RankPlan, before: RankPlan) -> Iterator[str]:
-    """What a trial of this window has measured, and who sums now."""
-    if plan.tried != before.tried:
-        compressed, host = plan.tried
-        who = "the host sums" if plan.by_host else "EDGC compresses"
-        since = "as before" if plan.by_host == before.by_host else "from now on"
-        yield f"a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: {who} {since}"
 
 
 def _message_lines(report: WindowReport, config: EDGCConfig) -> Iterator[str]:
@@ -131,7 +127,7 @@ def _message_lines(report: WindowReport, config: EDGCConfig) -> Iterator[str]:
         move = _move(name(report.message_ranks[place]), report.message_plan, place, name)
         yield (
             f"{message.boundary} | entropy {_measured(message.entropy, 4)} nats | {move} | "
-            f"sent {_of(message.bytes, message.bytes_dense)}"
+            f"{_sent(message.bytes, message.bytes_dense)}"
         )
         if message.spikes:
             yield (
@@ -186,10 +182,10 @@ def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iter
         fewer = f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
         if run.scatters:
             fewer += f"; {report.dp_bytes_fp32 / sent:.1f}x fewer than an all-reduce in fp32"
-    yield f"gradients: sent {_of(sent, dense)}{fewer}"
+    yield f"gradients: {_sent(sent, dense)}{fewer}"
     sent, dense = report.total_bytes, report.total_bytes_dense
     fewer = f", {dense / sent:.1f}x fewer" if sent else ""
-    yield f"total (gradients, updated weights, messages between stages): sent {_of(sent, dense)}{fewer}"
+    yield f"total (gradients, updated weights, messages between stages): {_sent(sent, dense)}{fewer}"
 
 
 def _bytes(count: float) -> str:
@@ -201,8 +197,8 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _of(sent: float, dense: float) -> str:
-    return f"{_bytes(sent)} of {_bytes(dense)}"
+def _sent(sent: float, dense: float) -> str:
+    return f"sent {_bytes(sent)} of {_bytes(dense)}"
 
 
 def _measured(value: float, digits: int) -> str:

@@ -45,10 +45,6 @@ class MessageWindow:
     state_bytes: float  # memory of errors and factors
     spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
 
-    def to_event(self) -> dict[str, Any]:
-        """As the event log has it."""
-        return {**asdict(self), "boundary": str(self.boundary)}
-
     @classmethod
     def merge(cls, processes: Sequence["MessageWindow"]) -> "MessageWindow":
         """One boundary from the processes that send over it: means, the largest memory, the sum of the spikes."""
@@ -166,7 +162,8 @@ class WindowReport:
 
     def to_event(self) -> dict[str, Any]:
         """As the event log has it."""
-        stages, messages = ([one.to_event() for one in several] for several in (self.stages, self.messages))
+        stages = [stage.to_event() for stage in self.stages]
+        messages = [{**asdict(message), "boundary": str(message.boundary)} for message in self.messages]
         totals = {"total_bytes": self.total_bytes, "total_bytes_dense": self.total_bytes_dense}
         return {**asdict(self), "stages": stages, "messages": messages, **totals}
 
