@@ -28,6 +28,10 @@ class ByteCount:
             fmean(one.sent for one in several), fmean(one.host for one in several), fmean(one.fp32 for one in several)
         )
 
+    def to_event(self, name: str) -> dict[str, float]:
+        """As the event log has it under this name."""
+        return {name: self.sent, f"{name}_dense": self.host}
+
 
 @dataclass(frozen=True)
 class RunBytes:
@@ -51,6 +55,16 @@ class RunBytes:
             ByteCount.mean([one.weights for one in several]),
             ByteCount.mean([one.messages for one in several]),
         )
+
+    def to_event(self) -> dict[str, float]:
+        """As the event log has it."""
+        return {
+            **self.gradients.to_event("dp_bytes"),
+            **self.weights.to_event("param_bytes"),
+            **self.messages.to_event("pp_bytes"),
+            **self.total.to_event("total_bytes"),
+            "dp_bytes_fp32": self.gradients.fp32,
+        }
 
     @classmethod
     def of(cls, kept: Mapping[str, Mapping[str, float]]) -> "RunBytes":

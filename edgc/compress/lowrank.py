@@ -79,7 +79,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows, rank = p.shape[-2:]
     completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
-    basis = torch.add(columns / norms, completion.double(), alpha=1e-6)
+    basis = torch.add(columns / norms, completion, alpha=1e-6)
     shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
     for added in (shift, 0.0, 0.0):
         gram = basis.mT @ basis

@@ -11,8 +11,8 @@ from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, Wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError
-from edgc.hosts.reporting import warn_of_new_plans
 from edgc.hosts.stage import Stage
+from edgc.hosts.warnings import warn_of_new_plans
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 

@@ -25,10 +25,11 @@ from edgc.hosts.checkpoint import (
 )
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
+from edgc.hosts.reporting import Reporter
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
+from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport

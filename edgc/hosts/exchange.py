@@ -15,8 +15,6 @@ from edgc.observe.window import (
     StageWindow,
     WindowReport,
     median_or_nan,
-    merge,
-    merge_messages,
 )
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -148,10 +146,10 @@ class WindowExchange:
 def _merged(processes: Any) -> tuple[StageWindow, ...]:
     windows = [window for own in processes for window in own]
     keys = sorted({window.stage for window in windows})
-    return tuple(merge([window for window in windows if window.stage == key]) for key in keys)
+    return tuple(StageWindow.merge([window for window in windows if window.stage == key]) for key in keys)
 
 
 def _merged_messages(processes: Any) -> tuple[MessageWindow, ...]:
     windows = [window for own in processes for window in own]
     boundaries = sorted({window.boundary for window in windows})
-    return tuple(merge_messages([window for window in windows if window.boundary == one]) for one in boundaries)
+    return tuple(MessageWindow.merge([window for window in windows if window.boundary == one]) for one in boundaries)

@@ -11,7 +11,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.hosts.units import Units
 from edgc.observe.moments import mean_of_finite
 from edgc.observe.timing import Spans
-from edgc.observe.window import StageWindow, by_kind, median_or_nan, merge_statistics
+from edgc.observe.window import StageWindow, by_layer_kind, median_or_nan
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 
@@ -57,7 +57,7 @@ class Stage:
 
     def take_window(self, micro_backward_seconds: float) -> StageWindow:
         """What was seen since the last call."""
-        measurements = [reducer.observer.measurements.take() for reducer in self.reducers]
+        measurements = [reducer.observer.take() for reducer in self.reducers]
         counted = self.gradient_bytes
         window = StageWindow(
             stage=self.key,
@@ -70,7 +70,7 @@ class Stage:
             spikes=sum(float(m.spikes) for m in measurements),
             largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
-            statistics=merge_statistics([by_kind(seen) for m in measurements for seen in m.statistics]),
+            statistics=by_layer_kind([step for m in measurements for step in m.statistics]),
             fidelity={name: seen for m in measurements for name, seen in m.total_fidelity().items()},
             row_shares={name: shares for m in measurements for name, shares in m.mean_row_shares().items()},
         )

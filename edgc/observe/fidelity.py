@@ -102,6 +102,17 @@ class Fidelity:
         columns = zip(*(one._values() for one in several), strict=True)
         return cls.of([math.fsum(column) for column in columns])
 
+    def to_event(self) -> dict[str, float]:
+        """As the event log has it, of four digits."""
+        units = {"": self.gradient, "_of_update": self.update, "_of_descent": self.descent}
+        numbers = {
+            f"{name}{suffix}": getattr(products, name)
+            for suffix, products in units.items()
+            for name in ("cosine", "delay", "late")
+        }
+        numbers["cosine_of_adam"] = self.adam.cosine
+        return {name: float(f"{value:.4g}") for name, value in numbers.items()}
+
     def _values(self) -> list[float]:
         parts = (self.gradient, self.update, self.descent, self.adam)
         return [value for part in parts for value in vars(part).values()] + [self.entries]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from edgc.observe.moments import GradientStatistics
 
 @dataclass
 class Measurements:
-    """What a reducer saw since the last ``take``: one entry a measured iteration.
+    """What a reducer saw in a window so far: one entry a measured iteration.
 
     0-dimensional tensors stay on the device until somebody asks, so that no step waits for them.
     """
@@ -28,13 +28,7 @@ class Measurements:
     row_shares: list[dict[str, Tensor]] = field(default_factory=list)  # of warm-ups, if asked for: ``row_shares``
     spikes: float | Tensor = 0.0  # gradients of which the error was scaled down
     largest_spike: float | Tensor = 0.0  # times its running norm
-    windows: int = 0  # how often ``take`` was called
-
-    def take(self) -> "Measurements":
-        """The entries so far; start anew."""
-        taken = replace(self)
-        self.__init__(windows=self.windows + 1)  # type: ignore[misc]
-        return taken
+    windows: int = 0  # before this one
 
     def copy(self) -> "Measurements":
         """As they are now, whatever is added later."""

@@ -101,6 +101,11 @@ class GradientObserver:
         """In a measured iteration of a warm-up: squared norms of the rows of gradients, by name."""
         self.measurements.row_shares.append({name: row_shares(own, ROW_SHARES) for name, own in squares.items()})
 
+    def take(self) -> Measurements:
+        """The measurements so far; a window begins."""
+        taken, self.measurements = self.measurements, Measurements(windows=self.measurements.windows + 1)
+        return taken
+
     def roll_back(self, iteration: int) -> None:
         """Forget what this iteration has shown."""
         if iteration != self._iteration:

@@ -1,10 +1,10 @@
 """What a window leaves behind: the record of each process, of each stage, and of the whole run."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.observe.fidelity import Fidelity
@@ -14,6 +14,7 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 
 Direction = Literal["forward", "backward"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -36,13 +37,28 @@ class Boundary:
 
 @dataclass(frozen=True)
 class MessageWindow:
-    """What one process, or all that send there (``merge_messages``), saw in a window of messages over a boundary."""
+    """What one process, or all that send there (``merge``), saw in a window of messages over a boundary."""
 
     boundary: Boundary
     entropy: float  # of a message's entry, in nats
     bytes: ByteCount  # of this window
     state_bytes: float  # memory of errors and factors
     spikes: float = 0.0  # messages of which the error was scaled down (``edgc.compress.spikes``)
+
+    @classmethod
+    def merge(cls, processes: Sequence["MessageWindow"]) -> "MessageWindow":
+        """One boundary from the processes that send over it: means, the largest memory, the sum of the spikes."""
+        return cls(
+            processes[0].boundary,
+            mean_of_finite([p.entropy for p in processes]),
+            ByteCount.mean([p.bytes for p in processes]),
+            max(p.state_bytes for p in processes),
+            sum(p.spikes for p in processes),
+        )
+
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it."""
+        return {**asdict(self), "boundary": str(self.boundary), **self.bytes.to_event("bytes")}
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,37 @@ class StageWindow:
         entries = math.fsum(count for count, _ in seen)
         return math.fsum(count * cosine for count, cosine in seen) / entries if entries else math.nan
 
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it, without ``energies``: all spectra would swell it."""
+        event = {**asdict(self), "stage": str(self.stage), **self.bytes.to_event("dp_bytes")}
+        del event["energies"], event["bytes"]
+        event["fidelity"] = {name: seen.to_event() for name, seen in self.fidelity.items()}
+        return event
+
+    @classmethod
+    def merge(cls, processes: Sequence["StageWindow"]) -> "StageWindow":
+        """One stage from its processes: means; the shortest reductions, since the others also waited for a late one;
+        the largest memory and spike; the sum of the spikes.
+        """
+        return cls(
+            stage=processes[0].stage,
+            entropy=mean_of_finite([p.entropy for p in processes]),
+            residual=mean_of_finite([p.residual for p in processes]),
+            reduce_seconds=min(
+                (p.reduce_seconds for p in processes if math.isfinite(p.reduce_seconds)), default=math.nan
+            ),
+            micro_backward_seconds=mean_of_finite([p.micro_backward_seconds for p in processes]),
+            bytes=ByteCount.mean([p.bytes for p in processes]),
+            state_bytes=max(p.state_bytes for p in processes),
+            spikes=sum(p.spikes for p in processes),
+            largest_spike=max(p.largest_spike for p in processes),
+            energies=_mean_values([p.energies for p in processes]),
+            statistics=_by_name([p.statistics for p in processes], GradientStatistics.mean),
+            # data-parallel processes saw the same sums, others hold other parts of the parameter
+            fidelity=_by_name([p.fidelity for p in processes], Fidelity.total),
+            row_shares=_mean_values([p.row_shares for p in processes]),
+        )
+
 
 @dataclass(frozen=True)
 class WindowReport:
@@ -98,37 +145,13 @@ class WindowReport:
     messages: tuple[MessageWindow, ...] = ()
     costs: tuple[StageCost | None, ...] = ()
 
-
-def merge(processes: Sequence[StageWindow]) -> StageWindow:
-    """One stage from its processes: means; the shortest reductions, since the others also waited for a late one; the
-    largest memory and spike; the sum of the spikes.
-    """
-    return StageWindow(
-        stage=processes[0].stage,
-        entropy=mean_of_finite([p.entropy for p in processes]),
-        residual=mean_of_finite([p.residual for p in processes]),
-        reduce_seconds=min((p.reduce_seconds for p in processes if math.isfinite(p.reduce_seconds)), default=math.nan),
-        micro_backward_seconds=mean_of_finite([p.micro_backward_seconds for p in processes]),
-        bytes=ByteCount.mean([p.bytes for p in processes]),
-        state_bytes=max(p.state_bytes for p in processes),
-        spikes=sum(p.spikes for p in processes),
-        largest_spike=max(p.largest_spike for p in processes),
-        energies=_mean_values([p.energies for p in processes]),
-        statistics=merge_statistics([p.statistics for p in processes]),
-        fidelity=_total_fidelity([p.fidelity for p in processes]),
-        row_shares=_mean_values([p.row_shares for p in processes]),
-    )
-
-
-def merge_messages(processes: Sequence[MessageWindow]) -> MessageWindow:
-    """One boundary from the processes that send over it: means, the largest memory, the sum of the spikes."""
-    return MessageWindow(
-        processes[0].boundary,
-        mean_of_finite([p.entropy for p in processes]),
-        ByteCount.mean([p.bytes for p in processes]),
-        max(p.state_bytes for p in processes),
-        sum(p.spikes for p in processes),
-    )
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it."""
+        stages = [stage.to_event() for stage in self.stages]
+        messages = [message.to_event() for message in self.messages]
+        event = {**asdict(self), "stages": stages, "messages": messages, **self.bytes.to_event()}
+        del event["bytes"]
+        return event
 
 
 def _mean_values(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -140,25 +163,20 @@ def _mean_values(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
     return means
 
 
-def _total_fidelity(several: Sequence[Mapping[str, Fidelity]]) -> dict[str, Fidelity]:
-    """Of each parameter over the processes: data-parallel ones saw the same sums, others hold other parts of it."""
+def _by_name(several: Sequence[Mapping[str, T]], combine: Callable[[list[T]], T]) -> dict[str, T]:
+    """Of each name, what the values of those that have it combine to."""
     names = dict.fromkeys(name for one in several for name in one)
-    return {name: Fidelity.total([one[name] for one in several if name in one]) for name in names}
+    return {name: combine([one[name] for one in several if name in one]) for name in names}
 
 
-def merge_statistics(several: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:
-    """The mean of each kind of layer, over those that have it."""
-    kinds = dict.fromkeys(kind for one in several for kind in one)
-    return {kind: GradientStatistics.mean([one[kind] for one in several if kind in one]) for kind in kinds}
+def by_layer_kind(steps: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:
+    """From parameters to kinds of layer: means over the layers of a kind, then over steps."""
+    mean = GradientStatistics.mean
+    return _by_name([_by_name([{layer_kind(name): one} for name, one in step.items()], mean) for step in steps], mean)
 
 
-def by_kind(statistics: Mapping[str, GradientStatistics]) -> dict[str, GradientStatistics]:
-    """From parameters to kinds of layer."""
-    return merge_statistics([{kind(name): one} for name, one in statistics.items()])
-
-
-def kind(name: str) -> str:
-    """The kind of layer that a parameter is of: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
+def layer_kind(name: str) -> str:
+    """Of the layer of a parameter: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
     return ".".join(name.split(".")[-2:])
 
 

@@ -117,6 +117,11 @@ class RunPlan:
     def keys(self) -> list[StageKey]:
         return [stage.key for stage in self.stages]
 
+    @property
+    def starts_by_host(self) -> bool:
+        """Whether the host sums until a trial shows that compressed steps are shorter."""
+        return self.tries and not self.compresses
+
     def controller(
         self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
     ) -> Controller:
@@ -137,7 +142,7 @@ class RunPlan:
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
             timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
             host_seconds = max(timed, default=math.nan)
-            trials = Trials(iterations, host_seconds, sizes.run.overlapped, by_host=not self.compresses)
+            trials = Trials(iterations, host_seconds, sizes.run.overlapped, by_host=self.starts_by_host)
         return Controller(
             self.config,
             iterations,

@@ -1,7 +1,8 @@
 """The stages of a plan: what each is called, what a process knows of it, and what is decided for it before training."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 from edgc.plan.allocation import Allocation
 from edgc.plan.comm_cost import StageCost
@@ -56,3 +57,17 @@ class StagePlan:
     allocation: Allocation
     cost: StageCost | None
     dense_because: str
+
+    @property
+    def elements(self) -> int:
+        """Of all its parameters."""
+        return self.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in self.allocation.matrices)
+
+    def to_event(self) -> dict[str, Any]:
+        """As the event log has it."""
+        return {
+            "name": str(self.key),
+            "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in self.allocation.matrices],
+            "rest": [[parameter.name, parameter.elements, why] for parameter, why in self.allocation.others],
+            "cost": None if self.cost is None else asdict(self.cost),
+        }

@@ -26,8 +26,9 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
-from edgc.hosts.reporting import Reporter, warn, warn_of_budget, warn_of_kernels
+from edgc.hosts.reporting import Reporter
 from edgc.hosts.steps import StepDriver
+from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.plan.comm_cost import StageCost

@@ -193,7 +193,7 @@ def bytes_and_measurements(rank: int) -> tuple[float, list[float], list[float]]:
         local = gradients(rank, step)
         under_test.observer.measure(local, step)
         run_to_end(under_test.reduce(local, step))
-    seen = under_test.observer.measurements.take()
+    seen = under_test.observer.take()
     assert under_test.observer.measurements.entropy == [] and under_test.observer.measurements.residual == []
     return under_test.communicator.traffic.bytes, [float(e) for e in seen.entropy], [float(r) for r in seen.residual]
 

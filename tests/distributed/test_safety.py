@@ -89,7 +89,7 @@ def cosines_of(rank: int, preset: str, factor: float, limit: float = LIMIT, corn
         run_to_end(under_test.reduce({"w": gradient}, step))
         # clipping by norm, as the optimizer does after the reduction, changes no cosine
         found.append(float((gradient * truth).sum() / gradient.norm()))
-    measured, expected = under_test.observer.measurements.take(), rank == 0 and factor > limit
+    measured, expected = under_test.observer.take(), rank == 0 and factor > limit
     assert float(measured.spikes) == (1 if expected else 0)
     if expected:
         assert float(measured.largest_spike) == pytest.approx(factor, rel=0.1)
@@ -273,10 +273,10 @@ def repeated(rank: int) -> tuple[list[int], list[int]]:
 
     for iteration in (0, 1, 1, 1, 2):
         step(iteration)
-    first = under_test.observer.measurements.take()
+    first = under_test.observer.take()
     step(2)
     step(3)
-    second = under_test.observer.measurements.take()
+    second = under_test.observer.take()
     return tuple(  # type: ignore[return-value]
         [len(seen.entropy), len(seen.residual), len(seen.energies)] for seen in (first, second)
     )

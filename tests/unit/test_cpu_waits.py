@@ -67,7 +67,7 @@ def test_no_value_is_read(
         under_test.observer.measure(gradients, iteration)
         run_to_end(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards if sharded else None))
         if iteration == 3:  # the next spikes are counted from a number, not from a tensor
-            measured = under_test.observer.measurements.take()
+            measured = under_test.observer.take()
             under_test.observer.measurements.entropy = measured.entropy
     assert len(under_test.observer.measurements.entropy) == 3
 

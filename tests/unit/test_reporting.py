@@ -11,8 +11,9 @@ import pytest
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import EDGCConfig
-from edgc.hosts import reporting
-from edgc.hosts.reporting import Reporter, warn_of_budget
+from edgc.hosts import reporting, tensorboard, warnings
+from edgc.hosts.reporting import Reporter
+from edgc.hosts.warnings import warn_of_budget
 from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
@@ -49,7 +50,8 @@ WITH_MESSAGES = replace(
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of no processes."""
-    monkeypatch.setattr(reporting, "process", lambda group: 0)
+    for module in (reporting, warnings):
+        monkeypatch.setattr(module, "process", lambda group: 0)
 
 
 def reporter(**settings: Any) -> Reporter:
@@ -175,11 +177,10 @@ def test_what_the_optimizer_got_stands_in_the_line_of_its_stage(capsys: pytest.C
     large = Fidelity(Products(true=1.0, got=1.0, both=0.9), entries=3.0)
     small = Fidelity(Products(true=4.0, got=100.0, both=10.0), entries=1.0)
     stage = replace(STAGE, residual=0.75, fidelity={"a": large, "b": small, "c": Fidelity()})
-    scalars: dict[str, float] = {}
-    writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
-    reporter(scalars=lambda: writer).window(replace(REPORT, stages=(stage,)), last=False)
+    report = replace(REPORT, stages=(stage,))
+    reporter().window(report, last=False)
     assert capsys.readouterr().out.splitlines()[0].endswith("| residual 0.750 | cosine 0.800")
-    assert scalars["edgc/cosine/stage-1"] == pytest.approx(0.8)
+    assert dict(tensorboard.scalars(report))["edgc/cosine/stage-1"] == pytest.approx(0.8)
     reporter().window(REPORT, last=False)
     assert "cosine" not in capsys.readouterr().out
 
@@ -264,21 +265,17 @@ def test_tensorboard_gets_what_was_measured_of_stages_and_messages() -> None:
         assert iteration == 200
         scalars[name] = value
 
-    under_test = reporter(scalars=lambda: SimpleNamespace(add_scalar=add_scalar))
-    under_test.window(WITH_MESSAGES, last=False)
+    reporter(scalars=lambda: SimpleNamespace(add_scalar=add_scalar)).window(WITH_MESSAGES, last=False)
     stage = {"entropy": -5.25, "rank": 64.0, "dp-bytes": 1e6, "reduce-seconds": 0.125}
     messages = {"pp-bytes": 1e3, "pp-rank": 16.0, "pp-entropy": -3.5}
     expected = {f"edgc/{name}/stage-1": value for name, value in stage.items()}
     expected |= {f"edgc/{name}/gradients-from-stage-2-to-1": value for name, value in messages.items()}
     assert scalars == expected, "and no residual: it is NaN"
-    scalars.clear()
-    under_test.window(replace(WITH_MESSAGES, messages=(replace(MESSAGE, entropy=math.nan),)), last=False)
-    assert expected.keys() - scalars.keys() == {"edgc/pp-entropy/gradients-from-stage-2-to-1"}
+    unmeasured = dict(tensorboard.scalars(replace(WITH_MESSAGES, messages=(replace(MESSAGE, entropy=math.nan),))))
+    assert expected.keys() - unmeasured.keys() == {"edgc/pp-entropy/gradients-from-stage-2-to-1"}
 
 
 def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    scalars: dict[str, float] = {}
-    writer = SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.update({name: value}))
     plan = RankPlan(
         version=2,
         first_iteration=200,
@@ -295,13 +292,13 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsy
         stages=tuple(replace(STAGE, stage=StageKey(StageKind.LAYERS, place)) for place in range(3)),
         message_plan=RankPlan(1, 200, (12,), proposed=(3.25,), targets=(4,), reasons=("entropy",)),
     )
-    reporter(scalars=lambda: writer).window(report, last=False)
+    reporter().window(report, last=False)
     lines = capsys.readouterr().out.splitlines()
     assert "| rank 64 -> rank 56 (entropy; proposed 0.0; target rank 16) |" in lines[0]
     assert "| rank 64 -> rank 60 (alignment; proposed 0.0) |" in lines[1]
     assert "| int4 -> int4 (warm-up) |" in lines[2], "in the format of the warm-up"
     assert "| rank 16 -> rank 12 (entropy; proposed 3.2; target rank 4) |" in lines[3]
-    ranks = {name: value for name, value in scalars.items() if name.startswith("edgc/rank")}
+    ranks = {name: value for name, value in tensorboard.scalars(report) if name.startswith("edgc/rank")}
     assert ranks == {
         **{"edgc/rank/stage-1": 64, "edgc/rank-proposed/stage-1": 0, "edgc/rank-target/stage-1": 16},
         **{"edgc/rank/stage-2": 64, "edgc/rank-proposed/stage-2": 0, "edgc/rank-target/stage-2": 60},

@@ -13,7 +13,7 @@ from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.stage import Stage
 from edgc.observe.fidelity import Agreement, Fidelity
 from edgc.observe.moments import GradientStatistics
-from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
+from edgc.observe.window import Boundary, MessageWindow, StageWindow
 from edgc.plan.stages import StageKey, StageKind
 
 STAGE = StageWindow(StageKey(StageKind.LAYERS, 0), *[0.0] * 4, ByteCount(), 0.0)
@@ -65,8 +65,8 @@ NOT_MEASURED = pytest.approx(NAN, nan_ok=True)
 def test_the_windows_of_several_processes_become_one(
     window: StageWindow | MessageWindow, field: str, seen: list[Any], merged: Any
 ) -> None:
-    merging: Any = merge if window is STAGE else merge_messages
-    assert getattr(merging([replace(window, **{field: value}) for value in seen]), field) == merged
+    several = [replace(window, **{field: value}) for value in seen]
+    assert getattr(type(window).merge(several), field) == merged
 
 
 def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_activations() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from edgc.observe.window import kind
+from edgc.observe.window import layer_kind
 from tools.experiments.lists import Trial
 from tools.experiments.series import weighted
 from tools.experiments.store import IDENTITY, identity
@@ -100,11 +100,11 @@ def fidelity(measured: Run) -> dict[str, dict[str, float]]:
     for window in measured.windows:
         for stage in window["stages"]:
             for name, signals in (stage.get("fidelity") or {}).items():
-                of_kind = seen.setdefault(kind(name), {})
+                of_kind = seen.setdefault(layer_kind(name), {})
                 for signal, value in signals.items():
                     if value is not None and math.isfinite(value):
                         of_kind.setdefault(signal, []).append((sizes[name], value))
-    elements = {one: sum(size for name, size in sizes.items() if kind(name) == one) for one in seen}
+    elements = {one: sum(size for name, size in sizes.items() if layer_kind(name) == one) for one in seen}
     return {
         one: {"elements": elements[one], **{name: _rounded(weighted(pairs)) for name, pairs in signals.items()}}
         for one, signals in seen.items()

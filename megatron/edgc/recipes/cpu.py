@@ -90,30 +90,27 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-class _Stream:
-    """A stream on which everything has always already happened: CPU operators are synchronous."""
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
+
+class _Done:
+    """What has always already happened: CPU operators are synchronous."""
+
+    synchronize = _nothing
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream(_Done):
     cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
-
-    wait_stream = wait_event = synchronize = record_event = _nothing
-
-    def query(self) -> bool:
-        return True
+    wait_stream = wait_event = record_event = _nothing
 
 
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
+class _Event(_Done):
+    record = wait = _nothing
 
 
 def redirect() -> None:
@@ -130,18 +127,22 @@ def redirect() -> None:
     # First the import, then the redirections: torch._dynamo tables torch.cuda's functions when Megatron pulls it in.
     import megatron.training.training  # noqa: F401
 
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
+    _redirect_torch()
+    _redirect_megatron()
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(
+            "edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr, flush=True
+        )
 
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
 
+def _redirect_torch() -> None:
+    """The calls of ``torch.cuda``, and the devices that any function of torch is given."""
     cpu = torch.device("cpu")
     replacements: dict[str, Any] = {
         # Megatron asserts is_available() and builds its process groups only when it sees a device.
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: cpu,
-        "set_device": nothing,
         "get_device_name": lambda *args, **kwargs: "CPU",
         "get_device_capability": lambda *args, **kwargs: (0, 0),
         # From major version 10 on, Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS under tensor parallelism.
@@ -151,30 +152,20 @@ def redirect() -> None:
         "current_stream": _Stream,
         "default_stream": _Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "set_stream": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_reserved": zero,
-        "reset_peak_memory_stats": nothing,
         "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": _nothing,
     }
+    sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    replacements |= dict.fromkeys(sizes, lambda *args, **kwargs: 0)
+    without_effect = ("set_device", "set_stream", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")
+    replacements |= dict.fromkeys(without_effect, _nothing)
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing
     torch.accelerator.is_available = lambda: False
     _CpuFactories().__enter__()  # type: ignore[no-untyped-call]
-    _redirect_megatron()
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(
-            "edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr, flush=True
-        )
 
 
 def _redirect_megatron() -> None:

@@ -1,0 +1,54 @@
+"""What the user is warned of: one line on the standard error stream, once for all processes of a group."""
+
+import sys
+
+import torch
+
+from edgc.comm.objects import ProcessGroup, process
+from edgc.compress.batch import triton_kernels
+from edgc.config import EDGCConfig, flag
+from edgc.observe.window import WindowReport
+from edgc.plan.controller import Controller
+
+LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
+
+
+def warn(message: str, group: ProcessGroup | None = None) -> None:
+    """One warning line, once for all processes of the group."""
+    if process(group) == 0:
+        print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
+
+
+def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
+    """``what`` has saved a controller that cannot go on, because only one of both runs has a volume."""
+    written = "without" if config.ranks.volume is not None else "with"
+    warn(f"{what} was written {written} {flag('volume')}: error feedback goes on, plans start anew", group)
+
+
+def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
+    """Before a run that cannot send as little as its volume."""
+    budget = controller.budget
+    if budget is not None and budget.reachable < budget.volume:
+        message = (
+            f"{flag('volume')} {budget.volume:g}: this run can send about {budget.reachable:.3g}x fewer bytes at most, "
+            "with its warm-up and the smallest rank or format of each parameter"
+        )
+        warn(message, group)
+
+
+def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGroup | None = None) -> None:
+    """After a whole run that has sent more than its volume allows."""
+    gradients = report.bytes.gradients
+    if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
+        message = (
+            f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
+            "windows, few iterations were measured, or too little of the gradient arrived for a while"
+        )
+        warn(message, group)
+
+
+def warn_of_kernels(config: EDGCConfig, device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Where fused kernels are asked for that do not run on this device."""
+    if config.study.kernels == "fused" and triton_kernels(device) is None:
+        message = "Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+        warn(f"{flag('kernels')} = fused: {message}", group)

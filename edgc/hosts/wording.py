@@ -1,0 +1,203 @@
+"""A run in words: the lines of its start, its progress, its windows and its end. Pure functions."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+
+from edgc.byte_counts import ByteCount
+from edgc.config import EDGCConfig, flag
+from edgc.observe.window import WindowReport
+from edgc.plan.rank_plan import NO_RANK, RankPlan
+from edgc.plan.run import Run, RunPlan
+from edgc.plan.stages import StagePlan
+
+
+def start_lines(plan: RunPlan, gradient_bytes: int) -> list[str]:
+    """What is compressed, what stays dense and why. ``gradient_bytes``: of a value in plain training."""
+    lines = [f"engine {plan.config.engine}: {_policy(plan)}"]
+    return lines + [line for stage in plan.stages for line in _contents(stage, plan.config, gradient_bytes)]
+
+
+def embedding_line(size: float, apart: str) -> str:
+    """Of a tied embedding whose copies, of ``size`` bytes, the host itself sums. ``apart``: why EDGC cannot."""
+    what = f"by the host, counted, not compressed: {_bytes(size)} a step"
+    why = f": {flag('fuse_embedding_sync')} {apart}" if apart else ""
+    return f"tied embedding summed over first and last stage {what}{why}"
+
+
+def messages_line(which: str, messages: EDGCConfig) -> str:
+    """How those between stages travel. ``which``: of both directions."""
+    what = "gradients and activations" if which == "both" else "gradients"
+    ranks = messages.ranks
+    if messages.low_rank:
+        how = f"rank {ranks.rmin} to {ranks.largest}" if messages.dynamic else f"rank {ranks.fixed}"
+    else:
+        how = "uncompressed" if messages.engine == "dense" else messages.engine
+    return f"{what} between stages: {how}"
+
+
+def _policy(plan: RunPlan) -> str:
+    """What sets the ranks, or how much is sent."""
+    config, ranks = plan.config, plan.config.ranks
+    if config.engine == "dense":
+        return "dense all-reduce, counted"
+    if ranks.volume is not None:
+        if plan.rounds:
+            return f"all gradients rounded, window {ranks.window}"
+        how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
+        return how + (", once compression is faster" if plan.starts_by_host else "")
+    if not config.dynamic:
+        what = "compressed" if ranks.fixed is None else f"rank {ranks.fixed}"
+        return f"{what} after {100 * ranks.warmup_fraction:g}% of the run"
+    aligned = "aligned" if ranks.align else "not aligned"
+    return f"rank {ranks.rmin} to {ranks.largest}, window {ranks.window}, stages {aligned}"
+
+
+def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iterator[str]:
+    """What of a stage is compressed, and in what the rest travels."""
+    key, allocation = stage.key, stage.allocation
+    if stage.dense_because:
+        yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
+        return
+    elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+    verb = "measured" if config.engine == "dense" else "compressed"
+    noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
+    yield f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * gradient_bytes)} a step"
+    rest: dict[str, list[int]] = {}  # sizes by reason
+    for parameter, why in allocation.others:
+        rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
+    how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
+    for why, sizes in rest.items():
+        what = f"{len(sizes)} parameter{'s' * (len(sizes) > 1)}, {_bytes(sum(sizes))} a step"
+        yield f"{key} in {how}: {what}: {why}"
+
+
+def progress_line(completed: int, iterations: int, step_seconds: Sequence[float]) -> str:
+    """How far, how fast, how long still."""
+    pace = median(step_seconds)
+    minutes, seconds = divmod(round((iterations - completed) * pace), 60)
+    return f"{completed}/{iterations} iterations | {pace:.3f} s/step | {minutes} m {seconds:02d} s left"
+
+
+def window_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> Iterator[str]:
+    """A line for each stage and boundary, and what else is new. ``before``: the plan of the window before."""
+    plan = report.plan
+    yield from _stage_lines(report, before, config)
+    if plan.tried != before.tried:
+        compressed, host = plan.tried
+        who = "the host sums" if plan.by_host else "EDGC compresses"
+        since = "as before" if plan.by_host == before.by_host else "from now on"
+        yield f"a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: {who} {since}"
+    yield from _message_lines(report, config)
+    if report.bytes.messages.host:
+        yield f"messages between stages: {_sent(report.bytes.messages)} so far"
+    if report.bytes.weights.host:
+        yield f"updated weights: {_sent(report.bytes.weights)} so far"
+
+
+def _stage_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> Iterator[str]:
+    plan, dense_wire = report.plan, config.formats.dense_wire
+    dense = "dense" if dense_wire == "fp32" else dense_wire
+    name = partial(_rank_name, dense, "rounded" if config.low_rank else config.engine)
+    for place, seen in enumerate(report.stages):
+        was = "the host's sum" if before.by_host else name(report.ranks[place])
+        if plan.by_host:
+            move = was if before.by_host else f"{was} -> the host's sum (its steps are shorter)"
+        else:
+            move = _move(was, plan, place, name)
+        fewer = f" ({seen.bytes.host / seen.bytes.sent:.1f}x fewer)" if seen.bytes.sent else ""
+        got = f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else ""
+        yield (
+            f"{seen.stage} | entropy {_measured(seen.entropy, 4)} nats | {move} | "
+            f"{_sent(seen.bytes)}{fewer} | residual {_measured(seen.residual, 3)}{got}"
+        )
+        if seen.spikes:
+            yield (
+                f"{seen.stage} | {seen.spikes:.0f} gradients above {config.study.spike_limit:g} times their running "
+                f"norm (the largest {seen.largest_spike:.3g} times): their errors were scaled down"
+            )
+
+
+def _message_lines(report: WindowReport, config: EDGCConfig) -> Iterator[str]:
+    if report.message_plan is None:
+        return
+    name = partial(_rank_name, "dense", config.pipeline.messages.engine)
+    for place, message in enumerate(report.messages):
+        move = _move(name(report.message_ranks[place]), report.message_plan, place, name)
+        yield (f"{message.boundary} | entropy {_measured(message.entropy, 4)} nats | {move} | {_sent(message.bytes)}")
+        if message.spikes:
+            yield (
+                f"{message.boundary} | {message.spikes:.0f} messages above {config.study.spike_limit:g} times their "
+                "running norm: their errors were scaled down"
+            )
+
+
+def _rank_name(dense: str, rankless: str, rank: int | None) -> str:
+    """``dense``: where nothing is compressed; ``rankless``: where the engine has no rank."""
+    return dense if rank is None else rankless if rank == NO_RANK else f"rank {rank}"
+
+
+def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
+    """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
+    notes = [plan.reasons[place]]
+    if plan.formats and (formats := plan.formats[place]) is not None:
+        ranks = sorted(((plan.matrix_ranks[place] or {}) if plan.matrix_ranks else {}).values())
+        if ranks:
+            notes.append(f"{len(ranks)} at rank {ranks[0]} to {ranks[-1]}")
+        notes += [f"{count} in {form}" for form, count in sorted(Counter(formats.values()).items())]
+    if plan.proposed and plan.proposed[place] is not None:
+        notes.append(f"proposed {plan.proposed[place]:.1f}")
+    if plan.targets and plan.targets[place] != plan.ranks[place]:
+        notes.append(f"target {name(plan.targets[place])}")
+    return f"{was} -> {name(plan.ranks[place])} ({'; '.join(notes)})"
+
+
+def relief_text(before: float, now: float, least_fidelity: float) -> str:
+    """Where too little of the gradient has begun to arrive, or enough does again."""
+    if now > before:
+        least = f"less than {100 * least_fidelity:g} % of the energy that the optimizer got lay along the true gradient"
+        return f"{least}: steps now get {now:g} times their budget"
+    return f"enough of the gradient arrives: steps get {now:g} times their budget"
+
+
+def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:
+    """The memory that was kept, and the run's bytes a process against those of the host's own way.
+
+    ``parameters``: how many each stage has.
+    """
+    for seen, own in zip(report.stages, parameters, strict=True):
+        each = seen.state_bytes / max(own, 1)
+        yield f"{seen.stage} kept {_bytes(seen.state_bytes)} of state a process: {each:.2f} bytes a parameter"
+    for message in report.messages:
+        yield f"{message.boundary}: {_bytes(message.state_bytes)} of state a process"
+    gradients, total = report.bytes.gradients, report.bytes.total
+    fewer = ""
+    if gradients.sent:
+        # parameters of a plain module may be of several types
+        in_fp32 = (4 / run.gradient_bytes * gradients.host if run.scatters else gradients.fp32) / gradients.sent
+        fewer = f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
+        if run.scatters:
+            fewer += f"; {gradients.fp32 / gradients.sent:.1f}x fewer than an all-reduce in fp32"
+    yield f"gradients: {_sent(gradients)}{fewer}"
+    fewer = f", {total.host / total.sent:.1f}x fewer" if total.sent else ""
+    yield f"total (gradients, updated weights, messages between stages): {_sent(total)}{fewer}"
+
+
+def _bytes(count: float) -> str:
+    """1234567 -> '1.23 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # else it would be rounded to 1e+03
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _sent(count: ByteCount) -> str:
+    return f"sent {_bytes(count.sent)} of {_bytes(count.host)}"
+
+
+def _measured(value: float, digits: int) -> str:
+    """A dash where nothing was measured."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
