@@ -1,6 +1,7 @@
 """What an engine takes, what it leaves and why; and how a stage's rank is shared among its matrices."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,17 +43,15 @@ def pays(rank: int, rows: int, cols: int, min_saving: float) -> bool:
     return rank <= min(rows, cols) / 2 and saving(rank, rows, cols) >= min_saving
 
 
-def largest_rank(matrices: Sequence[MatrixSpec], min_saving: float) -> int:
+def largest_rank(matrices: Iterable[MatrixSpec], min_saving: float) -> int:
     """The largest rank, in multiples of 4, at which at least one matrix pays; 0 if none does at 4."""
-    limit = max((min(matrix.rows, matrix.cols) for matrix in matrices), default=0)
-    return max(
-        (
-            rank
-            for rank in range(RANK_MULTIPLE, limit + 1, RANK_MULTIPLE)
-            if any(pays(rank, matrix.rows, matrix.cols, min_saving) for matrix in matrices)
-        ),
-        default=0,
-    )
+
+    def largest(rows: int, cols: int) -> int:
+        ranks = range(RANK_MULTIPLE, min(rows, cols) + 1, RANK_MULTIPLE)
+        # each rank below one that pays pays, too
+        return RANK_MULTIPLE * bisect_left(ranks, True, key=lambda rank: not pays(rank, rows, cols, min_saving))
+
+    return max((largest(*shape) for shape in {(matrix.rows, matrix.cols) for matrix in matrices}), default=0)
 
 
 def allocate(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int) -> Allocation:

@@ -37,12 +37,11 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if config.ranks.volume is not None:
         config = config.but(window=_window(config, run.iterations))
         _check_warmup(config, run)
-    usable = max(
-        largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)
-        for own in processes
-    )
-    _check_ranks(config, usable)
     known = [stage for own in processes for stage in own]
+    # by shape: a large run has thousands of processes with hundreds of parameters each
+    distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
+    usable = largest_rank(allocate(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
+    _check_ranks(config, usable)
     compresses, tries, rounds = True, False, False
     times: LinkTimes | None = None
     warnings: list[str] = []
