@@ -13,11 +13,11 @@ from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.allocation import Allocation, largest_rank
 from edgc.plan.candidates import ROUNDED, rounded_format
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.selection import Selection, largest_rank
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3
@@ -25,14 +25,14 @@ BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
 
 def cost_of_link(
-    allocation: Allocation, config: EDGCConfig, processes: int, gbps: float, scatters: bool = False, half: bool = False
+    selection: Selection, config: EDGCConfig, processes: int, gbps: float, scatters: bool = False, half: bool = False
 ) -> StageCost:
     """Cost of a stage whose data-parallel group has so many processes on links of ``gbps`` Gbit/s, without latency."""
-    return cost_in_bytes(allocation, config, processes, scatters, half).scaled(8 / (gbps * 1e9))
+    return cost_in_bytes(selection, config, processes, scatters, half).scaled(8 / (gbps * 1e9))
 
 
 def cost_in_bytes(
-    allocation: Allocation, config: EDGCConfig, processes: int, scatters: bool = False, half: bool = False
+    selection: Selection, config: EDGCConfig, processes: int, scatters: bool = False, half: bool = False
 ) -> StageCost:
     """The same with the bytes that each process sends in a step in the place of seconds.
 
@@ -45,10 +45,10 @@ def cost_in_bytes(
 
     # A rounded sum of which each process needs its shard ends halfway, unless one needs most of what there is: so it is
     # with what low rank does not take.
-    rest = sent(allocation.other_elements, config.formats.rest_wire)
+    rest = sent(selection.other_elements, config.formats.rest_wire)
     engine = engine_class(config.engine)
-    factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
-    dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
+    factors = sum(engine.bytes_per_rank(matrix, config) for matrix in selection.matrices)
+    dense = selection.other_elements + selection.matrix_elements
     host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
     warmup = config.formats.dense_wire
     # of gradients in 16 bits every process needs whole sums: what they cut off is fed back
@@ -56,14 +56,14 @@ def cost_in_bytes(
     return StageCost(CommCost(rest, all_reduce_bytes(factors, processes)), uncompressed, host)
 
 
-def rank_of_volume(allocation: Allocation, config: EDGCConfig, volume: float) -> int:
+def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
     """The mean rank at which a step sends ``volume`` times fewer bytes than an all-reduce in fp32."""
-    cost = cost_in_bytes(allocation, config, 2)  # of any number of processes: all messages are sent round alike
+    cost = cost_in_bytes(selection, config, 2)  # of any number of processes: all messages are sent round alike
     return int(cost.compressed.rank(cost.host_seconds / volume))
 
 
 def probe(
-    allocations: Sequence[Allocation],
+    selections: Sequence[Selection],
     config: EDGCConfig,
     communicator: Communicator,
     device: torch.device,
@@ -74,14 +74,14 @@ def probe(
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
     With a volume also of rounded ones, if these send more than it allows: else its plans may round in finer formats.
 
-    ``allocations``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
+    ``selections``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
     gradient while it runs, beside the state that training will have. The smallest of a few repetitions
     counts: anything above it is noise. ``overlapped``: the host's own sums start together, else one after another.
     ``scatters``: each is a reduce-scatter, and counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
     """
     # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
     unmeasured = config.but(iteration_sampling_rate=1e-6)
-    reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
+    reducers = [GradientReducer(selection, unmeasured, communicator, device) for selection in selections]
     groups = [_Group(reducer, device, torch.bfloat16 if half else torch.float32) for reducer in reducers]
     overlap = Overlap(device)
 
@@ -110,24 +110,22 @@ def probe(
 
     def rounded() -> float:
         for reducer in reducers:
-            low_rank = {matrix.name for matrix in reducer.allocation.matrices}
+            low_rank = {matrix.name for matrix in reducer.selection.matrices}
             formats = {name: rounded_format(name in low_rank) for name in reducer.specs}
             reducer.set_rank(NO_RANK, {}, formats)
         return reduced()
 
     host = host_alone()
     dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
-    top = largest_rank(
-        [matrix for allocation in allocations for matrix in allocation.matrices], config.study.min_saving
-    )
+    top = largest_rank([matrix for selection in selections for matrix in selection.matrices], config.study.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     cost = StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
     value_bytes = wire(ROUNDED).bytes_per_value() * _host_share(scatters and not half)
     if config.ranks.volume is None or value_bytes * config.ranks.volume <= 4:
         return cost
-    matrices = tuple(matrix for allocation in allocations for matrix in allocation.matrices)
-    others = tuple(other for allocation in allocations for other in allocation.others)
-    rank = rank_of_volume(Allocation(matrices, others), config, config.ranks.volume)
+    matrices = tuple(matrix for selection in selections for matrix in selection.matrices)
+    others = tuple(other for selection in selections for other in selection.others)
+    rank = rank_of_volume(Selection(matrices, others), config, config.ranks.volume)
     # what is not compressed travels in the same way but for small parameters
     seconds = dense if config.formats.dense_wire == ROUNDED else rounded()
     return replace(cost, rounded_seconds=seconds, volume_rank=rank)

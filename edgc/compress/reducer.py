@@ -14,7 +14,7 @@ from edgc.compress.routes import ReductionContext, agree
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.specs import ShardBounds
 
 
@@ -22,7 +22,7 @@ class GradientReducer:
     """Sums named gradients over a process group under a stage rank that a controller sets.
 
     Args:
-        allocation: which parameters the engine takes.
+        selection: which parameters the engine takes.
         config: the run's settings.
         communicator: the data-parallel process group.
         device: where the gradients live.
@@ -31,20 +31,20 @@ class GradientReducer:
 
     def __init__(
         self,
-        allocation: Allocation,
+        selection: Selection,
         config: EDGCConfig,
         communicator: Communicator,
         device: torch.device,
         repeatable: bool = False,
     ):
-        self.allocation = allocation
+        self.selection = selection
         self.config = config
         self.communicator = communicator
-        self.router = Router(allocation, config, device)
+        self.router = Router(selection, config, device)
         self.specs = self.router.specs
         sparse = [name for name, spec in self.specs.items() if spec.sparse_rows]
         self.state = CompressionState(config, self.router.engine, device, communicator.process, sparse)
-        self.observer = GradientObserver(allocation.matrices, config)
+        self.observer = GradientObserver(selection.matrices, config)
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
@@ -84,7 +84,7 @@ class GradientReducer:
     ) -> Exchange[None]:
         """Replace every local gradient by the sum over the group, in place.
 
-        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
+        ``gradients``: contiguous views, one for each parameter of the selection, already scaled for the sum. They hold
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any process,
         all become NaN on all processes, and no state changes: the host can skip the step, and nothing is lost. (In a

@@ -31,9 +31,8 @@ from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
-from edgc.plan.allocation import allocate
-from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Run
+from edgc.plan.selection import select
 from edgc.plan.settle import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
@@ -189,8 +188,8 @@ class EDGCState:
             warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
-        allocation = allocate(parameters, self.config, smallest_rank(self.config))
-        return Unit(names, GradientReducer(allocation, self.config, communicator, self.device))
+        selection = select(parameters, self.config)
+        return Unit(names, GradientReducer(selection, self.config, communicator, self.device))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:
@@ -413,6 +412,6 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
 
 
 def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:
-    """What the allocation needs to know of a parameter."""
+    """What ``edgc.plan.selection`` needs to know of a parameter."""
     marked = getattr(parameter, "is_embedding_or_output_parameter", False)
     return Parameter(name, tuple(parameter.shape), bool(embedding or marked), sparse_rows)

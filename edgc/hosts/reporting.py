@@ -73,10 +73,7 @@ class Reporter:
         ``embedding_apart``: why EDGC cannot sum them.
         """
         self._by_host, self._unbudgeted = plan.tries and not plan.compresses, plan.rounds
-        self.parameters = [
-            stage.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in stage.allocation.matrices)
-            for stage in plan.stages
-        ]
+        self.parameters = [stage.selection.other_elements + stage.selection.matrix_elements for stage in plan.stages]
         lines = [f"engine {self.config.engine}: {self._policy(plan)}"]
         lines += [line for stage in plan.stages for line in self._described(stage)]
         if embedding_bytes is not None:
@@ -100,8 +97,8 @@ class Reporter:
             stages=[
                 {
                     "name": str(stage.key),
-                    "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in stage.allocation.matrices],
-                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in stage.allocation.others],
+                    "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in stage.selection.matrices],
+                    "rest": [[parameter.name, parameter.elements, why] for parameter, why in stage.selection.others],
                     "cost": None if stage.cost is None else asdict(stage.cost),
                 }
                 for stage in plan.stages
@@ -133,18 +130,18 @@ class Reporter:
 
     def _described(self, stage: StagePlan) -> Iterator[str]:
         """What of a stage is compressed, and in what the rest travels."""
-        config, key, allocation = self.config, stage.key, stage.allocation
+        config, key, selection = self.config, stage.key, stage.selection
         value_bytes = self.run.gradient_bytes
         if stage.dense_because:
             yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
             return
-        elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
         verb = "measured" if config.engine == "dense" else "compressed"
         noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
-        yield f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * value_bytes)} a step"
+        nbytes = _bytes(selection.matrix_elements * value_bytes)
+        yield f"{key} {verb}: {len(selection.matrices)} {noun}, {nbytes} a step"
         count: Counter[str] = Counter()
         size: Counter[str] = Counter()
-        for parameter, why in allocation.others:
+        for parameter, why in selection.others:
             count[why] += 1
             size[why] += parameter.elements * value_bytes
         how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"

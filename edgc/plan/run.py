@@ -74,7 +74,7 @@ class ReductionSizes:
         if self.run.alone and stage.key.kind is StageKind.LAYERS:
             return []
         price, found = self.price(stage.key.kind), []
-        for one in stage.allocation.matrices:
+        for one in stage.selection.matrices:
             spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
             directions = PartialSend(spectrum, self.factors(one))
             rows: PartialSend | None = None
@@ -83,7 +83,7 @@ class ReductionSizes:
             if one.embedding:
                 rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
-        others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
+        others = [parameter for parameter, _ in stage.selection.others if parameter.elements]
         return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, kind: StageKind) -> float:
@@ -147,7 +147,7 @@ class RunPlan:
         return Controller(
             self.config,
             iterations,
-            [stage.allocation.matrices for stage in self.stages],
+            [stage.selection.matrices for stage in self.stages],
             [None if stage.dense_because else stage.cost for stage in self.stages],
             never,
             message_costs,

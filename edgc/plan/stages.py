@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
-from edgc.plan.allocation import Allocation
 from edgc.plan.comm_cost import StageCost
+from edgc.plan.selection import Selection
 from edgc.specs import Parameter
 
 
@@ -49,10 +49,10 @@ class ProcessStage:
 class StagePlan:
     """A stage of the plan. ``dense_because``: why it is never compressed; empty if it may be.
 
-    ``allocation`` is that of its first process, ``cost`` that of its slowest one.
+    ``selection`` is that of its first process, ``cost`` that of its slowest one.
     """
 
     key: StageKey
-    allocation: Allocation
+    selection: Selection
     cost: StageCost | None
     dense_because: str

@@ -38,7 +38,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-import edgc.plan.allocation  # noqa: E402
+import edgc.plan.selection  # noqa: E402
+import edgc.plan.sharing  # noqa: E402
 import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
 from edgc.comm.collectives import Exchange  # noqa: E402
@@ -255,7 +256,8 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
     if "break_even" in case:
         patch.setattr(message_plan, "link_rank", lambda cost: case["break_even"])
     if case.get("full_rank"):
-        patch.setattr(edgc.plan.allocation, "pays", lambda *args: True)
+        for module in (edgc.plan.selection, edgc.plan.sharing):
+            patch.setattr(module, "pays", lambda *args: True)
         patch.setattr(message_plan, "largest_message_rank", lambda config, args, saving: min(message_shape(args)))
         used_rank = property(lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols))
         patch.setattr(MessageFormat, "used_rank", used_rank)

@@ -14,7 +14,7 @@ from edgc.compress.engines import sparse
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig, Study
 from edgc.errors import ReplicaMismatch
-from edgc.plan.allocation import allocate
+from edgc.plan.selection import select
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
@@ -29,7 +29,7 @@ def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -
     config = EDGCConfig.of(**{"iteration_sampling_rate": 1e-6, **settings})
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
-    return GradientReducer(allocate(parameters, config, 4), config, communicator, CPU, repeatable)
+    return GradientReducer(select(parameters, config, 4), config, communicator, CPU, repeatable)
 
 
 def of_preset(name: str) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
     assert (plan.config.ranks.rmin, plan.config.ranks.rmax) == (4, 20)
     assert plan.keys == [StageKey(StageKind.LAYERS, 0), StageKey(StageKind.LAYERS, 1)]
     for stage in plan.stages:
-        assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
-        assert [parameter.name for parameter, _ in stage.allocation.others] == [
+        assert [matrix.name for matrix in stage.selection.matrices] == ["fc1.weight"]
+        assert [parameter.name for parameter, _ in stage.selection.others] == [
             "embedding.weight",
             "fc1.bias",
             "small.weight",

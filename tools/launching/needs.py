@@ -192,7 +192,7 @@ def _stage_needs(
 
     from edgc.comm.collectives import all_reduce_bytes
     from edgc.compress.probe import cost_in_bytes
-    from edgc.plan.allocation import allocate
+    from edgc.plan.selection import select
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.stages import describe, gradient_bytes, is_tied
     from megatron.edgc.training import repeatable
@@ -214,7 +214,7 @@ def _stage_needs(
     fused = tied if config.pipeline.fuse_embedding_sync else None
 
     def cost(reduced: Sequence[Parameter], processes: int, scatters: bool) -> StageCost:
-        return cost_in_bytes(allocate(reduced, config, min(ranks)), config, processes, scatters, half=gradient == 2)
+        return cost_in_bytes(select(reduced, config, min(ranks)), config, processes, scatters, half=gradient == 2)
 
     others = [parameter for parameter in parameters.values() if parameter is not fused]
     compressed = [cost(others, copies, args.use_distributed_optimizer)]
@@ -243,13 +243,13 @@ def _state(parameters: Sequence[Parameter], config: EDGCConfig, ranks: Sequence[
     """Memory of errors and factors; ``twice``: with the state before the step."""
     from edgc.comm.wire import wire
     from edgc.compress.engines.powersgd import STORED
-    from edgc.plan.allocation import allocate
+    from edgc.plan.selection import select
 
-    allocation = allocate(parameters, config, min(ranks))
-    fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+    selection = select(parameters, config, min(ranks))
+    fed_back = selection.matrix_elements
     if not wire(config.formats.rest_wire).exact:
-        fed_back += allocation.other_elements
-    factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices)
+        fed_back += selection.other_elements
+    factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in selection.matrices)
     error = wire(config.formats.error_dtype).tensor_bytes(fed_back)
     # a step replaces all errors and one factor of each matrix
     return error * (1 + twice) + factor * (config.basis_cycle + twice)
