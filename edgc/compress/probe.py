@@ -110,8 +110,8 @@ def probe(
 
     def rounded() -> float:
         for reducer in reducers:
-            low_rank = {matrix.name for matrix in reducer.selection.matrices}
-            formats = {name: rounded_format(name in low_rank) for name in reducer.specs}
+            low_rank = {matrix.name for matrix in reducer.router.selection.matrices}
+            formats = {name: rounded_format(name in low_rank) for name in reducer.router.specs}
             reducer.set_rank(NO_RANK, {}, formats)
         return reduced()
 
@@ -136,10 +136,10 @@ class _Group:
 
     def __init__(self, reducer: GradientReducer, device: torch.device, dtype: torch.dtype):
         self.reducer = reducer
-        sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
+        sizes = {name: spec.rows * spec.cols for name, spec in reducer.router.specs.items()}
         elements = sum(sizes.values())
         # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
-        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.config.seed))
+        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.router.config.seed))
         self.flat = block.to(device, dtype).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         processes = reducer.communicator.world_size

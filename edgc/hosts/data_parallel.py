@@ -32,7 +32,6 @@ from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.run import Run
-from edgc.plan.selection import select
 from edgc.plan.settle import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
@@ -188,8 +187,7 @@ class EDGCState:
             warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
-        selection = select(parameters, self.config)
-        return Unit(names, GradientReducer(selection, self.config, communicator, self.device))
+        return Unit(names, GradientReducer.of(parameters, self.config, communicator, self.device))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:

@@ -21,7 +21,6 @@ from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_dense, process_group
@@ -96,8 +95,7 @@ class MegatronStage(Stage):
         communicator = Communicator(self.process_group, self.traffic)
         units = []
         for parameters in self.units_of_parameters:
-            selection = select(parameters, config)
-            reducer = GradientReducer(selection, config, communicator, self.device, repeatable)
+            reducer = GradientReducer.of(parameters, config, communicator, self.device, repeatable)
             units.append(Unit([parameter.name for parameter in parameters], reducer))
         self.units = Units(units)
         sums = StageSums(self.units, communicator, self.spans, overlap, step)
@@ -136,13 +134,13 @@ class EmbeddingStage(MegatronStage):
 
     def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
         """Build the reducer; Megatron's own loop asks for the sum (``TiedEmbedding.install``)."""
-        selection = select(self.parameters, config)
         communicator = Communicator(self.process_group, self.traffic)
-        self.tied.attach(GradientReducer(selection, config, communicator, self.device, repeatable), self.spans, step)
+        reducer = GradientReducer.of(self.parameters, config, communicator, self.device, repeatable)
+        self.tied.attach(reducer, self.spans, step)
 
     def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
-        own = self.tied.reducer.selection.matrices or active[place] is not None
+        own = self.tied.reducer.router.selection.matrices or active[place] is not None
         super().set_rank(active, place if own else 0, plan, by_host)
 
 

@@ -199,7 +199,7 @@ def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -
 def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scale: Tensor | None) -> dict[str, float]:
     """What the reducer is to divide errors by: 1, and of a spike more."""
     fed_back = {
-        name: gradient.view(reducer.specs[name].rows, -1).float()
+        name: gradient.view(reducer.router.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
         if gradient.numel() and (name in reducer.router.ranks or not reducer.router.elementwise(name).exact)
     }
@@ -210,7 +210,7 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
 
 def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of each error that the next reduction does not send, in float64."""
-    share = 1 - reducer.config.study.error_gain
+    share = 1 - reducer.router.config.study.error_gain
     packed = reducer.state.feedback.packed
     return {
         name: share * packed[name].values().view_as(gradient).double()
@@ -312,7 +312,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for stage in stages
             for reducer in stage.reducers
             for name, total in _summed(
-                reducer, {name: torch.zeros(spec.rows, spec.cols) for name, spec in reducer.specs.items()}
+                reducer, {name: torch.zeros(spec.rows, spec.cols) for name, spec in reducer.router.specs.items()}
             ).items()
         },
         "reductions": watch.reductions,

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
+from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.data_parallel import EDGCState
@@ -34,7 +35,7 @@ class Reducer:
     """Notes the rank that it is given."""
 
     def __init__(self, config: EDGCConfig):
-        self.selection = select([Parameter("word", (1000, 64), embedding=True)], config, 4)
+        self.router = Router(select([Parameter("word", (1000, 64), embedding=True)], config), config, CPU)
         self.rank: int | None = -1
 
     def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any, by_host: bool) -> None:

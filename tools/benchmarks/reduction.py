@@ -98,7 +98,7 @@ def process(number: int, options: argparse.Namespace, folder: str) -> None:
         rows, cols = (int(side) for side in text.split("x"))
         for rank, (kind, settings) in itertools.product(options.ranks, KINDS.items()):
             config = EDGCConfig.of(**settings, static_rank=rank, min_saving=1.0)
-            selection = select([Parameter("matrix", (rows, cols))], config, rank)
+            selection = select([Parameter("matrix", (rows, cols))], config)
             if not selection.matrices:
                 continue
             reducer = make_reducer(selection, config, device)
