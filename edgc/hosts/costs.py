@@ -47,7 +47,6 @@ def reduction_cost(
     whole = select([parameter for unit in units for parameter in unit], config)
     if not config.asks_link or not whole.matrices or run.alone:
         return None
-    half = run.gradient_bytes == 2
     if config.ranks.link_gbps is None:
-        return probe.probe(selections, config, communicator, device, run.scatters, half, run.overlapped)
-    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run.scatters, half)
+        return probe.probe(selections, config, communicator, device, run)
+    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run)

@@ -167,7 +167,7 @@ class EDGCState:
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
         self._sizes = reduction_sizes(self.config, run)
-        controller = self.plan.controller(self.iterations, self._sizes) if self._process == 0 else None
+        controller = self.plan.controller(self._sizes) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
         self._started = True
@@ -369,7 +369,7 @@ class EDGCState:
         self.stage.restore_bytes(ByteCounts(*state["bytes"]))
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
-            controller = self.plan.controller(self.iterations, self._sizes)
+            controller = self.plan.controller(self._sizes)
             remedy = "set reset_state to go on without it"
             resume_controller(controller, state["controller"], "the state", remedy, self.group)
             if self.windows.controller is not None:

@@ -37,9 +37,14 @@ class Run:
     learning_rate: Callable[[int], float] | None = None
 
     @property
+    def host_share(self) -> float:
+        """Of an all-reduce's bytes, what the host's own sum sends."""
+        return 0.5 if self.scatters else 1.0
+
+    @property
     def host_bytes(self) -> float:
-        """Of one value in the host's own sum, whose reduce-scatter is half of an all-reduce."""
-        return self.gradient_bytes / 2 if self.scatters else self.gradient_bytes
+        """Of one value in the host's own sum."""
+        return self.gradient_bytes * self.host_share
 
     @property
     def rounded_share(self) -> float:
@@ -47,7 +52,7 @@ class Run:
 
         Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
         """
-        return 0.5 if self.scatters and self.gradient_bytes == 4 else 1.0
+        return self.host_share if self.gradient_bytes == 4 else 1.0
 
     @property
     def alone(self) -> bool:
@@ -117,10 +122,9 @@ class RunPlan:
     def keys(self) -> list[StageKey]:
         return [stage.key for stage in self.stages]
 
-    def controller(
-        self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
-    ) -> Controller:
+    def controller(self, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
+        iterations = sizes.run.iterations
         never = [place for place, stage in enumerate(self.stages) if stage.dense_because]
         budget, rate, power = None, sizes.run.learning_rate, self.config.study.learning_rate_power
         if self.config.ranks.volume is not None:

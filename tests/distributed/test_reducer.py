@@ -18,6 +18,7 @@ from edgc.compress.probe import cost_in_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.units import Unit, Units, cut
+from edgc.plan.run import Run
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
@@ -289,27 +290,27 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
     """Counted and computed, compressed at rank 8 and not, for settings that differ in formats; and of a warm-up in few
     bits whose host scatters sums of gradients in 32 or 16 bits.
     """
-    found = []
+    found, ranks = [], dist.get_world_size()
     large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
     for settings in ({}, {"basis_wire": "int8+int4", "wire": "int4", "rest_wire": "int8"}):
         config = EDGCConfig.of(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
         traffic = Traffic()
         own = GradientReducer.of(large, config, Communicator(dist.group.WORLD, traffic), CPU)
-        cost = cost_in_bytes(own.router.selection, config, dist.get_world_size())
+        cost = cost_in_bytes(own.router.selection, config, ranks, Run(iterations=1, replicas=ranks))
         for place, level in enumerate((8, None)):
             own.set_rank(level)
             before = traffic.bytes
             run_to_end(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
             found.append((traffic.bytes - before, cost.seconds(level)))
     config = EDGCConfig.of(iteration_sampling_rate=1e-6, dense_wire="int4")
-    ranks = dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
         traffic = Traffic()
         own = GradientReducer.of(large, config, Communicator(dist.group.WORLD, traffic), CPU)
         own.set_rank(None)
         shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
         run_to_end(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
-        cost = cost_in_bytes(own.router.selection, config, ranks, scatters=True, half=dtype == torch.bfloat16)
+        run = Run(iterations=1, replicas=ranks, gradient_bytes=dtype.itemsize, scatters=True)
+        cost = cost_in_bytes(own.router.selection, config, ranks, run)
         found.append((traffic.bytes, cost.seconds(None)))
     return found
 

@@ -13,6 +13,7 @@ from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
 from edgc.observe.timing import Spans
+from edgc.plan.run import Run
 from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 
@@ -72,7 +73,8 @@ def test_probing_and_timing_use_the_devices_own_clock(communicator: Communicator
     device = torch.device("cuda")
     for overlapped in (False, True):
         groups = [Selection((matrix,)) for matrix in MATRICES]
-        cost = probe(groups, EDGCConfig(), communicator, device, overlapped=overlapped)
+        run = Run(iterations=1000, replicas=communicator.world_size, overlapped=overlapped)
+        cost = probe(groups, EDGCConfig(), communicator, device, run)
         assert cost.dense_seconds > 0 and cost.compressed.seconds(8) > 0
     spans = Spans(device)
     start = spans.mark()

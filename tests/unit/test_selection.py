@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from edgc.compress.probe import cost_of_link
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, has_rank
 from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.run import Run
 from edgc.plan.selection import largest_rank, pays, select, width
 from edgc.plan.settle import break_even
 from edgc.specs import MatrixSpec, Parameter
@@ -61,18 +64,19 @@ def test_what_does_not_pay_at_the_smallest_rank_of_the_settings_is_left(given: d
 def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     parameters = [Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))]
     config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
-    selection = select(parameters, config, 4)
-    cost = cost_of_link(selection, config, processes=4, gbps=0.008)  # 1 MB/s
+    selection, run = select(parameters, config), Run(iterations=1000, replicas=4)
+    cost = cost_of_link(selection, config, processes=4, gbps=0.008, run=run)  # 1 MB/s
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(cost, selection.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
     one_factor = config.but(engine="alternating", rest_wire="bf16", dense_wire="bf16")
-    cost = cost_of_link(selection, one_factor, processes=4, gbps=0.008)
+    cost = cost_of_link(selection, one_factor, processes=4, gbps=0.008, run=run)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    assert cost_of_link(selection, one_factor, 4, 0.008, half=True).host_seconds == cost.host_seconds / 2
+    of_half = cost_of_link(selection, one_factor, 4, 0.008, replace(run, gradient_bytes=2))
+    assert of_half.host_seconds == cost.host_seconds / 2
     assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), selection.matrices, 1.0) == 20
 
 
