@@ -30,7 +30,7 @@ class MatrixSpec:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the allocation sees it.
+    """A parameter as ``edgc.plan.selection`` sees it.
 
     ``embedding``: a word or position embedding or the output layer. ``sparse_rows``: a word embedding that is not an
     output layer as well, so that a row has a gradient only in steps in which its token occurs.

@@ -28,7 +28,6 @@ from edgc.comm.overlap import Overlap
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.units import cut
-from edgc.plan.allocation import allocate
 from edgc.specs import Parameter
 from tools.benchmarks.common import BALANCED, versions
 from tools.shared.command import command_parser
@@ -88,7 +87,7 @@ def _process(rank: int, layers: int, width: int, low_rank: int, output: Path) ->
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
     units = cut(((parameter, 4 * parameter.elements) for parameter in parameters), least=1)
-    reducers = [GradientReducer(allocate(unit, config, low_rank), config, communicator, CPU) for unit in units]
+    reducers = [GradientReducer.of(unit, config, communicator, CPU) for unit in units]
     for reducer in reducers:
         reducer.set_rank(low_rank)
     gradients = {parameter.name: torch.randn(parameter.shape) for parameter in parameters}

@@ -56,7 +56,7 @@ class Measuring:
         if self._of_rows:
             self._rows = {
                 matrix.name: _squared_rows(gradients[matrix.name], matrix.rows)
-                for matrix in self.router.allocation.matrices
+                for matrix in self.router.selection.matrices
                 if matrix.name in gradients
             }
         if self.state.fidelity is not None and self.of_compression and self._fed_back:

@@ -13,124 +13,144 @@ from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.allocation import Allocation, largest_rank
 from edgc.plan.candidates import ROUNDED, rounded_format
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.run import Run
+from edgc.plan.selection import Selection, largest_rank
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3
 BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
 
-def cost_of_link(
-    allocation: Allocation, config: EDGCConfig, processes: int, gbps: float, scatters: bool = False, half: bool = False
-) -> StageCost:
+def cost_of_link(selection: Selection, config: EDGCConfig, processes: int, gbps: float, run: Run) -> StageCost:
     """Cost of a stage whose data-parallel group has so many processes on links of ``gbps`` Gbit/s, without latency."""
-    return cost_in_bytes(allocation, config, processes, scatters, half).scaled(8 / (gbps * 1e9))
+    return cost_in_bytes(selection, config, processes, run).scaled(8 / (gbps * 1e9))
 
 
-def cost_in_bytes(
-    allocation: Allocation, config: EDGCConfig, processes: int, scatters: bool = False, half: bool = False
-) -> StageCost:
-    """The same with the bytes that each process sends in a step in the place of seconds.
-
-    ``scatters``: the host's own reduction is a reduce-scatter, which sends half of what an all-reduce does. ``half``:
-    it sums gradients of 16 bits.
-    """
-
-    def sent(elements: float, name: str) -> float:
-        return all_reduce_bytes(elements * wire(name).bytes_per_value(), processes)
-
+def cost_in_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Run) -> StageCost:
+    """The same with the bytes that each process sends in a step in the place of seconds."""
     # A rounded sum of which each process needs its shard ends halfway, unless one needs most of what there is: so it is
     # with what low rank does not take.
-    rest = sent(allocation.other_elements, config.formats.rest_wire)
-    engine = engine_class(config.engine)
-    factors = sum(engine.bytes_per_rank(matrix, config) for matrix in allocation.matrices)
-    dense = allocation.other_elements + sum(rows * cols for rows, cols in allocation.shapes)
-    host = sent(dense, "bf16" if half else "fp32") * _host_share(scatters)
-    warmup = config.formats.dense_wire
-    # of gradients in 16 bits every process needs whole sums: what they cut off is fed back
-    uncompressed = host if wire(warmup).exact else sent(dense, warmup) * _host_share(scatters and not half)
-    return StageCost(CommCost(rest, all_reduce_bytes(factors, processes)), uncompressed, host)
+    rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
+    factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
+    dense = selection.matrix_elements + selection.other_elements
+    host = all_reduce_bytes(dense * run.host_bytes, processes)
+    warmup = wire(config.formats.dense_wire)
+    uncompressed = all_reduce_bytes(dense * run.rounded_share * warmup.bytes_per_value(), processes)
+    return StageCost(CommCost(rest, factors), host if warmup.exact else uncompressed, host)
 
 
-def rank_of_volume(allocation: Allocation, config: EDGCConfig, volume: float) -> int:
+def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
     """The mean rank at which a step sends ``volume`` times fewer bytes than an all-reduce in fp32."""
-    cost = cost_in_bytes(allocation, config, 2)  # of any number of processes: all messages are sent round alike
-    return int(cost.compressed.rank(cost.host_seconds / volume))
+    allowed = 4 * (selection.matrix_elements + selection.other_elements) / volume
+    return int(CommCost(_rest_bytes(selection, config), _bytes_per_rank(selection, config)).rank(allowed))
+
+
+def _rest_bytes(selection: Selection, config: EDGCConfig) -> float:
+    """Of a message of what the engine leaves."""
+    return selection.other_elements * wire(config.formats.rest_wire).bytes_per_value()
+
+
+def _bytes_per_rank(selection: Selection, config: EDGCConfig) -> float:
+    """Of a message of factors."""
+    engine = engine_class(config.engine)
+    return float(sum(engine.bytes_per_rank(matrix, config) for matrix in selection.matrices))
 
 
 def probe(
-    allocations: Sequence[Allocation],
+    selections: Sequence[Selection],
     config: EDGCConfig,
     communicator: Communicator,
     device: torch.device,
-    scatters: bool = False,
-    half: bool = False,
-    overlapped: bool = False,
+    run: Run,
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
     With a volume also of rounded ones, if these send more than it allows: else its plans may round in finer formats.
 
-    ``allocations``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
-    gradient while it runs, beside the state that training will have. The smallest of a few repetitions
-    counts: anything above it is noise. ``overlapped``: the host's own sums start together, else one after another.
-    ``scatters``: each is a reduce-scatter, and counts as half an all-reduce. ``half``: it sums gradients of 16 bits.
+    ``selections``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
+    gradient while it runs, beside the state that training will have. The smallest of a few repetitions counts: anything
+    above it is noise.
     """
-    # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
-    unmeasured = config.but(iteration_sampling_rate=1e-6)
-    reducers = [GradientReducer(allocation, unmeasured, communicator, device) for allocation in allocations]
-    groups = [_Group(reducer, device, torch.bfloat16 if half else torch.float32) for reducer in reducers]
-    overlap = Overlap(device)
+    whole = Selection(
+        tuple(matrix for selection in selections for matrix in selection.matrices),
+        tuple(other for selection in selections for other in selection.others),
+    )
+    scratch = _Scratch(selections, config, communicator, device, run)
+    host = scratch.host_alone()
+    dense = host if scratch.plain else scratch.at_rank(None)
+    top = largest_rank(whole.matrices, config.study.min_saving)
+    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
+    cost = StageCost(CommCost.fit(ranks, [scratch.at_rank(rank) for rank in ranks]), dense, host)
+    volume, value_bytes = config.ranks.volume, run.rounded_share * wire(ROUNDED).bytes_per_value()
+    if volume is None or value_bytes * volume <= 4:
+        return cost
+    # what is not compressed travels in the same way but for small parameters
+    seconds = dense if config.formats.dense_wire == ROUNDED else scratch.rounded()
+    return replace(cost, rounded_seconds=seconds, volume_rank=rank_of_volume(whole, config, volume))
 
-    def fastest(work: Callable[[], None]) -> float:
-        return min(_seconds(work, groups, communicator, device) for _ in range(1 + REPETITIONS))
 
-    def host_alone() -> float:
+class _Scratch:
+    """Reducers of a stage with scratch gradients, whose reductions it times."""
+
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        config: EDGCConfig,
+        communicator: Communicator,
+        device: torch.device,
+        run: Run,
+    ):
+        # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
+        unmeasured = config.but(iteration_sampling_rate=1e-6)
+        self.communicator, self.device, self.run = communicator, device, run
+        self.reducers = [GradientReducer(selection, unmeasured, communicator, device) for selection in selections]
+        dtype = torch.bfloat16 if run.gradient_bytes == 2 else torch.float32
+        self.groups = [_Group(reducer, device, dtype) for reducer in self.reducers]
+        self.overlap = Overlap(device)
+
+    @property
+    def plain(self) -> bool:
+        """Whether what is not compressed is summed as the host does."""
+        return all(reducer.plain for reducer in self.reducers)
+
+    def host_alone(self) -> float:
+        """Seconds of the host's own sums, which start together where ``run`` overlaps them, else one after another. A
+        reduce-scatter counts as half an all-reduce.
+        """
+
         def reduce() -> None:
-            sums = (AllReduce(communicator, group.flat).start() for group in groups)
-            for work in list(sums) if overlapped else sums:
+            sums = (AllReduce(self.communicator, group.flat).start() for group in self.groups)
+            for work in list(sums) if self.run.overlapped else sums:
                 work.wait()
 
-        return fastest(reduce) * _host_share(scatters)
+        return self._fastest(reduce) * self.run.host_share
 
-    def reduced() -> float:
+    def at_rank(self, rank: int | None) -> float:
+        """Seconds of reductions at a rank; None: not compressed."""
+        for reducer in self.reducers:
+            reducer.set_rank(rank)
+        return self._reduced()
+
+    def rounded(self) -> float:
+        """Seconds of reductions in which every gradient is rounded."""
+        for reducer in self.reducers:
+            router = reducer.router
+            low_rank = {matrix.name for matrix in router.selection.matrices}
+            reducer.set_rank(NO_RANK, {}, {name: rounded_format(name in low_rank) for name in router.specs})
+        return self._reduced()
+
+    def _reduced(self) -> float:
         def reduce() -> None:
-            for handle in [group.start(overlap, scatters) for group in groups]:
+            for handle in [group.start(self.overlap, self.run.scatters) for group in self.groups]:
                 handle.wait()
 
-        return fastest(reduce)
+        return self._fastest(reduce)
 
-    def at_rank(rank: int | None) -> float:
-        for reducer in reducers:
-            reducer.set_rank(rank)
-        return reduced()
-
-    def rounded() -> float:
-        for reducer in reducers:
-            low_rank = {matrix.name for matrix in reducer.allocation.matrices}
-            formats = {name: rounded_format(name in low_rank) for name in reducer.specs}
-            reducer.set_rank(NO_RANK, {}, formats)
-        return reduced()
-
-    host = host_alone()
-    dense = host if all(reducer.plain for reducer in reducers) else at_rank(None)
-    top = largest_rank(
-        [matrix for allocation in allocations for matrix in allocation.matrices], config.study.min_saving
-    )
-    ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
-    cost = StageCost(CommCost.fit(ranks, [at_rank(rank) for rank in ranks]), dense, host)
-    value_bytes = wire(ROUNDED).bytes_per_value() * _host_share(scatters and not half)
-    if config.ranks.volume is None or value_bytes * config.ranks.volume <= 4:
-        return cost
-    matrices = tuple(matrix for allocation in allocations for matrix in allocation.matrices)
-    others = tuple(other for allocation in allocations for other in allocation.others)
-    rank = rank_of_volume(Allocation(matrices, others), config, config.ranks.volume)
-    # what is not compressed travels in the same way but for small parameters
-    seconds = dense if config.formats.dense_wire == ROUNDED else rounded()
-    return replace(cost, rounded_seconds=seconds, volume_rank=rank)
+    def _fastest(self, work: Callable[[], None]) -> float:
+        return min(_seconds(work, self.groups, self.communicator, self.device) for _ in range(1 + REPETITIONS))
 
 
 class _Group:
@@ -138,10 +158,10 @@ class _Group:
 
     def __init__(self, reducer: GradientReducer, device: torch.device, dtype: torch.dtype):
         self.reducer = reducer
-        sizes = {name: spec.rows * spec.cols for name, spec in reducer.specs.items()}
+        sizes = {name: spec.rows * spec.cols for name, spec in reducer.router.specs.items()}
         elements = sum(sizes.values())
         # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
-        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.config.seed))
+        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.router.config.seed))
         self.flat = block.to(device, dtype).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         processes = reducer.communicator.world_size
@@ -153,10 +173,6 @@ class _Group:
         """Start a reduction as training does."""
         reduction = self.reducer.reduce(self.gradients, 1, shards=self.shards if scatters else None)
         return overlap.start(reduction, memory=self.reducer.router.memory(self.gradients))
-
-
-def _host_share(scatters: bool) -> float:
-    return 0.5 if scatters else 1.0
 
 
 def _seconds(

@@ -1,6 +1,6 @@
 """The reduction of one group of gradients: take their routes, run these, agree, commit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from edgc.compress.routes import ReductionContext, agree
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
-from edgc.plan.allocation import Allocation
-from edgc.specs import ShardBounds
+from edgc.plan.selection import Selection, select
+from edgc.specs import Parameter, ShardBounds
 
 
 class GradientReducer:
     """Sums named gradients over a process group under a stage rank that a controller sets.
 
     Args:
-        allocation: which parameters the engine takes.
+        selection: which parameters the engine takes.
         config: the run's settings.
         communicator: the data-parallel process group.
         device: where the gradients live.
@@ -31,24 +31,33 @@ class GradientReducer:
 
     def __init__(
         self,
-        allocation: Allocation,
+        selection: Selection,
         config: EDGCConfig,
         communicator: Communicator,
         device: torch.device,
         repeatable: bool = False,
     ):
-        self.allocation = allocation
-        self.config = config
         self.communicator = communicator
-        self.router = Router(allocation, config, device)
-        self.specs = self.router.specs
-        sparse = [name for name, spec in self.specs.items() if spec.sparse_rows]
+        self.router = Router(selection, config, device)
+        sparse = [name for name, spec in self.router.specs.items() if spec.sparse_rows]
         self.state = CompressionState(config, self.router.engine, device, communicator.process, sparse)
-        self.observer = GradientObserver(allocation.matrices, config)
+        self.observer = GradientObserver(selection.matrices, config)
         self.repeatable = repeatable
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
         self._digests: dict[str, Tensor] = {}  # of sums, by name
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Iterable[Parameter],
+        config: EDGCConfig,
+        communicator: Communicator,
+        device: torch.device,
+        repeatable: bool = False,
+    ) -> "GradientReducer":
+        """A reducer of these parameters, of which the engine takes what pays at the smallest rank of the settings."""
+        return cls(select(parameters, config), config, communicator, device, repeatable)
 
     def set_rank(
         self,
@@ -84,7 +93,7 @@ class GradientReducer:
     ) -> Exchange[None]:
         """Replace every local gradient by the sum over the group, in place.
 
-        ``gradients``: contiguous views, one for each parameter of the allocation, already scaled for the sum. They hold
+        ``gradients``: contiguous views, one for each parameter of the selection, already scaled for the sum. They hold
         ``loss_scale`` times the gradient (default: once); errors do not, so that the scale may change. Where this
         ``iteration`` is a measured one, what was left unsent is recorded. If any gradient is not finite on any process,
         all become NaN on all processes, and no state changes: the host can skip the step, and nothing is lost. (In a
@@ -102,15 +111,15 @@ class GradientReducer:
                 yield from self._sum_as_the_host(gradients)
                 return
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
-        state = self.state
+        state, config = self.state, self.router.config
         context = ReductionContext(
             iteration,
             loss_scale,
             shards or {},
             self.communicator,
             state.feedback,
-            state.equaliser if self.config.equalise else None,
-            self.config.study.error_gain,
+            state.equaliser if config.equalise else None,
+            config.study.error_gain,
         )
         measuring = Measuring(self.router, state, self.observer, context)
         routes = self.router.route(gradients, context, measuring.of_compression)
@@ -150,7 +159,7 @@ class GradientReducer:
         """
         state = self.state.state_dict()
         compare(
-            sorted(self.specs),
+            sorted(self.router.specs),
             {
                 "rank": self.router.ranks,
                 "factors": digests_by_parameter(state["engine"]),

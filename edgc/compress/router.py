@@ -12,7 +12,8 @@ from edgc.compress.engines.rows import Rows
 from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route, portion_of
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
-from edgc.plan.allocation import Allocation, uniform_ranks
+from edgc.plan.selection import Selection
+from edgc.plan.sharing import uniform_ranks
 
 # What all reductions under way may hold together, as a multiple of one unit's gradients in fp32. With three units that
 # is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
@@ -26,22 +27,22 @@ class Router:
     """Gives gradients their routes under a plan.
 
     Args:
-        allocation: which parameters the engine takes.
+        selection: which parameters the engine takes.
         config: the run's settings.
         device: where the gradients live.
     """
 
-    def __init__(self, allocation: Allocation, config: EDGCConfig, device: torch.device):
-        self.allocation = allocation
+    def __init__(self, selection: Selection, config: EDGCConfig, device: torch.device):
+        self.selection = selection
         self.config = config
         self.device = device
-        self.specs = {matrix.name: matrix for matrix in allocation.matrices}
-        self.specs.update((parameter.name, parameter.spec) for parameter, _ in allocation.others)
+        self.specs = {matrix.name: matrix for matrix in selection.matrices}
+        self.specs.update((parameter.name, parameter.spec) for parameter, _ in selection.others)
         # The dense engine has nothing to compress, but its entropy is still wanted.
         self.engine: Engine | None = None
         if config.engine != "dense":
             arguments = engine_arguments(config.engine)
-            self.engine = engine_class(config.engine)(allocation.matrices, config, device, *arguments)
+            self.engine = engine_class(config.engine)(selection.matrices, config, device, *arguments)
         self.ranks: dict[str, int] = {}
         self.formats: dict[str, str] = {}  # or engines, of parameters without a rank, where a plan sets them
         self.compressed = False  # whether the stage is, also where nothing here has a rank
@@ -76,7 +77,7 @@ class Router:
         elif matrix_ranks is not None:
             self.ranks = {name: matrix_ranks[name] for name in self.engine.matrices if name in matrix_ranks}
         elif self.config.low_rank:
-            self.ranks = uniform_ranks(self.allocation.matrices, rank, self.config.study.min_saving)
+            self.ranks = uniform_ranks(self.selection.matrices, rank, self.config.study.min_saving)
         else:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 

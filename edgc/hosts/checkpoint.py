@@ -70,11 +70,11 @@ def load_stage(
         if parts:
             reducer.state.load_state_dict(
                 {
-                    part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.specs}
+                    part: {key: one for key, one in packed.items() if key.rpartition(":")[0] in reducer.router.specs}
                     for part, packed in kept.items()
                 }
             )
-        names = [name for name in reducer.specs if f"{ERROR}{name}" in layout]
+        names = [name for name in reducer.router.specs if f"{ERROR}{name}" in layout]
         # on the CPU: the reducer moves one after another
         totals = {name: restored(f"{ERROR}{name}", torch.device("cpu"))[name].values() for name in names}
         reducer.state.share_errors(totals, reducer.communicator, iteration)

@@ -10,11 +10,10 @@ from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.allocation import allocate
 from edgc.plan.candidates import FORMATS
 from edgc.plan.comm_cost import StageCost
-from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import ReductionSizes, Run
+from edgc.plan.selection import select
 from edgc.specs import MatrixSpec, Parameter
 
 
@@ -44,11 +43,10 @@ def reduction_cost(
     ``units``: the parameters that are reduced together. Every process of the communicator must call this at the same
     time.
     """
-    allocations = [allocate(unit, config, smallest_rank(config)) for unit in units if unit]
-    whole = allocate([parameter for unit in units for parameter in unit], config, smallest_rank(config))
+    selections = [select(unit, config) for unit in units if unit]
+    whole = select([parameter for unit in units for parameter in unit], config)
     if not config.asks_link or not whole.matrices or run.alone:
         return None
-    half = run.gradient_bytes == 2
     if config.ranks.link_gbps is None:
-        return probe.probe(allocations, config, communicator, device, run.scatters, half, run.overlapped)
-    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run.scatters, half)
+        return probe.probe(selections, config, communicator, device, run)
+    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run)

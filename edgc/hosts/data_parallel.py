@@ -33,8 +33,6 @@ from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
-from edgc.plan.allocation import allocate
-from edgc.plan.ranks import smallest_rank
 from edgc.plan.run import Run
 from edgc.plan.settle import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
@@ -171,7 +169,7 @@ class EDGCState:
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
         self._sizes = reduction_sizes(self.config, run)
-        controller = self.plan.controller(self.iterations, self._sizes) if self._process == 0 else None
+        controller = self.plan.controller(self._sizes) if self._process == 0 else None
         self.windows = WindowExchange(self.driver, [self.stage], Spans(self.device), controller, group=group)
         self.windows.adopt_plans()
         self._started = True
@@ -191,8 +189,7 @@ class EDGCState:
             warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
-        allocation = allocate(parameters, self.config, smallest_rank(self.config))
-        return Unit(names, GradientReducer(allocation, self.config, communicator, self.device))
+        return Unit(names, GradientReducer.of(parameters, self.config, communicator, self.device))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:
@@ -374,7 +371,7 @@ class EDGCState:
         self.stage.restore_bytes(RunBytes.of(state["bytes"]))
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
-            controller = self.plan.controller(self.iterations, self._sizes)
+            controller = self.plan.controller(self._sizes)
             remedy = "set reset_state to go on without it"
             resume_controller(controller, state["controller"], "the state", remedy, self.group)
             if self.windows.controller is not None:
@@ -415,6 +412,6 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
 
 
 def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:
-    """What the allocation needs to know of a parameter."""
+    """What ``edgc.plan.selection`` needs to know of a parameter."""
     marked = getattr(parameter, "is_embedding_or_output_parameter", False)
     return Parameter(name, tuple(parameter.shape), bool(embedding or marked), sparse_rows)

@@ -57,16 +57,15 @@ def _policy(plan: RunPlan) -> str:
 
 def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iterator[str]:
     """What of a stage is compressed, and in what the rest travels."""
-    key, allocation = stage.key, stage.allocation
+    key, selection = stage.key, stage.selection
     if stage.dense_because:
         yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
         return
-    elements = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
     verb = "measured" if config.engine == "dense" else "compressed"
     noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
-    yield f"{key} {verb}: {len(allocation.matrices)} {noun}, {_bytes(elements * gradient_bytes)} a step"
+    yield f"{key} {verb}: {len(selection.matrices)} {noun}, {_bytes(selection.matrix_elements * gradient_bytes)} a step"
     rest: dict[str, list[int]] = {}  # sizes by reason
-    for parameter, why in allocation.others:
+    for parameter, why in selection.others:
         rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
     how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
     for why, sizes in rest.items():

@@ -94,7 +94,7 @@ class ConstantRank(Policy):
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         if self.config.study.rank_tilt:
             return _changed(plan, ranks=self._kept(plan))
-        return self._begun_anew(plan, self.config.ranks.allocation == "uniform")
+        return self._begun_anew(plan, self.sharing.uniform)
 
     def _rank(self, iteration: int) -> int:
         """At the middle of the window that begins at ``iteration``."""
@@ -119,13 +119,12 @@ class RanksByEntropy(Policy):
         return self.sharing.adopted(iteration, plan, ranks)
 
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
-        uniform = self.config.ranks.allocation == "uniform"
         if not by_entropy:
-            return self._begun_anew(plan, uniform)
+            return self._begun_anew(plan, self.sharing.uniform)
         least, most = self.config.ranks.rmin, self.config.ranks.largest
         assert least is not None and most is not None
         ranks = tuple(rank and min(max(rank, least), most) for rank in self._kept(plan))
-        unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or uniform)
+        unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or self.sharing.uniform)
         return _changed(plan, ranks=ranks, matrix_ranks=() if unshared else plan.matrix_ranks)
 
 

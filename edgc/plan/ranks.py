@@ -9,7 +9,7 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
     """Make ranks of shares of the width; ``rmax`` is the break-even rank by default, and ``rmin`` a quarter of rmax.
 
     ``break_even``: the smallest, over the stages, of the largest ranks that are not slower than dense; a share is at
-    most that. ``width``: the smaller side of most matrices (``allocation.width``). Source of the quarter: the paper has
+    most that. ``width``: the smaller side of most matrices (``selection.width``). Source of the quarter: the paper has
     r_max/4 to r_max/6. Raises ``ConfigError`` for an rmin above that rmax.
     """
 

@@ -37,9 +37,14 @@ class Run:
     learning_rate: Callable[[int], float] | None = None
 
     @property
+    def host_share(self) -> float:
+        """Of an all-reduce's bytes, what the host's own sum sends."""
+        return 0.5 if self.scatters else 1.0
+
+    @property
     def host_bytes(self) -> float:
-        """Of one value in the host's own sum, whose reduce-scatter is half of an all-reduce."""
-        return self.gradient_bytes / 2 if self.scatters else self.gradient_bytes
+        """Of one value in the host's own sum."""
+        return self.gradient_bytes * self.host_share
 
     @property
     def rounded_share(self) -> float:
@@ -47,7 +52,7 @@ class Run:
 
         Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
         """
-        return 0.5 if self.scatters and self.gradient_bytes == 4 else 1.0
+        return self.host_share if self.gradient_bytes == 4 else 1.0
 
     @property
     def alone(self) -> bool:
@@ -74,7 +79,7 @@ class ReductionSizes:
         if self.run.alone and stage.key.kind is StageKind.LAYERS:
             return []
         price, found = self.price(stage.key.kind), []
-        for one in stage.allocation.matrices:
+        for one in stage.selection.matrices:
             spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
             directions = PartialSend(spectrum, self.factors(one))
             rows: PartialSend | None = None
@@ -83,7 +88,7 @@ class ReductionSizes:
             if one.embedding:
                 rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
             found.append(Candidate(one, directions, rows, price))
-        others = [parameter for parameter, _ in stage.allocation.others if parameter.elements]
+        others = [parameter for parameter, _ in stage.selection.others if parameter.elements]
         return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, kind: StageKind) -> float:
@@ -122,10 +127,9 @@ class RunPlan:
         """Whether the host sums until a trial shows that compressed steps are shorter."""
         return self.tries and not self.compresses
 
-    def controller(
-        self, iterations: int, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()
-    ) -> Controller:
+    def controller(self, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()) -> Controller:
         """The controller of these stages. ``message_costs``: see there."""
+        iterations = sizes.run.iterations
         excluded = [place for place, stage in enumerate(self.stages) if stage.dense_because]
         budget = trials = None
         if self.config.ranks.volume is not None:
@@ -146,7 +150,7 @@ class RunPlan:
         return Controller(
             self.config,
             iterations,
-            [stage.allocation.matrices for stage in self.stages],
+            [stage.selection.matrices for stage in self.stages],
             [None if stage.dense_because else stage.cost for stage in self.stages],
             excluded,
             message_costs,

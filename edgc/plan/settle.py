@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 
 from edgc.config import ConfigError, EDGCConfig, flag
-from edgc.plan.allocation import allocate, largest_rank, width
 from edgc.plan.candidates import ROUNDED, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
-from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, smallest_rank, static_ranks
+from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, static_ranks
 from edgc.plan.run import Run, RunPlan
+from edgc.plan.selection import largest_rank, select, width
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
 from edgc.specs import MatrixSpec
 
@@ -37,12 +37,11 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if config.ranks.volume is not None:
         config = config.but(window=_window(config, run.iterations))
         _check_warmup(config, run)
-    usable = max(
-        largest_rank([m for stage in own for m in _allocated(stage, config, RANK_MULTIPLE)], config.study.min_saving)
-        for own in processes
-    )
-    _check_ranks(config, usable)
     known = [stage for own in processes for stage in own]
+    # by shape: a large run has thousands of processes with hundreds of parameters each
+    distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
+    usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
+    _check_ranks(config, usable)
     compresses, tries, rounds = True, False, False
     times: LinkTimes | None = None
     warnings: list[str] = []
@@ -115,7 +114,7 @@ def _settled(
     if compresses or tries:
         # where steps will try, the link of now is no bound for that of later
         bound = lowest if compresses and not rounds else usable
-        matrices = [matrix for stage in known for matrix in _allocated(stage, config, smallest_rank(config))]
+        matrices = [matrix for stage in known for matrix in select(stage.parameters, config).matrices]
         return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
     formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
     dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
@@ -208,10 +207,6 @@ def slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
     return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)
 
 
-def _allocated(stage: ProcessStage, config: EDGCConfig, rank: int) -> tuple[MatrixSpec, ...]:
-    return allocate(stage.parameters, config, rank).matrices
-
-
 def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> int:
     """Over the stages that may be compressed: the slowest link limits all."""
     lowest = []
@@ -221,12 +216,12 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
         if config.ranks.volume is not None:  # which itself says how much must be saved
             lowest.append(link_rank(stage.cost, WORTH_IT))
         else:
-            matrices = _allocated(stage, config, smallest_rank(config))
+            matrices = select(stage.parameters, config).matrices
             lowest.append(break_even(stage.cost, matrices, config.study.min_saving))
     return min(lowest, default=0)
 
 
 def _planned(key: StageKey, config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> StagePlan:
     members = [stage for stage in known if stage.key == key]
-    allocation = allocate(members[0].parameters, config, smallest_rank(config))
-    return StagePlan(key, allocation, slowest([stage.cost for stage in members]), dense_because(key, config, run))
+    selection = select(members[0].parameters, config)
+    return StagePlan(key, selection, slowest([stage.cost for stage in members]), dense_because(key, config, run))

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from edgc.plan.allocation import Allocation
 from edgc.plan.comm_cost import StageCost
+from edgc.plan.selection import Selection
 from edgc.specs import Parameter
 
 
@@ -50,24 +50,24 @@ class ProcessStage:
 class StagePlan:
     """A stage of the plan. ``dense_because``: why it is never compressed; empty if it may be.
 
-    ``allocation`` is that of its first process, ``cost`` that of its slowest one.
+    ``selection`` is that of its first process, ``cost`` that of its slowest one.
     """
 
     key: StageKey
-    allocation: Allocation
+    selection: Selection
     cost: StageCost | None
     dense_because: str
 
     @property
     def elements(self) -> int:
         """Of all its parameters."""
-        return self.allocation.other_elements + sum(matrix.rows * matrix.cols for matrix in self.allocation.matrices)
+        return self.selection.other_elements + self.selection.matrix_elements
 
     def to_event(self) -> dict[str, Any]:
         """As the event log has it."""
         return {
             "name": str(self.key),
-            "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in self.allocation.matrices],
-            "rest": [[parameter.name, parameter.elements, why] for parameter, why in self.allocation.others],
+            "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in self.selection.matrices],
+            "rest": [[parameter.name, parameter.elements, why] for parameter, why in self.selection.others],
             "cost": None if self.cost is None else asdict(self.cost),
         }

@@ -21,9 +21,7 @@ from edgc.config import EDGCConfig
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
-from edgc.plan.allocation import allocate
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.ranks import smallest_rank
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
 from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
@@ -98,8 +96,7 @@ class MegatronStage(Stage):
         communicator = Communicator(self.process_group, self.traffic)
         units = []
         for parameters in self.units_of_parameters:
-            allocation = allocate(parameters, config, smallest_rank(config))
-            reducer = GradientReducer(allocation, config, communicator, self.device, repeatable)
+            reducer = GradientReducer.of(parameters, config, communicator, self.device, repeatable)
             units.append(Unit([parameter.name for parameter in parameters], reducer))
         self.units = Units(units)
         sums = StageSums(self.units, communicator, self.spans, overlap, step)
@@ -138,13 +135,13 @@ class EmbeddingStage(MegatronStage):
 
     def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
         """Build the reducer; Megatron's own loop asks for the sum (``TiedEmbedding.install``)."""
-        allocation = allocate(self.parameters, config, smallest_rank(config))
         communicator = Communicator(self.process_group, self.traffic)
-        self.tied.attach(GradientReducer(allocation, config, communicator, self.device, repeatable), self.spans, step)
+        reducer = GradientReducer.of(self.parameters, config, communicator, self.device, repeatable)
+        self.tied.attach(reducer, self.spans, step)
 
     def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
-        own = self.tied.reducer.allocation.matrices or active[place] is not None
+        own = self.tied.reducer.router.selection.matrices or active[place] is not None
         super().set_rank(active, place if own else 0, plan, by_host)
 
 
@@ -203,7 +200,7 @@ def is_tied(model: torch.nn.Module) -> bool:
 
 
 def describe(prefix: str, name: str, parameter: torch.nn.Parameter, tied: bool) -> Parameter:
-    """What the allocation needs to know of a Megatron parameter. ``tied``: see ``is_tied``."""
+    """What ``edgc.plan.selection`` needs to know of a Megatron parameter. ``tied``: see ``is_tied``."""
     # Megatron marks word embeddings and output layers, but not position embeddings
     embedding = name.startswith("embedding.") or getattr(parameter, "is_embedding_or_output_parameter", False)
     return Parameter(prefix + name, tuple(parameter.shape), embedding, not tied and name == WORDS)

@@ -131,7 +131,7 @@ class Session:
         controller = message_controller = None
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
-            controller = plan.controller(self.run.iterations, reduction_sizes(self.config, self.run), of_layers)
+            controller = plan.controller(reduction_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(
                 self.config,

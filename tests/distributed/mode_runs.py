@@ -38,7 +38,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-import edgc.plan.allocation  # noqa: E402
+import edgc.plan.selection  # noqa: E402
+import edgc.plan.sharing  # noqa: E402
 import megatron.edgc.message_plan  # noqa: E402
 import megatron.edgc.training  # noqa: E402
 from edgc.byte_counts import RunBytes  # noqa: E402
@@ -199,7 +200,7 @@ def _gathered(reducer: GradientReducer, gradient: Tensor, cuts: Sequence[int]) -
 def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scale: Tensor | None) -> dict[str, float]:
     """What the reducer is to divide errors by: 1, and of a spike more."""
     fed_back = {
-        name: gradient.view(reducer.specs[name].rows, -1).float()
+        name: gradient.view(reducer.router.specs[name].rows, -1).float()
         for name, gradient in gradients.items()
         if gradient.numel() and (name in reducer.router.ranks or not reducer.router.elementwise(name).exact)
     }
@@ -210,7 +211,7 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
 
 def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of each error that the next reduction does not send, in float64."""
-    share = 1 - reducer.config.study.error_gain
+    share = 1 - reducer.router.config.study.error_gain
     packed = reducer.state.feedback.packed
     return {
         name: share * packed[name].values().view_as(gradient).double()
@@ -256,7 +257,8 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
     if "break_even" in case:
         patch.setattr(message_plan, "link_rank", lambda cost: case["break_even"])
     if case.get("full_rank"):
-        patch.setattr(edgc.plan.allocation, "pays", lambda *args: True)
+        for module in (edgc.plan.selection, edgc.plan.sharing):
+            patch.setattr(module, "pays", lambda *args: True)
         patch.setattr(message_plan, "largest_message_rank", lambda config, args, saving: min(message_shape(args)))
         used_rank = property(lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols))
         patch.setattr(MessageFormat, "used_rank", used_rank)
@@ -313,7 +315,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for stage in stages
             for reducer in stage.reducers
             for name, total in _summed(
-                reducer, {name: torch.zeros(spec.rows, spec.cols) for name, spec in reducer.specs.items()}
+                reducer, {name: torch.zeros(spec.rows, spec.cols) for name, spec in reducer.router.specs.items()}
             ).items()
         },
         "reductions": watch.reductions,

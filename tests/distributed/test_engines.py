@@ -15,7 +15,7 @@ from edgc.compress.engines.base import Elementwise, Sums, all_finite
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Registered
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 from tests.distributed.gloo import run_on_ranks
 
@@ -61,7 +61,7 @@ class Bench:
         # The one line that a new engine needs; here and not in the module, so that other tests do not see the engine.
         ENGINES["sixteenths"] = Registered("tests.distributed.test_engines:Sixteenths")
         self.communicator = Communicator(dist.group.WORLD, Traffic())
-        self.reducer = GradientReducer(Allocation(MATRICES, ()), EDGCConfig.of(**settings), self.communicator, CPU)
+        self.reducer = GradientReducer(Selection(MATRICES), EDGCConfig.of(**settings), self.communicator, CPU)
         self.formats = formats
         self.iteration = 0
 

@@ -12,8 +12,8 @@ from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FLOOR, Fidelity
-from edgc.plan.allocation import Allocation
 from edgc.plan.candidates import ROW_SHARES
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec, Parameter
 from tests.distributed.gloo import run_on_ranks
 
@@ -32,10 +32,10 @@ STEPS = 3
 def reducer(**settings: Any) -> GradientReducer:
     assert dist.group.WORLD is not None
     config = EDGCConfig.of(iteration_sampling_rate=1.0, **settings)
-    allocation = Allocation((MATRIX,), ((BIAS, "one-dimensional"),))
+    selection = Selection((MATRIX,), ((BIAS, "one-dimensional"),))
     if not config.low_rank:
-        allocation = Allocation((MATRIX, BIAS.spec), ())
-    made = GradientReducer(allocation, config, Communicator(dist.group.WORLD, Traffic()), torch.device("cpu"))
+        selection = Selection((MATRIX, BIAS.spec))
+    made = GradientReducer(selection, config, Communicator(dist.group.WORLD, Traffic()), torch.device("cpu"))
     made.set_rank(8)
     return made
 

@@ -18,7 +18,7 @@ from edgc.compress.probe import cost_in_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.units import Unit, Units, cut
-from edgc.plan.allocation import allocate
+from edgc.plan.run import Run
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
@@ -38,7 +38,7 @@ SHARDS = {"wide": [0, 1876, 2304], "conv": [0, 0, 1024], "bias": [0, 0, 24], "wo
 def reducer(**settings: object) -> GradientReducer:
     config = EDGCConfig.of(iteration_sampling_rate=0.5, **settings)  # type: ignore[arg-type]
     assert dist.group.WORLD is not None
-    return GradientReducer(allocate(PARAMETERS, config, 4), config, Communicator(dist.group.WORLD, Traffic()), CPU)
+    return GradientReducer.of(PARAMETERS, config, Communicator(dist.group.WORLD, Traffic()), CPU)
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def shards_of_three(rank: int) -> list[float]:
     config = EDGCConfig.of(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
-    under_test = GradientReducer(allocate(parameters, config, 4), config, communicator, CPU)
+    under_test = GradientReducer.of(parameters, config, communicator, CPU)
     lost = []
     for step, stage_rank in enumerate([None, 4, 4]):
         under_test.set_rank(stage_rank)
@@ -254,9 +254,7 @@ def memory_of_steps(rank: int) -> dict[str, float]:
         config = EDGCConfig.of(**{**PRESETS[preset], **settings, "iteration_sampling_rate": 0.01})
         communicator = Communicator(dist.group.WORLD, Traffic())
         sizes = [(parameter, 4 * parameter.elements) for parameter in parameters]
-        cut_up = [
-            (unit, GradientReducer(allocate(unit, config, 8), config, communicator, CPU)) for unit in cut(sizes, 1)
-        ]
+        cut_up = [(unit, GradientReducer.of(unit, config, communicator, CPU)) for unit in cut(sizes, 1)]
         units = Units([Unit([parameter.name for parameter in unit], own) for unit, own in cut_up])
         overlap = Overlap(CPU)
         with TensorMemory() as memory:
@@ -292,28 +290,27 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
     """Counted and computed, compressed at rank 8 and not, for settings that differ in formats; and of a warm-up in few
     bits whose host scatters sums of gradients in 32 or 16 bits.
     """
-    found = []
+    found, ranks = [], dist.get_world_size()
     large = [Parameter("a", (256, 1280)), Parameter("b", (1024, 256)), Parameter("bias", (1280,))]
     for settings in ({}, {"basis_wire": "int8+int4", "wire": "int4", "rest_wire": "int8"}):
         config = EDGCConfig.of(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
-        allocation = allocate(large, config, 4)
         traffic = Traffic()
-        own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)
-        cost = cost_in_bytes(allocation, config, dist.get_world_size())
+        own = GradientReducer.of(large, config, Communicator(dist.group.WORLD, traffic), CPU)
+        cost = cost_in_bytes(own.router.selection, config, ranks, Run(iterations=1, replicas=ranks))
         for place, level in enumerate((8, None)):
             own.set_rank(level)
             before = traffic.bytes
             run_to_end(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
             found.append((traffic.bytes - before, cost.seconds(level)))
     config = EDGCConfig.of(iteration_sampling_rate=1e-6, dense_wire="int4")
-    allocation, ranks = allocate(large, config, 4), dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
         traffic = Traffic()
-        own = GradientReducer(allocation, config, Communicator(dist.group.WORLD, traffic), CPU)
+        own = GradientReducer.of(large, config, Communicator(dist.group.WORLD, traffic), CPU)
         own.set_rank(None)
         shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
         run_to_end(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
-        cost = cost_in_bytes(allocation, config, ranks, scatters=True, half=dtype == torch.bfloat16)
+        run = Run(iterations=1, replicas=ranks, gradient_bytes=dtype.itemsize, scatters=True)
+        cost = cost_in_bytes(own.router.selection, config, ranks, run)
         found.append((traffic.bytes, cost.seconds(None)))
     return found
 

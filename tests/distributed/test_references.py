@@ -12,7 +12,7 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 from tests.distributed.gloo import run_on_ranks
 
@@ -101,9 +101,7 @@ def largest_difference(rank: int) -> dict[str, float]:
     assert dist.group.WORLD is not None
     for engine, reference in REFERENCES.items():
         communicator = Communicator(dist.group.WORLD, Traffic())
-        reducer = GradientReducer(
-            Allocation((MATRIX,), ()), EDGCConfig.of(engine=engine), communicator, torch.device("cpu")
-        )
+        reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig.of(engine=engine), communicator, torch.device("cpu"))
         reducer.set_rank(1)
         differences = []
         for step, expected in enumerate(reference()):

@@ -13,7 +13,8 @@ from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
 from edgc.observe.timing import Spans
-from edgc.plan.allocation import Allocation
+from edgc.plan.run import Run
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -71,8 +72,9 @@ def test_a_message_is_the_same_on_gpu_as_on_the_cpu(name: str) -> None:
 def test_probing_and_timing_use_the_devices_own_clock(communicator: Communicator) -> None:
     device = torch.device("cuda")
     for overlapped in (False, True):
-        groups = [Allocation((matrix,), ()) for matrix in MATRICES]
-        cost = probe(groups, EDGCConfig(), communicator, device, overlapped=overlapped)
+        groups = [Selection((matrix,)) for matrix in MATRICES]
+        run = Run(iterations=1000, replicas=communicator.world_size, overlapped=overlapped)
+        cost = probe(groups, EDGCConfig(), communicator, device, run)
         assert cost.dense_seconds > 0 and cost.compressed.seconds(8) > 0
     spans = Spans(device)
     start = spans.mark()

@@ -12,7 +12,7 @@ from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.batch import triton_kernels
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -32,7 +32,7 @@ def communicator(tmp_path: Path):
 
 def reducer(communicator: Communicator, rank: int, **settings: Any) -> GradientReducer:
     config = EDGCConfig.from_preset({"preset": "paper", "iteration_sampling_rate": 1e-6, **settings})
-    made = GradientReducer(Allocation(MATRICES, ()), config, communicator, GPU)
+    made = GradientReducer(Selection(MATRICES), config, communicator, GPU)
     made.set_rank(rank, {matrix.name: rank for matrix in MATRICES})
     return made
 

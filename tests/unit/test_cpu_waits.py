@@ -14,7 +14,7 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES
 from edgc.observe.measurements import Measurements
-from edgc.plan.allocation import allocate
+from edgc.plan.selection import select
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 
@@ -32,8 +32,8 @@ def communicator() -> Iterator[Communicator]:
 
 def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
-    allocation = allocate([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
-    under_test = GradientReducer(allocation, config, communicator, torch.device("cpu"))
+    selection = select([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
+    under_test = GradientReducer(selection, config, communicator, torch.device("cpu"))
     under_test.router.device = META
     if under_test.router.engine is not None:
         under_test.router.engine.device = META

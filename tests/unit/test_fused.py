@@ -15,7 +15,7 @@ from edgc.compress.engines import base
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
 from edgc.engines import ENGINES
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec, ShardBounds
 from tools.benchmarks.operations import counted
 
@@ -35,7 +35,7 @@ def group() -> Iterator[None]:
 def reducer(matrices: tuple[MatrixSpec, ...] = MATRICES, rank: int = 4, **settings: Any) -> GradientReducer:
     assert dist.group.WORLD is not None
     config = EDGCConfig.of(**{**settings, "iteration_sampling_rate": 1e-6})
-    made = GradientReducer(Allocation(matrices, ()), config, Communicator(dist.group.WORLD, Traffic()), CPU)
+    made = GradientReducer(Selection(matrices), config, Communicator(dist.group.WORLD, Traffic()), CPU)
     made.set_rank(rank, {matrix.name: rank for matrix in matrices})
     return made
 

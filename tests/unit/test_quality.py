@@ -5,6 +5,7 @@ between what today's code reaches and what it reaches with the mechanism broken.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from edgc.compress import probe
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.run import Run
+from edgc.plan.selection import Selection
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec, Parameter
 
 MATRIX = MatrixSpec("w", 128, 256)
+RUN = Run(iterations=1000, replicas=8)
 CPU = torch.device("cpu")
 RANK = 16
 
@@ -45,7 +48,7 @@ class Steps:
     def __init__(self, rank: int = RANK, matrix: MatrixSpec = MATRIX, **settings: Any):
         config = EDGCConfig.of(**settings)
         self.name = matrix.name
-        self.reducer = GradientReducer(Allocation((matrix,), ()), config, communicator(), CPU)
+        self.reducer = GradientReducer(Selection((matrix,)), config, communicator(), CPU)
         self.reducer.set_rank(rank, {matrix.name: rank} if config.low_rank else None)
         self.iteration = 0
 
@@ -252,7 +255,7 @@ def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch
         return 1 + 0.01 * max(groups[0].reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    cost = probe.probe([Allocation((MATRIX,), ())], EDGCConfig(), communicator(), CPU)
+    cost = probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, RUN)
     assert (cost.compressed.intercept, cost.compressed.slope) == pytest.approx((1, 0.01))
     assert cost.host_seconds == 1
 
@@ -272,15 +275,16 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
         return 1 + 0.01 * max(reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
+    selection = Selection((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
     given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
     config = EDGCConfig.from_preset(given)
-    cost = probe.probe([allocation], config, communicator(), CPU, scatters=scatters)
+    run = replace(RUN, scatters=scatters)
+    cost = probe.probe([selection], config, communicator(), CPU, run)
     assert cost.rounded_seconds == (0.25 if timed else None)
     if volume is not None and timed:
         rank = cost.volume_rank
-        in_bytes = probe.cost_in_bytes(allocation, config, 8)
+        in_bytes = probe.cost_in_bytes(selection, config, 8, RUN)
         assert rank is not None
         assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
-        again = probe.probe([allocation], config.but(dense_wire="int4"), communicator(), CPU, scatters=scatters)
+        again = probe.probe([selection], config.but(dense_wire="int4"), communicator(), CPU, run)
         assert again.rounded_seconds == again.dense_seconds == 1, "the warm-up rounds alike"

@@ -37,8 +37,8 @@ def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
     assert (plan.config.ranks.rmin, plan.config.ranks.rmax) == (4, 20)
     assert plan.keys == [StageKey(StageKind.LAYERS, 0), StageKey(StageKind.LAYERS, 1)]
     for stage in plan.stages:
-        assert [matrix.name for matrix in stage.allocation.matrices] == ["fc1.weight"]
-        assert [parameter.name for parameter, _ in stage.allocation.others] == [
+        assert [matrix.name for matrix in stage.selection.matrices] == ["fc1.weight"]
+        assert [parameter.name for parameter, _ in stage.selection.others] == [
             "embedding.weight",
             "fc1.bias",
             "small.weight",
@@ -117,7 +117,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     plan = plan_run(EDGCConfig.of(window=100, stage_share=0.5), RUN, processes(CHEAP, DEAR))
     assert plan.compresses and plan.config.ranks.rmax == 20
     assert [bool(stage.dense_because) for stage in plan.stages] == [False, True]
-    controller = plan.controller(RUN.iterations, sizes({}, 4.0))
+    controller = plan.controller(sizes({}, 4.0))
     assert controller.excluded == {1} and controller.matrices[1] == ()
 
 
@@ -145,7 +145,7 @@ def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax == 300  # of the link: three quarters of the rank of 4 s
-    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
+    first = plan.controller(sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
     assert first.matrix_ranks[0] is not None and first.formats[0] is not None
     assert first.matrix_ranks[0].keys() | first.formats[0].keys() == {"w", "word", "bias"}
 
@@ -161,7 +161,7 @@ def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it
     )
     plan = plan_run(EDGCConfig.from_preset({}), RUN, without_matrices())
     assert plan.compresses and plan.tries and not plan.warnings
-    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5})).plan
+    first = plan.controller(sizes({"int8": 1.0, "int4": 0.5})).plan
     assert first.formats[0] is not None and first.formats[0].keys() == {"w", "bias"} and not first.by_host
 
 
@@ -178,7 +178,7 @@ def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known)
     assert (plan.compresses, plan.tries, plan.config.engine, plan.config.ranks.volume) == (False, True, "powersgd", 20)
     assert "Give --edgc-rmax a rank" in plan.warnings[0]
-    first = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int2": 0.25})).plan
+    first = plan.controller(sizes({"int8": 1.0, "int2": 0.25})).plan
     assert first.sums_by_host(0) and first.sums_by_host(first.first_iteration), "nothing is even rounded"
     computed = plan_run(EDGCConfig.from_preset({"volume": 20.0, "link_gbps": 1.0}), RUN, known)
     assert (computed.compresses, computed.tries, computed.config.engine) == (False, False, "dense")
@@ -218,7 +218,7 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
         ways = plan.link_times.host, plan.link_times.rounded, plan.link_times.low_rank
         assert [(way.seconds, way.bytes_sent) for way in ways] == list(zip(seconds, (1, 1 / 8, 1 / 20), strict=True))
     assert any("sends more bytes than --edgc-volume 20 allows" in line for line in plan.warnings) == rounds
-    controller = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25}))
+    controller = plan.controller(sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25}))
     formats = {"embedding.weight": "int4", "fc1.weight": "int4", "fc1.bias": "int8", "small.weight": "int8"}
     assert ((controller.plan.matrix_ranks, controller.plan.formats) == (({}, {}), (formats, formats))) == rounds
     if rounds:
@@ -249,7 +249,7 @@ def test_a_reduction_takes_no_more_than_three_quarters_of_the_hosts_time() -> No
         stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, cost)
         plan = plan_run(EDGCConfig.from_preset({"volume": 10.0}), RUN, [[stage]])
         assert plan.config.ranks.rmax == (8 if limited else 300)
-        budget = plan.controller(RUN.iterations, sizes({"int8": 1.0, "int2": 0.25})).budget
+        budget = plan.controller(sizes({"int8": 1.0, "int2": 0.25})).budget
         assert budget is not None
         at_rank_8 = 2 * 8 * 0.6 * (64 + 256)
         assert (budget.budget(25) == pytest.approx(at_rank_8)) == limited == (budget.reason == "link")
@@ -262,7 +262,7 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
     found = []
     for power in (0.0, 0.5):
         config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
-        budget = plan_run(config, run, [[stage]]).controller(run.iterations, sizes({"int4": 0.5}, run=run)).budget
+        budget = plan_run(config, run, [[stage]]).controller(sizes({"int4": 0.5}, run=run)).budget
         assert budget is not None
         found.append(budget.ledger.share[500] / budget.ledger.share[900])
     assert found[0] == pytest.approx(100 / 500)

@@ -11,16 +11,17 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
 from edgc.byte_counts import ByteCount
+from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.data_parallel import EDGCState
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
-from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
+from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.embedding import TiedEmbedding
@@ -35,7 +36,7 @@ class Reducer:
     """Notes the rank that it is given."""
 
     def __init__(self, config: EDGCConfig):
-        self.allocation = allocate([Parameter("word", (1000, 64), embedding=True)], config, 4)
+        self.router = Router(select([Parameter("word", (1000, 64), embedding=True)], config), config, CPU)
         self.rank: int | None = -1
 
     def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any, by_host: bool) -> None:

@@ -7,15 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from edgc.compress.probe import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.selection import Selection
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 from tools import count_step as count_step_command
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import device_seconds
 from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, rank_of_volume
+from tools.benchmarks.step_costs import ROUNDED, gradient_bytes
 from tools.benchmarks.step_counts import META, StepCounts, count_step, transient_bytes
 from tools.shared.gpus import GPU
 
@@ -72,7 +74,7 @@ def test_rounding_a_whole_stage_takes_more_messages_only_up_to_a_size() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_of_a_papers_stage_takes_at_most_half_of_the_gradients_in_memory(model: str) -> None:
     stage = Stage.of(model, None)
-    of_volume = rank_of_volume(stage, BALANCED_RANKS, 24.0)
+    of_volume = rank_of_volume(Selection(stage.matrices), BALANCED_RANKS, 24.0)
     for ranks in (None, [64], [of_volume], [of_volume, of_volume, of_volume, "int3"]):
         assert 0 < transient_bytes(stage, BALANCED_RANKS, ranks) <= gradient_bytes(stage) / 2, ranks
 

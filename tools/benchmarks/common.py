@@ -10,7 +10,7 @@ import torch.distributed as dist
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from edgc.presets import PRESETS
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
@@ -19,10 +19,10 @@ from tools.shared.checkout import commit
 BALANCED: dict[str, Any] = {name: value for name, value in PRESETS["balanced"].items() if name not in ("volume", "pp")}
 
 
-def make_reducer(allocation: Allocation, config: EDGCConfig, device: torch.device) -> GradientReducer:
+def make_reducer(selection: Selection, config: EDGCConfig, device: torch.device) -> GradientReducer:
     """A reducer over all processes, which starts to count its traffic."""
     assert dist.group.WORLD is not None
-    return GradientReducer(allocation, config, Communicator(dist.group.WORLD, Traffic()), device)
+    return GradientReducer(selection, config, Communicator(dist.group.WORLD, Traffic()), device)
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from edgc.comm.collectives import run_to_end
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from tools.benchmarks.common import BALANCED, make_reducer
 from tools.benchmarks.stage import Stage
 
@@ -62,7 +62,7 @@ def contender(name: str, stage: Stage, rank: int, device: torch.device) -> Step:
             return powerSGD_hook(state, bucket).wait()
 
         return hook
-    reducer = make_reducer(Allocation(stage.matrices, ()), EDGCConfig.of(**CONTENDERS[name]), device)
+    reducer = make_reducer(Selection(stage.matrices), EDGCConfig.of(**CONTENDERS[name]), device)
     reducer.set_rank(rank, {matrix.name: rank for matrix in stage.matrices})
     iteration = iter(range(1, 10**9))
     return lambda flat: run_to_end(reducer.reduce(stage.views(flat), next(iteration)))

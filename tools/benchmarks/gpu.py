@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.compress.batch import triton_kernels
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import Allocation
+from edgc.plan.selection import Selection
 from tools.benchmarks.common import make_reducer
 from tools.benchmarks.contenders import CONTENDERS, WARM_UP, Step, contender
 from tools.benchmarks.operations import TensorMemory, counted
@@ -121,7 +121,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
     distances = {}
     for name in ("fused", "plain"):
         some = tuple({(m.rows, m.cols): m for m in stage.matrices}.values())
-        reducer = make_reducer(Allocation(some, ()), EDGCConfig.of(**CONTENDERS[name]), device)
+        reducer = make_reducer(Selection(some), EDGCConfig.of(**CONTENDERS[name]), device)
         reducer.set_rank(rank, {matrix.name: rank for matrix in some})
         worst = {"result": 0.0, "result_and_error": 0.0}
         for matrix in some:
@@ -146,7 +146,7 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
 def sampling(stage: Stage, repetitions: int, device: torch.device) -> dict[str, float]:
     """Seconds of an iteration in which entropy is measured, and on average at the default rate."""
     config = EDGCConfig()
-    reducer = make_reducer(Allocation(stage.matrices, ()), config, device)
+    reducer = make_reducer(Selection(stage.matrices), config, device)
     flat = torch.randn(stage.elements, device=device)
     views, measured = stage.views(flat), next(i for i in range(1000) if reducer.observer.sampler.measures(i))
     with torch.no_grad():

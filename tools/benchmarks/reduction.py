@@ -18,7 +18,7 @@ from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.compress.probe import synchronise
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import allocate
+from edgc.plan.selection import select
 from edgc.specs import Parameter
 from tools.benchmarks.common import BALANCED, make_reducer
 from tools.shared.markdown import header, row
@@ -98,10 +98,10 @@ def process(number: int, options: argparse.Namespace, folder: str) -> None:
         rows, cols = (int(side) for side in text.split("x"))
         for rank, (kind, settings) in itertools.product(options.ranks, KINDS.items()):
             config = EDGCConfig.of(**settings, static_rank=rank, min_saving=1.0)
-            allocation = allocate([Parameter("matrix", (rows, cols))], config, rank)
-            if not allocation.matrices:
+            selection = select([Parameter("matrix", (rows, cols))], config)
+            if not selection.matrices:
                 continue
-            reducer = make_reducer(allocation, config, device)
+            reducer = make_reducer(selection, config, device)
             mine = measure(reducer, (rows, cols), rank, options.repetitions, device)
             everyone: list[Any] = [None] * options.processes
             dist.all_gather_object(everyone, mine)

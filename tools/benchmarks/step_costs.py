@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgc.comm.collectives import all_reduce_bytes
-from edgc.compress.engines.powersgd import PowerSGD
+from edgc.compress.probe import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.selection import Selection
 from edgc.presets import PRESETS
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
@@ -90,13 +91,8 @@ def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
 
 
 def balanced_rank(stage: Stage) -> int:
-    """The rank that the volume of `balanced` pays for, as ``rank_of_volume``."""
-    return rank_of_volume(stage, BALANCED_AT_RANK, PRESETS["balanced"]["volume"])
-
-
-def rank_of_volume(stage: Stage, config: EDGCConfig, volume: float) -> int:
-    """The rank that, given to every matrix, sends so many times fewer bytes than an all-reduce in fp32."""
-    return int(4 * stage.elements / volume / sum(PowerSGD.bytes_per_rank(one, config) for one in stage.matrices))
+    """The rank that the volume of `balanced` pays for."""
+    return rank_of_volume(Selection(stage.matrices), BALANCED_AT_RANK, PRESETS["balanced"]["volume"])
 
 
 def _count(

@@ -22,7 +22,7 @@ from edgc.compress.engines.base import LowRank
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.units import cut
-from edgc.plan.allocation import allocate
+from edgc.plan.selection import select
 from edgc.specs import Parameter
 from tools.benchmarks.operations import Passes, TensorMemory, is_view
 from tools.benchmarks.stage import Stage
@@ -185,8 +185,8 @@ def _reducers(
         for unit in units:
             # built on the CPU: a device without values has no random numbers
             numbers = [one for one in ranks or () if isinstance(one, int)]
-            allocation = allocate(unit, config, min(numbers, default=1))
-            reducer = GradientReducer(allocation, config, communicator, torch.device("cpu"))
+            selection = select(unit, config, min(numbers, default=1))
+            reducer = GradientReducer(selection, config, communicator, torch.device("cpu"))
             reducer.router.device = META
             if isinstance(reducer.router.engine, LowRank):
                 reducer.router.engine.device, reducer.router.engine._orthonormalise = META, lowrank.cholesky_basis

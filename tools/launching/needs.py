@@ -8,8 +8,8 @@ import os
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +192,8 @@ def _stage_needs(
 
     from edgc.comm.collectives import all_reduce_bytes
     from edgc.compress.probe import cost_in_bytes
-    from edgc.plan.allocation import allocate
+    from edgc.plan.run import Run
+    from edgc.plan.selection import select
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.stages import describe, gradient_bytes, is_tied
     from megatron.edgc.training import repeatable
@@ -213,14 +214,15 @@ def _stage_needs(
     # summed over all its copies by one low-rank reduction
     fused = tied if config.pipeline.fuse_embedding_sync else None
 
-    def cost(reduced: Sequence[Parameter], processes: int, scatters: bool) -> StageCost:
-        return cost_in_bytes(allocate(reduced, config, min(ranks)), config, processes, scatters, half=gradient == 2)
+    run = Run(iterations=1, replicas=copies, gradient_bytes=gradient, scatters=args.use_distributed_optimizer)
 
-    others = [parameter for parameter in parameters.values() if parameter is not fused]
-    compressed = [cost(others, copies, args.use_distributed_optimizer)]
+    def cost(reduced: Iterable[Parameter], processes: int, run: Run) -> StageCost:
+        return cost_in_bytes(select(reduced, config, min(ranks)), config, processes, run)
+
+    compressed = [cost((parameter for parameter in parameters.values() if parameter is not fused), copies, run)]
     if fused is not None:
-        compressed.append(cost([fused], COPIES * copies, False))
-    dense = cost(list(parameters.values()), copies, args.use_distributed_optimizer).host_seconds + tied_bytes
+        compressed.append(cost([fused], COPIES * copies, replace(run, scatters=False)))
+    dense = cost(parameters.values(), copies, run).host_seconds + tied_bytes
     summed_apart = 0.0 if fused is not None else tied_bytes
     return StageNeeds(
         layers=len(part.decoder.layers),
@@ -243,13 +245,13 @@ def _state(parameters: Sequence[Parameter], config: EDGCConfig, ranks: Sequence[
     """Memory of errors and factors; ``twice``: with the state before the step."""
     from edgc.comm.wire import wire
     from edgc.compress.engines.powersgd import STORED
-    from edgc.plan.allocation import allocate
+    from edgc.plan.selection import select
 
-    allocation = allocate(parameters, config, min(ranks))
-    fed_back = sum(matrix.rows * matrix.cols for matrix in allocation.matrices)
+    selection = select(parameters, config, min(ranks))
+    fed_back = selection.matrix_elements
     if not wire(config.formats.rest_wire).exact:
-        fed_back += allocation.other_elements
-    factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in allocation.matrices)
+        fed_back += selection.other_elements
+    factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in selection.matrices)
     error = wire(config.formats.error_dtype).tensor_bytes(fed_back)
     # a step replaces all errors and one factor of each matrix
     return error * (1 + twice) + factor * (config.basis_cycle + twice)

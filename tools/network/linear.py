@@ -18,7 +18,6 @@ import torch.distributed as dist
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.allocation import allocate
 from edgc.plan.comm_cost import CommCost
 from edgc.specs import Parameter
 from tools.network.links import Links
@@ -107,7 +106,7 @@ def main() -> None:
         config = EDGCConfig.from_preset(given)
         seconds = []
         for rank in RANKS:
-            reducer = GradientReducer(allocate(parameters, config, RANKS[0]), config, communicator, torch.device("cpu"))
+            reducer = GradientReducer.of(parameters, config, communicator, torch.device("cpu"))
             reducer.set_rank(rank)
             seconds.append(median([_seconds(reducer, parameters, 1 + turn) for turn in range(1 + REPETITIONS)][1:]))
         found[formats] = seconds

@@ -1,87 +1,16 @@
 import math
 
-import pytest
+from edgc.plan.selection import pays
+from edgc.plan.sharing import descent, fewest_bytes_ranks, uniform_ranks, water_filled_ranks
+from edgc.specs import MatrixSpec
 
-from edgc.compress.probe import cost_of_link
-from edgc.config import EDGCConfig
-from edgc.engines import ENGINES, has_rank
-from edgc.plan.allocation import (
-    allocate,
-    descent,
-    fewest_bytes_ranks,
-    largest_rank,
-    pays,
-    uniform_ranks,
-    water_filled_ranks,
-    width,
-)
-from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.settle import break_even
-from edgc.specs import MatrixSpec, Parameter
-
-PARAMETERS = [
-    Parameter("fc.weight", (256, 64)),
-    Parameter("conv.weight", (64, 8, 8)),
-    Parameter("fc.bias", (256,)),
-    Parameter("small.weight", (8, 8)),
-    Parameter("word.weight", (1000, 64), embedding=True),
-]
-
-
-def test_what_low_rank_takes_and_why_it_leaves_the_rest() -> None:
-    allocation = allocate(PARAMETERS, EDGCConfig(), min_rank=4)
-    assert allocation.matrices == (MatrixSpec("fc.weight", 256, 64), MatrixSpec("conv.weight", 64, 64))
-    assert {parameter.name: why for parameter, why in allocation.others} == {
-        "fc.bias": "one-dimensional",
-        "small.weight": "saves less than 2x at rank 4",
-        "word.weight": "embedding or output layer",
-    }
-    assert allocation.other_elements == 256 + 64 + 64000
-    with_embeddings = allocate(PARAMETERS, EDGCConfig.of(compress_embeddings=True), min_rank=4)
-    assert with_embeddings.matrices == (*allocation.matrices, MatrixSpec("word.weight", 1000, 64, embedding=True))
-
-
-@pytest.mark.parametrize("engine", sorted(name for name in ENGINES if not has_rank(name)))
-def test_engines_without_ranks_take_everything(engine: str) -> None:
-    allocation = allocate(PARAMETERS, EDGCConfig.of(engine=engine), min_rank=4)
-    assert [matrix.name for matrix in allocation.matrices] == [parameter.name for parameter in PARAMETERS]
-    assert MatrixSpec("fc.bias", 1, 256) in allocation.matrices and not allocation.others
-
-
-def test_a_matrix_pays_only_below_half_of_full_rank_and_above_the_saving() -> None:
-    assert pays(16, 64, 64, 2.0)
-    assert not pays(17, 64, 64, 2.0)  # 64*64 / (17*128) < 2
-    assert pays(32, 64, 4096, 1.0)
-    assert not pays(33, 64, 4096, 1.0)  # above half of 64, though it would save
+TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))
 
 
 def test_ranks_leave_out_matrices_that_do_not_pay() -> None:
-    matrices = allocate(PARAMETERS, EDGCConfig(), 4).matrices
+    matrices = [MatrixSpec("fc.weight", 256, 64), MatrixSpec("conv.weight", 64, 64)]
     assert uniform_ranks(matrices, 16, 2.0) == {"fc.weight": 16, "conv.weight": 16}
     assert uniform_ranks(matrices, 20, 2.0) == {"fc.weight": 20}
-    assert largest_rank(matrices, 2.0) == 24  # 256*64 / (24*320) = 2.13
-    assert largest_rank((), 2.0) == 0
-
-
-def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
-    parameters = [Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))]
-    config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
-    allocation = allocate(parameters, config, 4)
-    cost = cost_of_link(allocation, config, processes=4, gbps=0.008)  # 1 MB/s
-    assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
-    assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    assert break_even(cost, allocation.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
-    one_factor = config.but(engine="alternating", rest_wire="bf16", dense_wire="bf16")
-    cost = cost_of_link(allocation, one_factor, processes=4, gbps=0.008)
-    assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
-    assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
-    # what compression has to beat is the host's own all-reduce, in fp32
-    assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    assert cost_of_link(allocation, one_factor, 4, 0.008, half=True).host_seconds == cost.host_seconds / 2
-    assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), allocation.matrices, 1.0) == 20
-
-
-TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))
 
 
 def spent(ranks: dict[str, int]) -> int:
@@ -176,9 +105,3 @@ def test_the_fewest_bytes_of_all_plans_that_leave_out_no_more() -> None:
     assert fewest_bytes_ranks(small, {"small": [4.0, 2.0]}, 2, 1.5) == {"small": 2}, "no multiple of 4 pays"
     assert fewest_bytes_ranks(matrices, {}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
     assert fewest_bytes_ranks(matrices, {name: [0.0] * 8 for name in energies}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
-
-
-def test_the_width_is_the_smaller_side_of_most_entries() -> None:
-    many_small = [MatrixSpec(f"head{i}", 64, 512) for i in range(3)]
-    assert width([*many_small, MatrixSpec("fc", 2048, 512), MatrixSpec("qkv", 1536, 512)]) == 512
-    assert width([]) == 0
