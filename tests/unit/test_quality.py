@@ -144,6 +144,21 @@ def test_what_waits_is_sent_in_the_end_and_no_spike_takes_of_it(dtype: torch.dty
     assert (excess > 100) == (spike > 1)
 
 
+@pytest.mark.parametrize("pause", [(None,), (RANK, {}, {"bias": "int8"})], ids=["of all", "of one"])
+def test_a_gradient_that_was_sent_whole_for_a_while_is_no_spike_by_its_norm_of_before(pause: tuple[Any, ...]) -> None:
+    allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
+    reducer = GradientReducer(allocation, EDGCConfig(), communicator(), CPU)
+    compressed = RANK, {MATRIX.name: RANK}, {"bias": "int8"}
+    for iteration, (plan, size) in enumerate(((compressed, 1.0), (pause, 1.0), (pause, 1.0), (compressed, 1000.0))):
+        reducer.set_rank(*plan)
+        reducer.begin(iteration)
+        gradient = size * signal(0.5)
+        sums = {MATRIX.name: gradient.clone(), "bias": torch.ones(32)}
+        run_to_end(reducer.reduce(sums, iteration))
+    left = reducer.state.feedback.packed[MATRIX.name].values().view_as(gradient)
+    torch.testing.assert_close(sums[MATRIX.name] + left, gradient, rtol=1e-4, atol=1e-2)
+
+
 def test_the_strongest_columns_get_the_better_format() -> None:
     gradient = signal(1.0)
     assert captured(gradient, basis_wire="int6+int4") > 0.99 > captured(gradient, basis_wire="int4+int6")
