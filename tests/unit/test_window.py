@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from edgc.hosts.exchange import WindowExchange
+from edgc.hosts.exchange import RunBytes, WindowExchange
 from edgc.hosts.stage import Stage
-from edgc.observe.fidelity import Agreement, Fidelity
+from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, merge, merge_messages
 from edgc.plan.stages import StageKey, StageKind
@@ -92,3 +92,17 @@ def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
     after.restore_bytes(before.byte_counts())
     after.end_step()
     assert (after.dense_bytes, after.fp32_bytes) == (200.0, 300.0)
+
+
+def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes_in_their_order() -> None:
+    told: dict[str, Any] = {}
+    controller: Any = SimpleNamespace(observe=lambda seen, **others: told.update(seen=seen, **others), decide=told.get)
+    driver = SimpleNamespace(usual=(8,), active=(None,), seconds_by={False: [1.0], True: [2.0]})
+    under_test: Any = SimpleNamespace(driver=driver, message_controller=None, _gradient_message_ranks=dict)
+    units = (Products(4.0, 4.0, both) for both in (1.0, 2.0, 3.0))
+    window = replace(STAGE, fidelity={"w": Fidelity(*units, Agreement(4.0, 4.0, 3.5), entries=2.0)})
+    counts = RunBytes(*map(float, range(7)))
+    WindowExchange._decide(under_test, controller, 100, [window], [], counts, host_share=0.25)
+    assert told["seen"][0].noise == {"w": (pytest.approx((4 / 3) ** 2 - 1), 2.0)}, "of the descent"
+    assert (told["ranks"], told["sent"], told["host_share"]) == ((8,), (0.0, 1.0, 2.0), 0.25)
+    assert told["step_seconds"] is driver.seconds_by
