@@ -106,6 +106,18 @@ def test_a_warm_start_finds_nearly_all_that_the_rank_can_hold() -> None:
     assert captured(gradient, warm_start=False) < 0.8
 
 
+@pytest.mark.parametrize(("before", "after"), [(RANK, RANK - 4), (RANK - 4, RANK)])
+@pytest.mark.parametrize("engine", ["powersgd", "alternating"])
+def test_what_was_learned_outlives_a_change_of_the_rank(engine: str, before: int, after: int) -> None:
+    steps, gradient = Steps(before, engine=engine), signal(0.5)
+    for rank in [before] * 24 + [after]:
+        steps.reducer.set_rank(rank, {MATRIX.name: rank})
+        sent = steps.sum(gradient)
+        steps.reducer.state.feedback.clear(MATRIX.name)
+    best = torch.linalg.svdvals(gradient)[: min(before, after)].square().sum()
+    assert float(gradient.square().sum() - (gradient - sent).square().sum()) > 0.95 * best
+
+
 def test_factors_that_take_turns_leave_less_behind() -> None:
     assert late(basis_cycle=8) < 0.85 * late(basis_cycle=1)
 
