@@ -260,6 +260,22 @@ def test_a_step_of_zeros_keeps_the_learned_basis() -> None:
         assert after > 0.95 * before
 
 
+def settled(rank: int) -> float:
+    """The running norm after a checkpoint. The second process has had no gradient yet."""
+    under_test = reducer(Parameter("w", (SIDE, SIDE)), engine="int4")
+    under_test.set_rank(0)
+    run_to_end(under_test.reduce({"w": torch.full((SIDE, SIDE), 1.0 - rank)}, 0))
+    for _ in under_test.state.settle_errors(under_test.communicator, 1):
+        pass
+    norms = under_test.state.norms.values()
+    assert norms is not None
+    return float(norms)
+
+
+def test_after_a_checkpoint_all_have_the_mean_norm_of_those_that_saw_a_gradient() -> None:
+    assert run_on_ranks(settled, 2) == [SIDE, SIDE]
+
+
 def repeated(rank: int) -> tuple[list[int], list[int]]:
     """Entries measured: of steps that are repeated, and of one that is repeated after its window was taken."""
     under_test = reducer(Parameter("w", (SIDE, SIDE)), repeatable=True, iteration_sampling_rate=1.0)
