@@ -156,6 +156,15 @@ def test_what_waits_is_sent_in_the_end_and_no_spike_takes_of_it(dtype: torch.dty
     assert (excess > 100) == (spike > 1)
 
 
+def test_a_spike_after_a_resume_is_one_by_the_norm_of_before() -> None:
+    first, again, gradient = Steps(equalise=True), Steps(equalise=True), signal(0.5)
+    first.sum(gradient)
+    again.reducer.state.load_state_dict(first.reducer.state.state_dict())
+    again.iteration = first.iteration
+    assert torch.equal(first.sum(1000 * gradient), again.sum(1000 * gradient))
+    assert torch.equal(first.error(), again.error())
+
+
 @pytest.mark.parametrize("pause", [(None,), (RANK, {}, {"bias": "int8"})], ids=["of all", "of one"])
 def test_a_gradient_that_was_sent_whole_for_a_while_is_no_spike_by_its_norm_of_before(pause: tuple[Any, ...]) -> None:
     allocation = Allocation((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
