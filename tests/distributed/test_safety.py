@@ -259,6 +259,42 @@ def test_a_step_of_zeros_keeps_the_learned_basis() -> None:
         assert after > 0.95 * before
 
 
+def lost_of_16_bits(rank: int) -> list[float]:
+    """What is lost of gradients in bf16, of two processes together, rounded and in low rank."""
+    found = []
+    for engine, level in (("int4", 0), ("powersgd", RANK)):
+        under_test = reducer(Parameter("w", (SIDE, SIDE)), engine=engine)
+        under_test.set_rank(level)
+        gradient = noisy(0, rank).bfloat16()
+        owed = gradient.double()
+        run_to_end(under_test.reduce({"w": gradient}, 0))
+        owed -= under_test.state.feedback.packed["w"].values().double().view(SIDE, SIDE)
+        dist.all_reduce(owed)
+        found.append(float((owed - gradient.double()).abs().max() / owed.abs().max()))
+    return found
+
+
+def test_what_16_bits_cut_off_a_sum_is_fed_back_once_and_not_by_each_process() -> None:
+    for found in run_on_ranks(lost_of_16_bits, 2):
+        assert max(found) < 1e-5
+
+
+def settled(rank: int) -> float:
+    """The running norm after a checkpoint. The second process has had no gradient yet."""
+    under_test = reducer(Parameter("w", (SIDE, SIDE)), engine="int4")
+    under_test.set_rank(0)
+    run_to_end(under_test.reduce({"w": torch.full((SIDE, SIDE), 1.0 - rank)}, 0))
+    for _ in under_test.state.settle_errors(under_test.communicator, 1):
+        pass
+    norms = under_test.state.norms.values()
+    assert norms is not None
+    return float(norms)
+
+
+def test_after_a_checkpoint_all_have_the_mean_norm_of_those_that_saw_a_gradient() -> None:
+    assert run_on_ranks(settled, 2) == [SIDE, SIDE]
+
+
 def repeated(rank: int) -> tuple[list[int], list[int]]:
     """Entries measured: of steps that are repeated, and of one that is repeated after its window was taken."""
     under_test = reducer(Parameter("w", (SIDE, SIDE)), repeatable=True, iteration_sampling_rate=1.0)

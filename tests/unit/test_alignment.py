@@ -167,6 +167,14 @@ def test_costs_are_scaled_by_what_the_reductions_of_that_kind_took(
     assert times.costs == [cost.scaled(3.0)]
 
 
+def test_the_slowest_stage_sets_the_time_of_a_backward_pass() -> None:
+    times = StageTimes([None] * 3)
+    times.observe([StageObservation(micro_backward_seconds=seconds) for seconds in (0.1, 0.3, math.nan)])
+    assert times.micro_backward_seconds == 0.3
+    times.observe([StageObservation()] * 3)
+    assert times.micro_backward_seconds == 0.3, "nothing was measured"
+
+
 @pytest.mark.parametrize(("before", "now", "kept"), [(False, False, 2.0), (True, False, 1.0), (False, True, 1.0)])
 def test_costs_of_a_checkpoint_are_for_a_link_that_was_timed_then_and_now(before: bool, now: bool, kept: float) -> None:
     def cost(seconds: float) -> StageCost:

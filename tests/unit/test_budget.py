@@ -18,6 +18,7 @@ from edgc.plan.candidates import ROW_SHARES, Candidate, LowRank, PartialSend, Ro
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend
+from edgc.plan.ledger import Ledger
 from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -198,6 +199,12 @@ def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
     assert loud > 2 * quiet
 
 
+def test_a_parameter_that_was_not_measured_weighs_as_before_whatever_the_unit_of_gradients() -> None:
+    planner = planned(16.0, 1000, 0, [[candidate(name) for name in ("loud", "quiet", "unknown")]], 4.0)
+    planner.observe(shown([{"loud": (0.5, 3e-12), "quiet": (0.5, 1e-12)}]))
+    assert [one.energy for one in planner.candidates[0]] == pytest.approx([1.5, 0.5, 1.0])
+
+
 def test_a_vector_has_no_rank_and_travels_in_eight_bits_whatever_the_budget() -> None:
     for share in (0.1, 0.6, 1.1):
         assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [Rounded("int8")]
@@ -374,6 +381,47 @@ def test_a_bound_on_the_rank_may_change() -> None:
     assert planner.budget(0) == free
 
 
+def test_a_bound_on_the_rank_leaves_what_has_none_its_eight_bits() -> None:
+    stages = [[candidate("w"), candidate("bias", 1, 512, low_rank=False)]]
+    planner = planned(8.0, 1000, 0, stages, 4.0, rmax=8)
+    assert planner.most == pytest.approx(stages[0][0].size(AT_8, BYTES) + 512 * BYTES["int8"])
+
+
+def test_a_step_with_relief_keeps_no_bytes_for_later_ones() -> None:
+    planner = planned(24.0, 1000, 0, [[candidate("w")]], 4.0, least_fidelity=0.1)
+    assert planner.little(0) > 0
+    planner.observe(shown([seen({"w": 50.0})]))
+    planner.decide(20)
+    assert planner.relief == 2 and planner.little(20) == 0
+
+
+def test_rounding_because_that_is_faster_ends_relief() -> None:
+    planner = planned(24.0, 1000, 0, [[candidate("w")]], 4.0, least_fidelity=0.1)
+    for iteration, rounds, relief in ((20, False, 2), (40, True, 1)):
+        planner.rounds = rounds
+        planner.observe(shown([seen({"w": 50.0})]))
+        planner.decide(iteration)
+        assert planner.relief == relief
+
+
+def test_relief_takes_its_share_of_compressed_steps_alone_and_all_of_them_once_the_budget_is_spent() -> None:
+    ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=0.0)
+    ledger.grant(0, 2.0)
+    assert ledger.relief_share == 0.5
+    ledger.observe(shown([], 60.0, 100.0, 100.0, host_share=0.5), idle=False)  # the host's half took 50
+    assert ledger.counts.sent_by_relief == 5.0
+    ledger.observe(shown([], 1060.0, 1100.0, 1100.0), idle=False)
+    ledger.grant(11, 2.0)
+    assert ledger.step(11, 2.0).by_budget < 0 and ledger.relief_share == 1.0
+
+
+def test_what_later_steps_take_at_least_is_kept_for_them_with_their_overhead() -> None:
+    ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=2.0, worth=[100.0] + [1.0] * 19)
+    assert ledger.step(0, 1.0).by_budget == pytest.approx(20 * 10 - 19 * 2)
+    ledger.overhead = 2.0
+    assert ledger.step(0, 1.0).by_budget == pytest.approx(20 * 10 - 19 * 4)
+
+
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     settings = {"learning_rate_power": 0.7, "least_fidelity": 0.1}
@@ -478,12 +526,41 @@ def test_noise_that_grows_makes_the_other_way_no_better() -> None:
     )
 
 
+def test_noise_of_low_rank_that_grows_makes_rows_no_better() -> None:
+    word = first = candidate("word", 4096, 128, by_rows=1.3).fitted(AT_16, 0.2)
+    for noise in (0.4, 0.8, 1.6, 3.2):
+        word = word.fitted(AT_16, noise)
+    assert word.noise(AT_16) > 4 * first.noise(AT_16)
+    rows, before = (one.noise(by_share(0.1)) - one.rounding.noise("int4") for one in (word, first))
+    assert rows / before == pytest.approx(word.noise(AT_16) / first.noise(AT_16))
+
+
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
     stage = [candidate(str(place), 128, 256) for place in range(4)]
     alone = planned(6.0, 100, 0, [stage], 4.0)
     beside = planned(6.0, 100, 0, [stage, [candidate("other", 96, 96)]], 4.0, excluded=(1,))
     assert beside._size(beside.choices) < 0.8 * alone._size(alone.choices)
     assert list(beside.choices) == [0]
+
+
+def test_what_stages_that_are_never_compressed_send_is_no_overhead() -> None:
+    stages = [[candidate("w", 128, 256)], [candidate("other", 96, 96)]]
+    planner = planned(6.0, 100, 0, stages, 4.0, (1,))
+    sent = 0.0
+    for end in (10, 20):
+        sent += 10 * (planner._size(planner.choices) + 4 * 96 * 96)
+        dense = end * planner.ledger.fp32_bytes
+        planner.observe(shown([{}, {}], sent, dense, dense))
+        planner.decide(end)
+    assert planner.ledger.overhead == pytest.approx(1.0)
+
+
+def test_parameters_keep_their_method_only_where_it_fits_the_budget() -> None:
+    stages = [[candidate(str(place), 128, 256, steepness=0.5, rounding=1.0) for place in range(4)]]
+    planner = planned(20.0, 1000, 0, stages, 4.0)
+    planner.choices = {0: [Rounded("int2")] * 4}  # as of an earlier window, when steps had more bytes
+    planner.decide(10)
+    assert planner._size(planner.choices) <= planner.budget(10)
 
 
 def test_a_plan_changes_for_a_gain_alone() -> None:

@@ -15,6 +15,7 @@ from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
+from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
@@ -258,6 +259,14 @@ def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage()
     for before, after in zip(history, history[1:], strict=False):
         assert all(b is not None and a is not None and abs(a - b) <= 8 for a, b in zip(after, before, strict=True))
         assert after[0] is not None and all(rank is not None and rank >= after[0] for rank in after)
+
+
+def test_the_slowest_stages_reductions_say_whether_a_trial_is_due() -> None:
+    for slowest, due in ((0.3, False), (0.8, True)):
+        c = Controller(BASE, 10_000, [MATRICES] * 3, [COST] * 3, trials=Trials(10_000, 1.0, overlapped=False))
+        seen = [StageObservation(reduce_seconds=seconds) for seconds in (0.1, slowest, math.nan)]
+        c.observe(WindowObservation(seen, step_seconds={False: [2.0] * 9, True: []}))
+        assert c.trials is not None and c.trials.due == due
 
 
 def test_alignment_needs_a_measured_backward() -> None:

@@ -101,3 +101,14 @@ def test_rounding_at_random_differs_from_step_to_step_and_has_no_bias() -> None:
     assert not torch.equal(kept[0], kept[1])
     # bf16 has steps of 1/128 here: each mean is of 400 draws of 1 or 1.0078, and 1.002 within 4 standard errors
     assert torch.allclose(torch.stack(kept).mean(dim=0), torch.full((16,), 1.002), atol=7e-4, rtol=0)
+
+
+def test_an_error_is_rounded_alike_whatever_is_stored_beside_it() -> None:
+    rule = ErrorRule(wire("bf16", stochastic=True))
+    sizes = {"a": 256, "b": 512, "c": 256}
+    together = feedback_of(rule)
+    together.store({name: torch.full((size,), 1.001) for name, size in sizes.items()}, YES, 5)
+    for name, size in sizes.items():
+        alone = feedback_of(rule)
+        alone.store({name: torch.full((size,), 1.001)}, YES, 5)
+        assert torch.equal(alone.packed[name].values(), together.packed[name].values()), name

@@ -9,7 +9,7 @@ import torch
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
 from megatron.edgc.checkpoint_index import RESOLVED
-from megatron.edgc.message_costs import message_form
+from megatron.edgc.message_costs import message_form, message_shape
 from megatron.edgc.message_plan import MessagePlan, message_config, plan_messages, uncompressed
 
 # messages of 256 x 64 values
@@ -36,6 +36,12 @@ def test_messages_have_the_type_that_megatron_sends_them_in(residual_in_fp32: bo
     args: Any = SimpleNamespace(**{**vars(ARGS), **changed})
     form = message_form(EDGCConfig.of(pp="backward:int4"), args, None)
     assert form.dense_bytes == 256 * 64 * value_bytes
+
+
+def test_a_message_has_the_tokens_of_its_own_process() -> None:
+    for parallel, rows in (({}, 256), ({"context_parallel_size": 2}, 128), ({"sequence_parallel": True}, 64)):
+        args: Any = SimpleNamespace(**{**vars(ARGS), "tensor_model_parallel_size": 4, **parallel})
+        assert message_shape(args) == (rows, 64)
 
 
 def rounded(*seconds: float) -> list[CommCost]:

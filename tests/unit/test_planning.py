@@ -348,6 +348,14 @@ def test_a_recommendation_gives_the_bytes_of_its_row() -> None:
         assert way(bf16, by_name[name]) == f"`--edgc-engine {name} {flags}`", "no tenth of the run in fp32"
 
 
+def test_updated_weights_are_gathered_once_in_16_bits(training: Training) -> None:
+    scatters = replace(training, scatters=True)
+    step = predict(scatters, CONTENDERS[0], {}, scatters.apart(10.0)).step
+    sent = 2 * training.stage_elements * 7 / 8  # bytes of a process, among 8 replicas
+    gathers = [span.seconds for span in step.spans if span.kind == "gather"]
+    assert gathers == pytest.approx([sent * 8 / 10e9] * 4, rel=1e-3)
+
+
 def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
     found = costs(training)
     balanced = next(one for one in CONTENDERS if one.name == "balanced")

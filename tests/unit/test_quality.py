@@ -19,7 +19,7 @@ from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.run import Run
-from edgc.plan.selection import Selection
+from edgc.plan.selection import Left, Selection
 from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec, Parameter
 
@@ -109,6 +109,18 @@ def test_a_warm_start_finds_nearly_all_that_the_rank_can_hold() -> None:
     assert captured(gradient, warm_start=False) < 0.8
 
 
+@pytest.mark.parametrize(("before", "after"), [(RANK, RANK - 4), (RANK - 4, RANK)])
+@pytest.mark.parametrize("engine", ["powersgd", "alternating"])
+def test_what_was_learned_outlives_a_change_of_the_rank(engine: str, before: int, after: int) -> None:
+    steps, gradient = Steps(before, engine=engine), signal(0.5)
+    for rank in [before] * 24 + [after]:
+        steps.reducer.set_rank(rank, {MATRIX.name: rank})
+        sent = steps.sum(gradient)
+        steps.reducer.state.feedback.clear(MATRIX.name)
+    best = torch.linalg.svdvals(gradient)[: min(before, after)].square().sum()
+    assert float(gradient.square().sum() - (gradient - sent).square().sum()) > 0.95 * best
+
+
 def test_factors_that_take_turns_leave_less_behind() -> None:
     assert late(basis_cycle=8) < 0.85 * late(basis_cycle=1)
 
@@ -145,6 +157,30 @@ def test_what_waits_is_sent_in_the_end_and_no_spike_takes_of_it(dtype: torch.dty
     excess = max(1.0, float((left * fresh).sum() / fresh.square().sum()))
     torch.testing.assert_close(fresh, left / excess, rtol=1e-3, atol=2e-3)
     assert (excess > 100) == (spike > 1)
+
+
+def test_a_spike_after_a_resume_is_one_by_the_norm_of_before() -> None:
+    first, again, gradient = Steps(equalise=True), Steps(equalise=True), signal(0.5)
+    first.sum(gradient)
+    again.reducer.state.load_state_dict(first.reducer.state.state_dict())
+    again.iteration = first.iteration
+    assert torch.equal(first.sum(1000 * gradient), again.sum(1000 * gradient))
+    assert torch.equal(first.error(), again.error())
+
+
+@pytest.mark.parametrize("pause", [(None,), (RANK, {}, {"bias": "int8"})], ids=["of all", "of one"])
+def test_a_gradient_that_was_sent_whole_for_a_while_is_no_spike_by_its_norm_of_before(pause: tuple[Any, ...]) -> None:
+    selection = Selection((MATRIX,), (Left(Parameter("bias", (32,)), "one-dimensional"),))
+    reducer = GradientReducer(selection, EDGCConfig(), communicator(), CPU)
+    compressed = RANK, {MATRIX.name: RANK}, {"bias": "int8"}
+    for iteration, (plan, size) in enumerate(((compressed, 1.0), (pause, 1.0), (pause, 1.0), (compressed, 1000.0))):
+        reducer.set_rank(*plan)
+        reducer.begin(iteration)
+        gradient = size * signal(0.5)
+        sums = {MATRIX.name: gradient.clone(), "bias": torch.ones(32)}
+        run_to_end(reducer.reduce(sums, iteration))
+    left = reducer.state.feedback.packed[MATRIX.name].values().view_as(gradient)
+    torch.testing.assert_close(sums[MATRIX.name] + left, gradient, rtol=1e-4, atol=1e-2)
 
 
 def test_the_strongest_columns_get_the_better_format() -> None:
@@ -275,7 +311,7 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
         return 1 + 0.01 * max(reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    selection = Selection((MATRIX,), ((Parameter("bias", (32,)), "one-dimensional"),))
+    selection = Selection((MATRIX,), (Left(Parameter("bias", (32,)), "one-dimensional"),))
     given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
     config = EDGCConfig.from_preset(given)
     run = replace(RUN, scatters=scatters)

@@ -226,6 +226,15 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
         assert controller.plan.ranks == (NO_RANK, NO_RANK) and controller.plan.reasons[0] == "rounding is faster"
 
 
+def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
+    """Of gradients in 16 bits every process needs whole sums, so that rounding sends as much as without."""
+    for size, host, rounded in ((4, 1 / 2, 1 / 16), (2, 1 / 4, 1 / 8)):
+        run = replace(RUN, scatters=True, gradient_bytes=size)
+        times = plan_run(EDGCConfig.from_preset({"volume": 20.0}), run, processes(ROUNDED, ROUNDED)).link_times
+        assert times is not None
+        assert [way.bytes_sent for way in (times.host, times.rounded, times.low_rank)] == [host, rounded, 1 / 20]
+
+
 def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:
     known = processes(ROUNDED, replace(ROUNDED, rounded_seconds=10.0))
     for share, rounds in ((1.0, False), (0.5, True)):
@@ -267,6 +276,16 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
         found.append(budget.ledger.share[500] / budget.ledger.share[900])
     assert found[0] == pytest.approx(100 / 500)
     assert 1.25 * found[0] < found[1] < 2 * found[0]
+
+
+def test_steps_of_a_tiny_learning_rate_are_not_guarded_where_it_sets_the_budget_of_a_step() -> None:
+    run = Run(iterations=1000, replicas=4, learning_rate=lambda iteration: 1e-3 * (1 - iteration / 1000))
+    for power, last in ((0.0, 999), (0.5, 799)):
+        config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
+        plan = plan_run(config, run, processes(CHEAP, CHEAP))
+        budget = plan.controller(sizes({"int8": 1.0, "int4": 0.5}, run=run)).budget
+        assert budget is not None
+        assert [iteration for iteration, one in enumerate(budget.guard.watched) if one] == list(range(last + 1))
 
 
 def test_rows_are_a_choice_of_embeddings_alone() -> None:

@@ -53,6 +53,11 @@ def test_directions_of_smaller_matrices_cost_less() -> None:
     assert 16 * (1280 + 512) - 4 * 512 < 1280 * ranks["large"] + 512 * ranks["small"] <= 16 * (1280 + 512)
 
 
+def test_dear_bytes_buy_less_rank() -> None:
+    energies = {"a": [1 / (1 + i) for i in range(64)], "b": [1 / (1 + i) for i in range(64)]}
+    assert water_filled_ranks(TWINS, energies, 16, 2.0, {"b": 2.0}) == {"a": 24, "b": 12}
+
+
 def test_best_of_all_plans_of_equal_bytes() -> None:
     """Against every plan of two matrices, in steps of 4."""
     energies = {"a": [1 / (1 + i) for i in range(64)], "b": [1 / (1 + i) ** 0.3 for i in range(64)]}

@@ -202,6 +202,13 @@ def test_trials_cost_half_a_percent_of_a_run() -> None:
     assert 2 * TRIAL_STEPS <= under_test.host_steps <= 0.005 * 2000
 
 
+def test_a_trial_that_took_less_time_pays_for_no_other() -> None:
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    assert under_test.by_host and under_test.spent == 0.0
+
+
 def test_where_the_host_sums_trials_cost_time_alone() -> None:
     under_test = trials(iterations=2000)
     for iteration in (100, 200):

@@ -11,7 +11,7 @@ import torch
 from edgc.byte_counts import ByteCount
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.stage import Stage
-from edgc.observe.fidelity import Agreement, Fidelity
+from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow
 from edgc.plan.stages import StageKey, StageKind
@@ -91,3 +91,18 @@ def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
     after.restore_bytes(before.byte_counts())
     after.end_step()
     assert after.byte_counts().gradients == ByteCount(0.0, 200.0, 300.0)
+
+
+def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -> None:
+    told: list[Any] = []
+    controller: Any = SimpleNamespace(observe=told.append, decide=lambda iteration: None)
+    driver = SimpleNamespace(usual=(8,), active=(None,), seconds_by={False: [1.0], True: [2.0]})
+    under_test: Any = SimpleNamespace(driver=driver, message_controller=None, _gradient_message_ranks=dict)
+    units = (Products(4.0, 4.0, both) for both in (1.0, 2.0, 3.0))
+    window = replace(STAGE, fidelity={"w": Fidelity(*units, Agreement(4.0, 4.0, 3.5), entries=2.0)})
+    count = ByteCount(1.0, 2.0, 3.0)
+    WindowExchange._decide(under_test, controller, 100, [window], [], count, host_share=0.25)
+    (seen,) = told
+    assert seen.stages[0].noise == {"w": (pytest.approx((4 / 3) ** 2 - 1), 2.0)}, "of the descent"
+    assert (seen.ranks, seen.bytes, seen.host_share) == ((8,), count, 0.25)
+    assert seen.step_seconds is driver.seconds_by
