@@ -21,6 +21,10 @@ MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
 OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
+OF_LOW_RANK = {"allocation", "wire", "basis_wire", "basis_cycle", "rest_wire", *BY_ENTROPY}  # or without a rank
+# Steps in few bits before the equaliser's scales are relied on: a single sum in 4 bits has zeros in many rows of an
+# embedding, which it would take for their scales.
+LEAST_WARMUP = 2
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 
 
@@ -274,9 +278,9 @@ class Ranks:
         for given, others in void.items():
             for one in (knob for knob in fields(self) if knob.name in others and getattr(self, given) is not None):
                 value = getattr(self, one.name)
-                _require(value == one.default, one.name, value, f"does nothing beside {given}")
+                _require(value == one.default, one.name, value, f"does nothing beside {flag(given)}")
         if self.volume is not None:
-            _require(1 < self.volume < math.inf, "volume", self.volume, "must be a number above 1")
+            _require(1 < self.volume < math.inf, "volume", self.volume, "must be a finite number above 1")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             _require(1e-6 <= value <= 1, name, value, "a sampling rate must lie between 1e-6 and 1")
@@ -284,16 +288,12 @@ class Ranks:
         _require(self.window >= 2, "window", self.window, "must be at least 2 iterations")
         _require(self.rank_step >= 1, "rank_step", self.rank_step, "must be at least 1")
         if self.link_gbps is not None:
-            _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be positive")
+            _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be a finite number above 0")
 
     @property
     def settled(self) -> dict[str, int | None]:
         """``rmin``, ``rmax`` and ``static_rank`` as far as they are ranks."""
         return {"rmin": self.rmin, "rmax": self.largest, "static_rank": self.fixed}
-
-    def warmup(self, iterations: int) -> int:
-        """Iterations of the warm-up of a run of so many."""
-        return math.ceil(self.warmup_fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
 
     @property
     def fixed(self) -> int | None:
@@ -589,6 +589,13 @@ class EDGCConfig:
         """The same with these settings, whatever their group."""
         return EDGCConfig.of(**{**self.flat(), **settings})
 
+    def warmup(self, iterations: int) -> int:
+        """Iterations of the warm-up of a run of so many."""
+        steps = math.ceil(self.ranks.warmup_fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
+        if not self.equalise or self.formats.dense_wire == "fp32" or not steps:
+            return steps
+        return max(steps, min(LEAST_WARMUP, iterations // 15))
+
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
         if not isinstance(iterations, Integral) or iterations < 1:
@@ -651,7 +658,7 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
     """Raises ``ConfigError`` for a given setting that the others leave without effect. ``volume``: of the preset."""
     if not has_rank(engine := given.get("engine", EDGCConfig.engine)):
         rule = f"does nothing beside the engine {engine}, which has no rank"
-        for knob in (one for one in fields(Ranks) if one.name in {"allocation", *BY_ENTROPY} & given.keys()):
+        for knob in (one for one in knobs() if one.name in OF_LOW_RANK & given.keys()):
             _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
     if (volume := given.get("volume", volume)) is not None:
         instead = "in its place" if "volume" in given else "as well"

@@ -99,7 +99,7 @@ class EDGCState:
         self.steps = 0  # averaged so far
         self.report: WindowReport | None = None  # of the last window
         self.reporter: Reporter | None = None  # from the first step on
-        self._started = self._ended = False
+        self._started = self._ended = self._warned_of_nan = False
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
         self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
@@ -278,6 +278,13 @@ class EDGCState:
                 unit.reducer.state.load_state_dict(before)
                 unit.reducer.observer.roll_back(self.steps)
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
+            if self.scaler is None and not self._warned_of_nan:
+                self._warned_of_nan = True
+                warn(
+                    f"step {self.steps + 1}: gradients are not finite. EDGC makes them NaN on every process. An "
+                    "optimizer that takes this step has NaN in its weights from now on",
+                    self.group,
+                )
         self._before, self._handles = [], []  # else the memory of it would stay
         self.stage.units.begin()
         self.stage.end_step()

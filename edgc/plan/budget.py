@@ -61,7 +61,7 @@ class BudgetPlanner:
         ranks, study, power = config.ranks, config.study, config.study.learning_rate_power
         assert ranks.volume is not None
         self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
-        self.first = ranks.warmup(iterations)  # the iteration at which compression begins
+        self.first = config.warmup(iterations)  # the iteration at which compression begins
         self.places = [place for place in range(len(stages)) if place not in excluded]
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value

@@ -58,7 +58,7 @@ class EntropyRanks:
         """
         entropy, before, places = self.history[-1], plan.ranks, range(len(self.models))
         proposed = tuple(self._proposed(place, entropy[place], before[place], energies[place]) for place in places)
-        may_begin = iteration >= self.config.ranks.warmup(self.iterations)
+        may_begin = iteration >= self.config.warmup(self.iterations)
         begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
         for place in places:
             if begins[place]:

@@ -59,7 +59,7 @@ class Ledger:
         worth: Sequence[float] | None = None,
         window: int = 1,
     ):
-        self.volume, self.iterations = volume, iterations
+        self.volume, self.iterations, self.window = volume, iterations, window
         self.fp32_bytes, self.uncompressed, self.least = fp32_bytes, uncompressed, least
         each = np.ones(iterations) if worth is None else np.asarray(worth)
         # of a step in the window from an iteration on, its share of what it and all later ones are worth
@@ -114,7 +114,7 @@ class Ledger:
         # what later steps need at least is not for the steps of this window
         remaining = max(self.iterations - iteration, 1)
         least = (self.overhead or 1.0) * self.least
-        spare = (unspent - least * remaining) / min(remaining, self.iterations / WINDOWS)
+        spare = (unspent - least * remaining) / min(remaining, max(self.iterations / WINDOWS, self.window))
         return min(by_worth, least + spare) if spare > 0 else by_worth
 
     def _unspent(self, iteration: int) -> float:

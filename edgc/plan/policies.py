@@ -86,7 +86,7 @@ class ConstantRank(Policy):
 
     def first(self) -> RankPlan:
         reasons = tuple("static" for _ in range(self.stages))
-        return RankPlan(0, self.config.ranks.warmup(self.iterations), self._everywhere(self._rank(0)), reasons=reasons)
+        return RankPlan(0, self.config.warmup(self.iterations), self._everywhere(self._rank(0)), reasons=reasons)
 
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
         return self.sharing.adopted(iteration, plan, self._everywhere(self._rank(iteration)))

@@ -64,12 +64,15 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
     """Raises ``ConfigError`` where the warm-up alone sends more than the volume."""
-    volume, fraction, form = config.ranks.volume, config.ranks.warmup_fraction, config.formats.dense_wire
+    if run.alone:  # as the run itself will have it
+        config = config.but(dense_wire="fp32")
+    volume, form = config.ranks.volume, config.formats.dense_wire
+    fraction = config.warmup(run.iterations) / run.iterations
     assert volume is not None
     exact = form == "fp32"  # then the host sums, or what sends as much
     value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(form) / 8
     if fraction * value_bytes / 4 >= 1 / volume:
-        fewer = "" if bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
+        fewer = "" if run.alone or bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
         raise ConfigError(
             f"{flag('volume')} = {volume:g}: the warm-up of {100 * fraction:g} % of the run in {form} alone sends more "
             f"than that allows; give a smaller {flag('warmup_fraction')}{fewer}"
@@ -172,7 +175,7 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
 
 def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
     """Warnings of a run in which what is measured cannot set a plan."""
-    window, warmup = config.ranks.window, config.ranks.warmup(run.iterations)
+    window, warmup = config.ranks.window, config.warmup(run.iterations)
     if config.dynamic and compresses and max(2 * window, warmup) >= run.iterations:
         return [
             f"the run of {run.iterations} iterations ends before compression can begin: whether entropy is stable is "

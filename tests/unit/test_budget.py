@@ -422,6 +422,15 @@ def test_what_later_steps_take_at_least_is_kept_for_them_with_their_overhead() -
     assert ledger.step(0, 1.0).by_budget == pytest.approx(20 * 10 - 19 * 4)
 
 
+def test_what_is_spare_is_spread_over_a_window_that_is_longer_than_a_twentieth_of_the_run() -> None:
+    """A window has a measured step, so that in a short run it may be a quarter of it."""
+    worth = [100.0] + [1.0] * 39
+    short, long = (Ledger(10.0, 40, 100.0, 100.0, least=8.0, worth=worth, window=window) for window in (2, 10))
+    spare = 40 * (10 - 8)
+    assert short.step(0, 1.0).by_budget == 8 + spare / 2
+    assert long.step(0, 1.0).by_budget == 8 + spare / 10
+
+
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     settings = {"learning_rate_power": 0.7, "least_fidelity": 0.1}

@@ -18,7 +18,7 @@ from edgc.presets import PRESETS
         ({"rmin": 0}, r"--edgc-rmin = 0: a rank must be at least 1"),
         ({"rmax": -4}, r"--edgc-rmax = -4"),
         ({"static_rank": 0}, r"--edgc-static-rank = 0"),
-        ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside static_rank"),
+        ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside --edgc-static-rank"),
         ({"iteration_sampling_rate": 0.0}, r"--edgc-iteration-sampling-rate = 0.0: .* between 1e-6 and 1"),
         ({"gradient_sampling_rate": 1.5}, r"--edgc-gradient-sampling-rate = 1.5"),
         ({"gradient_sampling_rate": float("nan")}, r"--edgc-gradient-sampling-rate = nan"),
@@ -31,13 +31,13 @@ from edgc.presets import PRESETS
         ({"error_dtype": "fp4"}, r"--edgc-error-dtype = fp4"),
         ({"static_rank": 8.5}, r"--edgc-static-rank = 8.5: a rank must be a whole number"),
         ({"static_rank": float("nan")}, r"--edgc-static-rank = nan: must be a rank, or a share"),
-        ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside static_rank"),
-        ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside volume"),
-        ({"volume": 8, "align": False}, r"--edgc-no-align: does nothing beside volume"),
+        ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside --edgc-static-rank"),
+        ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside --edgc-volume"),
+        ({"volume": 8, "align": False}, r"--edgc-no-align: does nothing beside --edgc-volume"),
         ({"volume": 8, "least_fidelity": 0.34}, r"least_fidelity = 0.34: must lie in \[0, 1/3\)"),
-        ({"volume": math.inf}, r"--edgc-volume = inf: must be a number above 1"),
+        ({"volume": math.inf}, r"--edgc-volume = inf: must be a finite number above 1"),
         ({"engine": "topk:"}, r"--edgc-engine = topk:: nothing follows the colon"),
-        ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside static_rank"),
+        ({"static_rank": 0.25, "rmin": 4}, r"--edgc-rmin = 4: does nothing beside --edgc-static-rank"),
         ({"basis_wire": "int6+int4+int2"}, r"--edgc-basis-wire = int6\+int4\+int2: must be one of fp32, "),
         ({"basis_wire": "int6+"}, r"--edgc-basis-wire = int6\+: must be one of"),
         (
@@ -102,6 +102,13 @@ def test_a_setting_that_does_nothing_beside_a_volume_is_named_whatever_the_volum
             EDGCConfig.from_preset({"volume": volume, "allocation": "uniform"})
 
 
+@pytest.mark.parametrize("void", [{"wire": "int4"}, {"basis_wire": "int4"}, {"basis_cycle": 4}, {"rest_wire": "int4"}])
+def test_formats_of_factors_are_refused_beside_an_engine_without_any(void: dict[str, Any]) -> None:
+    for preset in ("paper", "balanced"):
+        with pytest.raises(ConfigError, match=f"{flag(*void)} = .*: does nothing beside the engine int4, which has no"):
+            EDGCConfig.from_preset({"preset": preset, "engine": "int4", **void})
+
+
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="--edgc-window = 1000: is longer than the run of 500 iterations"):
         EDGCConfig().check_run(500)
@@ -115,8 +122,13 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 
 
 def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
-    assert EDGCConfig.of(warmup_fraction=0.07).ranks.warmup(100) == 7
-    assert EDGCConfig.of(warmup_fraction=0.025).ranks.warmup(500) == 13
+    assert EDGCConfig.of(warmup_fraction=0.07).warmup(100) == 7
+    assert EDGCConfig.of(warmup_fraction=0.025).warmup(500) == 13
+    balanced = EDGCConfig.from_preset({})
+    assert [balanced.warmup(iterations) for iterations in (10, 40, 60, 100, 500)] == [1, 2, 2, 3, 13]
+    for other in (balanced.but(dense_wire="fp32"), balanced.but(equalise=False)):
+        assert other.warmup(40) == 1, "nothing is taken for a scale that rounding has made zero"
+    assert balanced.but(warmup_fraction=0.0).warmup(60) == 0
 
 
 def test_what_is_refused_beside_a_volume_says_what_to_give() -> None:
@@ -231,7 +243,7 @@ def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str
 
 
 def test_alignment_is_not_for_a_volume_and_does_not_take_its_place() -> None:
-    with pytest.raises(ConfigError, match="--edgc-no-align: does nothing beside volume"):
+    with pytest.raises(ConfigError, match="--edgc-no-align: does nothing beside --edgc-volume"):
         EDGCConfig.from_preset({"align": False})
     assert EDGCConfig.from_preset({"align": True}) == EDGCConfig.from_preset({})
     assert EDGCConfig.from_preset({"align": False, "rmin": 8}).ranks.volume is None

@@ -121,6 +121,14 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     assert controller.excluded == {1} and controller.matrices[1] == ()
 
 
+def test_without_copies_the_warm_up_is_in_fp32_and_counts_as_such() -> None:
+    alone = replace(RUN, replicas=1)
+    config = EDGCConfig.from_preset({"volume": 48.0})
+    plan_run(config, RUN, processes(CHEAP, CHEAP))
+    with pytest.raises(ConfigError, match=r"the warm-up of 2.5 % of the run in fp32 alone sends more"):
+        plan_run(config, alone, processes(None, None))
+
+
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
     alone = Run(iterations=1000, replicas=1, pipeline_stages=2)
     plan = plan_run(EDGCConfig.of(window=100, dense_wire="int8"), alone, processes(None, None))
@@ -328,10 +336,10 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"volume": 1.0}, "volume = 1.0: must be a number above 1"),
-        ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside volume"),
-        ({"volume": 20.0, "rmin": 8}, "rmin = 8: does nothing beside volume"),
-        ({"volume": 20.0, "rank_model": "measured"}, "does nothing beside volume"),
+        ({"volume": 1.0}, "volume = 1.0: must be a finite number above 1"),
+        ({"volume": 20.0, "static_rank": 8}, "--edgc-static-rank = 8: does nothing beside --edgc-volume"),
+        ({"volume": 20.0, "rmin": 8}, "rmin = 8: does nothing beside --edgc-volume"),
+        ({"volume": 20.0, "rank_model": "measured"}, "does nothing beside --edgc-volume"),
         ({"volume": 20.0, "engine": "int4"}, "the engine int4 has no rank"),
         ({"volume": 20.0, "fidelity_share": 0.0}, "needs a fidelity_share above 0"),
         ({"volume": 20.0, "pp": "backward:powersgd"}, "messages have no rank of their own"),
