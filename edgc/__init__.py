@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgc.config import ConfigError, EDGCConfig
     from edgc.errors import StepError
-    from edgc.hosts.data_parallel import EDGCState
     from edgc.hosts.ddp import attach, ddp_hook
+    from edgc.hosts.module import EDGCState
     from edgc.observe.events import read_events
     from edgc.presets import PRESETS
 
@@ -52,7 +52,7 @@ _PLACES = {
     "PRESETS": "edgc.presets",
     "ConfigError": "edgc.config",
     "EDGCConfig": "edgc.config",
-    "EDGCState": "edgc.hosts.data_parallel",
+    "EDGCState": "edgc.hosts.module",
     "StepError": "edgc.errors",
     "attach": "edgc.hosts.ddp",
     "ddp_hook": "edgc.hosts.ddp",

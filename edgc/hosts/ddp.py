@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edgc.comm.objects import GradBucket
 from edgc.config import ConfigError, EDGCConfig
-from edgc.hosts.data_parallel import EDGCState
+from edgc.hosts.module import EDGCState
 
 
 def attach(

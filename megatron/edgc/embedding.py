@@ -26,7 +26,7 @@ from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
 from edgc.observe.timing import Spans
-from megatron.edgc.data_parallel import count_host_sum, process_group
+from megatron.edgc.bucket_groups import count_host_sum, process_group
 from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages

@@ -13,7 +13,7 @@ from torch import nn
 from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc.arguments import config_from_args
 from megatron.edgc.checkpoint_hooks import shield_writer
-from megatron.edgc.training import Session
+from megatron.edgc.session import Session
 
 
 def attach(chunks: list[nn.Module], config: EDGCConfig | None = None) -> Session:

@@ -24,7 +24,7 @@ from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
-from megatron.edgc.data_parallel import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
+from megatron.edgc.bucket_groups import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
 
 Names = dict[torch.nn.Parameter, str]

@@ -26,7 +26,7 @@ def main() -> int:
 
     cpu.redirect()  # before Megatron is imported; when a script calls it again, nothing happens
     import megatron.edgc.recipes.pretrain
-    import megatron.edgc.training  # noqa: F401
+    import megatron.edgc.session  # noqa: F401
 
     gc.freeze()  # else the first collection of each fork would copy all that was imported
     for line in sys.stdin:

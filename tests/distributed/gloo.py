@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 # The processes of all tests are forked from one that has imported torch, which takes longer than most of the tests.
 START_METHOD = "forkserver"
-get_context(START_METHOD).set_forkserver_preload(["torch", "edgc.hosts.data_parallel"])
+get_context(START_METHOD).set_forkserver_preload(["torch", "edgc.hosts.module"])
 
 
 def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from megatron.edgc.recipes import cpu
 
 cpu.redirect()
 
-from megatron.edgc import training  # noqa: E402
+from megatron.edgc import session  # noqa: E402
 from megatron.edgc.recipes.pretrain import pretrain_gpt  # noqa: E402
 
 place = sys.argv.index("--probed")
@@ -21,7 +21,7 @@ rounded, low_rank = map(float, sys.argv[place + 1 : place + 3])
 del sys.argv[place : place + 3]
 cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, rounded_seconds=rounded, volume_rank=8)
 trials.LARGEST_SHARE_OF_RUN = 0.0
-training.reduction_cost = lambda *_: cost  # type: ignore[assignment]
+session.reduction_cost = lambda *_: cost  # type: ignore[assignment]
 
 if __name__ == "__main__":
     pretrain_gpt(True)

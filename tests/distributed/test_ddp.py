@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import edgc
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
-from edgc.hosts import data_parallel, steps
+from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
 from edgc.observe.timing import Spans
@@ -548,7 +548,7 @@ def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
     """The engine and the ranks of a run that goes on where compressing takes longer than the sum itself."""
     before = Training(rank, PAPER, 20)
     before.train(12)
-    data_parallel.reduction_cost = lambda *_: StageCost(CommCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
+    module.reduction_cost = lambda *_: StageCost(CommCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
     after = Training(rank, PAPER.but(rmin=None, rmax=None), 20)
     assert before.state is not None and after.state is not None
     assert before.state.driver.plan.ranks != (None,)
@@ -715,7 +715,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "reduce", slow)
-        patch.setattr(data_parallel, "reduction_cost", lambda *_: cost)
+        patch.setattr(module, "reduction_cost", lambda *_: cost)
         patch.setattr(trials, "LARGEST_SHARE_OF_RUN", 0.1)  # half a percent of so short a run is no step at all
         training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
         most, by_host = 0.0, 0
@@ -778,7 +778,7 @@ def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "reduce", timed)
-        patch.setattr(data_parallel, "reduction_cost", lambda *_: ROUNDING_PAYS)
+        patch.setattr(module, "reduction_cost", lambda *_: ROUNDING_PAYS)
         patch.setattr(Spans, "take_seconds", lambda self: list(reduction))
         patch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         training, alone = Training(rank, TRIED.but(log_dir=folder, volume=16.0), iterations=STEPS_OF_RUN), net()
@@ -809,7 +809,7 @@ ROUNDING_IS_FASTER = StageCost(CommCost(0.1, 0.1), 1.0, 1.0, rounded_seconds=0.1
 def rounds(rank: int, folder: str) -> dict[str, Any]:
     """A run that rounds by its probe, one that goes on from it on another link, and one with a rank asked for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "reduction_cost", lambda *_: ROUNDING_IS_FASTER)
+        patch.setattr(module, "reduction_cost", lambda *_: ROUNDING_IS_FASTER)
         before, alone = Training(rank, TRIED.but(log_dir=folder), iterations=40), net()
         most = 0.0
         for _ in range(12):
@@ -821,7 +821,7 @@ def rounds(rank: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, config, cost in (("same", TRIED, NONE_PAYS), ("asked", TRIED.but(rmax=8), ROUNDING_IS_FASTER)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(data_parallel, "reduction_cost", lambda *_, cost=cost: cost)
+            patch.setattr(module, "reduction_cost", lambda *_, cost=cost: cost)
             after = Training(rank, config, iterations=40)
             assert after.state is not None
             after.state.load_state_dict(state)

@@ -44,9 +44,9 @@ def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace
     cpu.redirect()
     from megatron.core import parallel_state
 
-    from megatron.edgc.data_parallel import Step
+    from megatron.edgc.bucket_groups import Step
+    from megatron.edgc.p2p_communicator import EDGCP2PCommunicator
     from megatron.edgc.pipeline_messages import PipelineMessages
-    from megatron.edgc.pipeline_parallel import EDGCP2PCommunicator
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -113,11 +113,11 @@ class OneForAll:
 
 def both_ways_in_a_batch(rank: int) -> torch.Tensor:
     ends = communicator([None])
-    from megatron.edgc import pipeline_parallel
+    from megatron.edgc import p2p_communicator
 
-    exchange = pipeline_parallel._batched_p2p_ops
+    exchange = p2p_communicator._batched_p2p_ops
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_parallel, "_batched_p2p_ops", lambda **kwargs: [OneForAll(exchange(**kwargs))])
+        patch.setattr(p2p_communicator, "_batched_p2p_ops", lambda **kwargs: [OneForAll(exchange(**kwargs))])
         if rank:
             return ends.link.send_backward_recv_forward(gradient(0), SHAPE, False).detach()
         return ends.link.send_forward_recv_backward(gradient(1), SHAPE, False).detach()

@@ -174,7 +174,7 @@ def test_one_data_parallel_rank_is_refused_without_messages_to_compress(argument
 
 
 def test_messages_that_cannot_be_compressed_are_no_reason_to_take_one_data_parallel_rank(arguments: Namespace) -> None:
-    from megatron.edgc.training import Session
+    from megatron.edgc.session import Session
 
     sizes = {"data_parallel_size": 1, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     sizes |= {"variable_seq_lengths": False}

@@ -14,7 +14,7 @@ from edgc.byte_counts import ByteCount
 from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
-from edgc.hosts.data_parallel import EDGCState
+from edgc.hosts.module import EDGCState
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.timing import Spans
 from edgc.plan.comm_cost import CommCost, StageCost
@@ -26,8 +26,8 @@ from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec, Parameter
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.seam import Seam
+from megatron.edgc.session import Session
 from megatron.edgc.stages import EmbeddingStage, MegatronStage, describe, is_tied
-from megatron.edgc.training import Session
 
 CPU = torch.device("cpu")
 

@@ -109,8 +109,8 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     from megatron.edgc.arguments import config_from_args
     from megatron.edgc.message_costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
+    from megatron.edgc.session import Session
     from megatron.edgc.stages import gradient_bytes
-    from megatron.edgc.training import Session
 
     if cluster.compute_capability is not None:
         major, minor = divmod(round(cluster.compute_capability * 10), 10)
@@ -195,8 +195,8 @@ def _stage_needs(
     from edgc.plan.run import Run
     from edgc.plan.selection import select
     from megatron.edgc.embedding import COPIES
+    from megatron.edgc.session import repeatable
     from megatron.edgc.stages import describe, gradient_bytes, is_tied
-    from megatron.edgc.training import repeatable
 
     parameters = {
         parameter: describe("", name, parameter, is_tied(part)) for name, parameter in part.named_parameters()

@@ -16,7 +16,7 @@ from megatron.edgc.arguments import add_arguments
 from megatron.edgc.entry import compressing
 from megatron.edgc.recipes import cpu, gpt
 from megatron.edgc.recipes.datasets import check_datasets
-from megatron.edgc.training import Session
+from megatron.edgc.session import Session
 
 Hook = Callable[[list[Module]], list[Module]]
 

@@ -36,7 +36,7 @@ from edgc.plan.controller import Controller
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.settle import plan_run, slowest
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
-from megatron.edgc import pipeline_parallel
+from megatron.edgc import p2p_communicator
 from megatron.edgc.checkpoint_hooks import CheckpointHooks
 from megatron.edgc.checkpoint_index import RunState
 from megatron.edgc.checkpoint_saving import CheckpointSaver
@@ -141,7 +141,7 @@ class Session:
                 lambda: self.driver.message_ranks,
                 self.run.repeatable,
             )
-            pipeline_parallel.install(self.messages, self.seam)
+            p2p_communicator.install(self.messages, self.seam)
             if planned.settings is not None and dist.get_rank() == 0:
                 specs, boundaries = self.messages.specs(), self.messages.boundaries
                 excluded = [place for place, one in enumerate(boundaries) if one.sender in planned.uncompressed]

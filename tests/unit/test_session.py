@@ -12,7 +12,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
-from megatron.edgc import training
+from megatron.edgc import session
 
 # neither a rank nor rounding is worth its time: the host's sum takes 20 ms, rounding 16 ms
 DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volume_rank=40)
@@ -28,18 +28,18 @@ def test_a_run_that_gives_the_tied_embedding_back_still_follows_its_link(monkeyp
         )
         return [one] if tied is None else [one, embedding]
 
-    monkeypatch.setattr(training, "stages_of", stages)
-    monkeypatch.setattr(training, "TiedEmbedding", lambda chunks: object())
-    monkeypatch.setattr(training, "Communicator", lambda *arguments: None)
-    monkeypatch.setattr(training, "reduction_cost", lambda *arguments: DEAR)
-    monkeypatch.setattr(training, "all_gather_objects", lambda own: [own])
-    monkeypatch.setattr(training.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    session = training.Session.__new__(training.Session)
-    session.args, session.chunks = Namespace(), []
-    session.requested = EDGCConfig.from_preset({"volume": 20.0})
-    session.config = session.requested.but(fuse_embedding_sync=True)
-    session.run = Run(iterations=1000, replicas=4, pipeline_stages=2)
-    plan = session._plan(torch.device("cpu"))
-    assert session.tied is None and plan.keys == [StageKey(StageKind.LAYERS, 0)]
+    monkeypatch.setattr(session, "stages_of", stages)
+    monkeypatch.setattr(session, "TiedEmbedding", lambda chunks: object())
+    monkeypatch.setattr(session, "Communicator", lambda *arguments: None)
+    monkeypatch.setattr(session, "reduction_cost", lambda *arguments: DEAR)
+    monkeypatch.setattr(session, "all_gather_objects", lambda own: [own])
+    monkeypatch.setattr(session.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    own = session.Session.__new__(session.Session)
+    own.args, own.chunks = Namespace(), []
+    own.requested = EDGCConfig.from_preset({"volume": 20.0})
+    own.config = own.requested.but(fuse_embedding_sync=True)
+    own.run = Run(iterations=1000, replicas=4, pipeline_stages=2)
+    plan = own._plan(torch.device("cpu"))
+    assert own.tied is None and plan.keys == [StageKey(StageKind.LAYERS, 0)]
     assert not plan.compresses and plan.tries, "steps try it once the link becomes slower"
     assert plan.link_times is not None, "and then compression may be rounding"
