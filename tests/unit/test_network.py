@@ -210,7 +210,9 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
     points += [at("balanced", None, 0.02), at("balanced", 20.0, 0.08), at("int8", 100.0, 0.1)]
     points += [at("powersgd", 400.0, 0.3), at("powersgd", 100.0, 0.5)]
     other_day = replace(at("dense", 135.0, 1.9), commit="def5678")
-    found = keeps_speed([*points, other_day])
+    other_day_of_int4 = [replace(at("int4", rate, 0.1), commit="def5678") for rate in (20.0, 135.0)]
+    found = keeps_speed([*points, other_day, *other_day_of_int4])
+    assert found["int4"] == [(20.0, True)] * 4, "its own sweep"
     half, most, nine, nearly = found["dense"]  # of steps of 2 s
     assert half == (100.0, True), "no rate was timed at which reductions take half of a step"
     # 0.2 of 2 s at a seventh of the way from 1/800 to 1/100

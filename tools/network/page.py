@@ -66,7 +66,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
             "",
             "The reference is a step of the same run without its reductions. Reductions include the time to compress.",
             "The table shows the slowest link on which a contender still reaches a share of that speed. All runs are",
-            "plain ones of one sweep. Between two rates that were timed, the share is taken to be linear in 1/rate.",
+            "plain ones, those of a contender of one sweep. Between two rates that were timed, the share is taken to",
+            "be linear in 1/rate.",
             *("", *speeds, ""),
         ]
     if curves:

@@ -107,15 +107,15 @@ def keeps_speed(points: Sequence[Point]) -> dict[str, list[tuple[float, bool]]]:
     """By contender, for each of ``KEPT``: the lowest rate at which a step's reductions leave that share of it to the
     rest, and whether no lower rate was timed. An infinite rate: at none that was timed.
 
-    Of the plain runs of one sweep. A share is of one run, so that the speed of the machine in that hour matters little.
-    Between two rates it is taken to be linear in 1 / rate.
+    Of plain runs, those of a contender of one sweep. A share is of one run, so that the speed of the machine in that
+    hour matters little. Between two rates it is taken to be linear in 1 / rate.
     """
-    own = [point for point in sweep(points, "plain") if not point.old]
+    today = [point for point in points if not point.old]
     found: dict[str, list[tuple[float, bool]]] = {}
     for contender in CONTENDERS:
         kept = sorted(
             (1 / by_rate(point.mbit), 1 - point.communication_seconds / point.step_seconds)
-            for point in of_contender(own, contender)
+            for point in sweep(of_contender(today, contender), "plain")
         )
         if len(kept) > 1:
             found[contender] = [_crossing(kept, share) for share in KEPT]
