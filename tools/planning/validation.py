@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ class Checked:
 
     mbit: float
     mode: str
+    commit: str
     contender: str
     measured: float
     predicted: float
@@ -36,15 +38,13 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     From those, and from steps without a limit, come what a step computes without a network, what each contender
     computes to compress, and how many bytes interfaces count for one of ours.
     """
-    # later repetitions and other code may be of other days, on which the machine computed at another speed
+    # later repetitions may be of other days, on which the machine computed at another speed
     points = [p for p in points if p.get("repetition", 0) == 0 and p.get("links", "even") == "even"]
-    rates: dict[Any, set[Any]] = {}
-    for point in sorted(points, key=lambda one: one.get("started", 0), reverse=True):
-        rates.setdefault(point.get("commit"), set()).add(point["mbit"])
-    points = [point for point in points if point.get("commit") == max(rates, key=lambda code: len(rates[code]))]
+    in_time = sorted(points, key=lambda one: one.get("started", 0), reverse=True)
     found = []
-    for mode, overlapped in MODES.items():
-        of_mode = {(point["contender"], point["mbit"]): point for point in points if point["mode"] == mode}
+    for (mode, overlapped), commit in product(MODES.items(), dict.fromkeys(point["commit"] for point in in_time)):
+        sweep = [point for point in points if (point["mode"], point["commit"]) == (mode, commit)]
+        of_mode = {(point["contender"], point["mbit"]): point for point in sweep}
         free, dense = of_mode.get(("dense", None)), of_mode.get(("dense", FITTED_AT))
         if dense is None:
             continue
@@ -62,7 +62,7 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
                 compressing, idle = 0.0, 1.0
             link = Link(mbit / 1e3, headers=headers * idle)
             predicted = _step(computing, compressing, point["counted_bytes"], link, overlapped)
-            found.append(Checked(mbit, mode, contender, point["step_seconds"], predicted))
+            found.append(Checked(mbit, mode, commit, contender, point["step_seconds"], predicted))
     return found
 
 
@@ -97,19 +97,20 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         f"a limit, and what compressing computes from the runs at {FITTED_AT:g} Mbit/s.",
         "Where a contender also compresses without a limit, the time on the link is fitted to that run and the one at",
         f"{FITTED_AT:g} Mbit/s. The points in the table were not used for fitting.",
-        "All are first repetitions of the code that was timed at most rates, the newest of several. The simulation is",
-        "told how many bytes a point has sent, and whether it compressed.",
+        "All are first repetitions, and the runs of each commit are fitted by themselves. The simulation is told how",
+        "many bytes a point has sent, and whether it compressed.",
         "",
         f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** The targets were 10 % and 20 %.",
         "",
         f"![Predicted against measured]({name}.png)",
         "",
-        *header(["mode", "link", "contender", "measured, s", "predicted, s", "error"]),
+        *header(["mode", "link", "commit", "contender", "measured, s", "predicted, s", "error"]),
         *(
             row(
                 [
                     one.mode,
                     f"{one.mbit:g} Mbit/s",
+                    one.commit,
                     one.contender,
                     f"{one.measured:.2f}",
                     f"{one.predicted:.2f}",
