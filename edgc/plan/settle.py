@@ -64,10 +64,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
     """Raises ``ConfigError`` where the warm-up alone sends more than the volume."""
-    if run.alone:  # as the run itself will have it
-        config = config.but(dense_wire="fp32")
-    volume, form = config.ranks.volume, config.formats.dense_wire
-    fraction = config.warmup(run.iterations) / run.iterations
+    volume, fraction = config.ranks.volume, config.ranks.warmup_fraction
+    form = "fp32" if run.alone else config.formats.dense_wire  # as the run will have it
     assert volume is not None
     exact = form == "fp32"  # then the host sums, or what sends as much
     value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(form) / 8
