@@ -38,10 +38,10 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
     return everyone
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """The same on process 0 alone; an empty list on the others."""
-    everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(value, everyone or None)
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """The same on process 0 of the group alone; an empty list on the others."""
+    everyone: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    dist.gather_object(value, everyone or None, group=group, group_dst=0)
     return everyone
 
 

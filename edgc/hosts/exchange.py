@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from edgc.byte_counts import ByteCount, RunBytes
-from edgc.comm.objects import ProcessGroup, all_gather_objects, broadcast_object
+from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
 from edgc.observe.timing import Spans
@@ -77,7 +77,7 @@ class WindowExchange:
         if self.messages is not None:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()
-        everywhere = all_gather_objects((windows, counts, sent), self.group)
+        everywhere = gather_objects((windows, counts, sent), self.group)
         report = None
         if self.controller is not None:
             stages = _merged(windows for windows, _, _ in everywhere)

@@ -2,7 +2,7 @@
 
 import pickle
 
-from edgc.comm.objects import broadcast_object
+from edgc.comm.objects import broadcast_object, gather_objects
 from tests.distributed.gloo import run_on_ranks
 
 
@@ -15,3 +15,8 @@ def test_what_was_broadcast_is_serialised_alike_by_all_processes() -> None:
     """Context-parallel processes write one file at the same time: pickles of different lengths would break it."""
     source, other = run_on_ranks(_serialised, 2)
     assert source == other
+
+
+def test_what_is_gathered_is_on_process_0_alone() -> None:
+    """What a window has shown of each parameter grows with the run: only process 0 decides by it."""
+    assert run_on_ranks(gather_objects, 2) == [[0, 1], []]
