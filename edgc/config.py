@@ -254,8 +254,8 @@ class Ranks:
     )
     link_gbps: float | None = _knob(
         None,
-        "plan for a link of this bandwidth per process instead of timing this machine's link; to compress then counts as "
-        "taking no time, so that EDGC always compresses",
+        "plan for a link of this bandwidth per process instead of timing this machine's link; to compress then "
+        "counts as taking no time, so that EDGC always compresses",
         "Gbit/s",
         "EDGC's own: to plan for a cluster from another machine",
     )
