@@ -326,7 +326,14 @@ fi""",
     own = {"PYTHON": str(tmp_path / "bin" / "own-python"), "MODEL": "tiny", "RUN": str(tmp_path / "run")}
     command = ["bash", REPOSITORY / "scripts" / "pretrain_gpt2_12b_edgc.sh", "--mock-data"]
     script = subprocess.Popen(
-        command, env={**known, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env={**known, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # as from a terminal: what a shell has put in the background ignores Ctrl-C, and so would the script
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid = tmp_path / "training"
     while script.poll() is None and not (pid.is_file() and pid.read_text()):
