@@ -42,7 +42,8 @@ def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGro
     if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
         message = (
             f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
-            "windows, few iterations were measured, or too little of the gradient arrived for a while"
+            "windows, few iterations were measured, too little of the gradient arrived for a while, or padding and "
+            "samples are a large part of what so small a model sends"
         )
         warn(message, group)
 

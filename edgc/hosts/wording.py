@@ -158,7 +158,8 @@ def relief_text(before: float, now: float, least_fidelity: float) -> str:
     if now > before:
         least = f"less than {100 * least_fidelity:g} % of the energy that the optimizer got lay along the true gradient"
         return f"{least}: steps now get {now:g} times their budget"
-    return f"enough of the gradient arrives: steps get {now:g} times their budget"
+    how = f"{now:g} times their budget" if now > 1 else "their budget again"
+    return f"enough of the gradient arrives: steps get {how}"
 
 
 def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:

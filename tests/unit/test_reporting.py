@@ -202,7 +202,7 @@ def test_too_little_of_the_gradient_warns_once_for_each_change(
     ]
     assert [line for line in seen.out.splitlines() if "enough" in line] == [
         "edgc | iteration 500/1000: enough of the gradient arrives: steps get 2 times their budget",
-        "edgc | iteration 600/1000: enough of the gradient arrives: steps get 1 times their budget",
+        "edgc | iteration 600/1000: enough of the gradient arrives: steps get their budget again",
     ]
     guards = [event for event in read_events(tmp_path) if event["event"] == "guard"]
     assert [(event["iteration"], event["relief"]) for event in guards] == [(200, 2), (400, 4), (500, 2), (600, 1)]
