@@ -22,8 +22,8 @@ POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
 OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
 OF_LOW_RANK = {"allocation", "wire", "basis_wire", "basis_cycle", "rest_wire", *BY_ENTROPY}  # or without a rank
-# Steps in few bits before the equaliser's scales are relied on: a single sum in 4 bits has zeros in many rows of an
-# embedding, which it would take for their scales.
+# Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
+# step to step in some runs (docs/algorithm.md, 5).
 LEAST_WARMUP = 2
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "rest_wire"}
 

@@ -13,6 +13,8 @@ from edgc.plan.selection import pays
 from edgc.plan.spectrum import dropped, extended
 from edgc.specs import MatrixSpec
 
+ERROR_STEPS = 4096  # into which ``fewest_bytes_ranks`` divides the tolerated error
+
 
 def uniform_ranks(matrices: Sequence[MatrixSpec], rank: int, min_saving: float) -> dict[str, int]:
     """Every matrix at the stage's rank; matrices for which that rank does not pay are left out."""
@@ -99,9 +101,6 @@ def descent(matrix: MatrixSpec, energy: float) -> float:
     squares.
     """
     return math.sqrt(matrix.rows * matrix.cols * energy)
-
-
-ERROR_STEPS = 4096  # into which ``fewest_bytes_ranks`` divides the tolerated error
 
 
 def fewest_bytes_ranks(
