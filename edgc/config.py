@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from enum import Enum, auto
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
@@ -18,7 +19,7 @@ RANK_MODELS = ("gaussian", "measured", "residual")
 MESSAGES = ("off", "auto", "auto-epilogue", "backward", "both", "epilogue")
 MESSAGE_ENGINES = ("powersgd", "int8", "int4", "int2")
 
-POLICIES = {"static_rank", "volume"}  # of ranks that entropy does not set
+NOT_BY_ENTROPY = {"static_rank", "volume"}  # either of them sets ranks in the place of entropy
 OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
 OF_LOW_RANK = {"allocation", "wire", "basis_wire", "basis_cycle", "rest_wire", *BY_ENTROPY}  # or without a rank
@@ -33,6 +34,27 @@ KINDS = {int: "a whole number", float: "a number", str: "text", bool: "on or off
 
 class ConfigError(ValueError):
     """A setting that breaks a rule; the message names the setting, its value and the rule."""
+
+
+class RankPolicy(Enum):
+    """What sets the ranks of a run. ``edgc.plan.policies`` has a class for each."""
+
+    NONE = auto()  # the engine ``dense`` compresses nothing
+    CONSTANT = auto()  # ``static_rank``; also an engine without a rank, which compresses or does not
+    ENTROPY = auto()  # the paper's algorithm
+    VOLUME = auto()  # a budget of bytes
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "RankPolicy":
+        """That of these settings by name, whose values may still break a rule. One that is missing has its default."""
+        engine = settings.get("engine", EDGCConfig.engine)
+        if engine == "dense":
+            return cls.NONE
+        if not has_rank(engine):
+            return cls.CONSTANT
+        if settings.get("volume") is not None:
+            return cls.VOLUME
+        return cls.ENTROPY if settings.get("static_rank") is None else cls.CONSTANT
 
 
 def _knob(default: Any, help: str, unit: str, source: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -470,6 +492,8 @@ class EDGCConfig:
 
     On the command line each setting, whatever its group, is ``--edgc-`` plus its name with dashes; a switch that is on
     by default is switched off by ``--edgc-no-`` plus its name. ``of`` takes the settings without their groups.
+
+    ``rank_policy`` says what sets the ranks by these settings.
     """
 
     preset: str | None = _knob(
@@ -601,7 +625,7 @@ class EDGCConfig:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
         if not isinstance(iterations, Integral) or iterations < 1:
             raise ConfigError(f"iterations = {iterations}: must be a whole number of at least 1")
-        if self.dynamic and self.ranks.static_rank is None:
+        if self.rank_policy is RankPolicy.ENTROPY:
             rule = f"is longer than the run of {iterations} iterations"
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
             rate = self.ranks.iteration_sampling_rate
@@ -612,17 +636,18 @@ class EDGCConfig:
     def fidelity_share(self) -> float:
         """How much is sent to measure fidelity: see ``Study``."""
         given = self.study.fidelity_share
-        return given if given is not None else 0.0 if self.ranks.volume is None else 0.0005
+        return given if given is not None else 0.0005 if self.rank_policy is RankPolicy.VOLUME else 0.0
+
+    @property
+    def rank_policy(self) -> RankPolicy:
+        """What sets the ranks."""
+        ranks = self.ranks
+        return RankPolicy.of({"engine": self.engine, "static_rank": ranks.static_rank, "volume": ranks.volume})
 
     @property
     def asks_link(self) -> bool:
         """Whether ranks are not given, so that what the link allows bounds them."""
         return self.low_rank and self.ranks.fixed is None
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether ranks are set by entropy or, once, by what the link and the model allow."""
-        return self.asks_link and self.ranks.volume is None
 
     @property
     def low_rank(self) -> bool:
@@ -644,9 +669,10 @@ def _beside(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     engine, void = given.get("engine", EDGCConfig.engine), set[str]()
     # who gives a setting of ranks that entropy sets wants it to set them
     by_entropy = BY_ENTROPY - {"align"} - ({"rmax"} if "volume" in preset else set())
-    if not has_rank(engine) or given.keys() & (POLICIES | by_entropy):
-        void |= POLICIES if "volume" in given else POLICIES | OF_A_VOLUME
-    if not ranks_by_entropy(given) and Messages.of(preset.get("pp", "off")).follows:
+    if not has_rank(engine) or given.keys() & (NOT_BY_ENTROPY | by_entropy):
+        void |= NOT_BY_ENTROPY if "volume" in given else NOT_BY_ENTROPY | OF_A_VOLUME
+    # messages cannot follow ranks that entropy does not set
+    if RankPolicy.of(given) is not RankPolicy.ENTROPY and Messages.of(preset.get("pp", "off")).follows:
         void.add("pp")
     if engine == "dense":
         void |= {"dense_wire", "rest_wire"}
@@ -670,13 +696,6 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
     else:
         for one in sorted(OF_A_VOLUME & given.keys()):
             _require(not given[one], one, given[one], f"does nothing without {flag('volume')}")
-
-
-def ranks_by_entropy(given: Mapping[str, Any]) -> bool:
-    """Whether entropy can set ranks beside the given settings. Elsewhere a preset's messages that follow its ranks are
-    void.
-    """
-    return has_rank(given.get("engine", EDGCConfig.engine)) and all(given.get(name) is None for name in POLICIES)
 
 
 def knobs() -> tuple[Field[Any], ...]:

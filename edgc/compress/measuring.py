@@ -12,6 +12,7 @@ from edgc.compress.routes import ReductionContext, Route
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.spikes import Spikes
 from edgc.compress.state import CompressionState
+from edgc.config import RankPolicy
 from edgc.observe.observer import GradientObserver
 
 
@@ -36,7 +37,8 @@ class Measuring:
         self.context = context
         due = observer.measures(context.iteration)
         self.of_compression = due and router.compressed
-        self._of_rows = due and router.config.ranks.volume is not None and not router.compressed and not router.by_host
+        by_volume = router.config.rank_policy is RankPolicy.VOLUME
+        self._of_rows = due and by_volume and not router.compressed and not router.by_host
         self._gradients: Mapping[str, Tensor] = {}
         self._route_of: dict[str, Route] = {}
         self._fed_back: dict[str, Tensor] = {}  # what may leave errors

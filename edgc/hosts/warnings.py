@@ -6,7 +6,7 @@ import torch
 
 from edgc.comm.objects import ProcessGroup, process
 from edgc.compress.batch import triton_kernels
-from edgc.config import EDGCConfig, flag
+from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller
 
@@ -21,7 +21,7 @@ def warn(message: str, group: ProcessGroup | None = None) -> None:
 
 def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
     """``what`` has saved a controller that cannot go on, because only one of both runs has a volume."""
-    written = "without" if config.ranks.volume is not None else "with"
+    written = "without" if config.rank_policy is RankPolicy.VOLUME else "with"
     warn(f"{what} was written {written} {flag('volume')}: error feedback goes on, plans start anew", group)
 
 

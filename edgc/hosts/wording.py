@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from edgc.byte_counts import ByteCount
-from edgc.config import EDGCConfig, flag
+from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
@@ -32,23 +32,24 @@ def messages_line(which: str, messages: EDGCConfig) -> str:
     what = "gradients and activations" if which == "both" else "gradients"
     ranks = messages.ranks
     if messages.low_rank:
-        how = f"rank {ranks.rmin} to {ranks.largest}" if messages.dynamic else f"rank {ranks.fixed}"
+        by_entropy = messages.rank_policy is RankPolicy.ENTROPY
+        how = f"rank {ranks.rmin} to {ranks.largest}" if by_entropy else f"rank {ranks.fixed}"
     else:
-        how = "uncompressed" if messages.engine == "dense" else messages.engine
+        how = "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
     return f"{what} between stages: {how}"
 
 
 def _policy(plan: RunPlan) -> str:
     """What sets the ranks, or how much is sent."""
-    config, ranks = plan.config, plan.config.ranks
-    if config.engine == "dense":
+    ranks, policy = plan.config.ranks, plan.config.rank_policy
+    if policy is RankPolicy.NONE:
         return "dense all-reduce, counted"
-    if ranks.volume is not None:
+    if policy is RankPolicy.VOLUME:
         if plan.rounds:
             return f"all gradients rounded, window {ranks.window}"
         how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
         return how + (", once compression is faster" if plan.starts_by_host else "")
-    if not config.dynamic:
+    if policy is RankPolicy.CONSTANT:
         what = "compressed" if ranks.fixed is None else f"rank {ranks.fixed}"
         return f"{what} after {100 * ranks.warmup_fraction:g}% of the run"
     aligned = "aligned" if ranks.align else "not aligned"
@@ -61,13 +62,14 @@ def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iter
     if stage.dense_because:
         yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
         return
-    verb = "measured" if config.engine == "dense" else "compressed"
-    noun = "matrices" if config.low_rank or config.engine == "dense" else "parameters"
+    policy = config.rank_policy
+    verb = "measured" if policy is RankPolicy.NONE else "compressed"
+    noun = "matrices" if config.low_rank or policy is RankPolicy.NONE else "parameters"
     yield f"{key} {verb}: {len(selection.matrices)} {noun}, {_bytes(selection.matrix_elements * gradient_bytes)} a step"
     rest: dict[str, list[int]] = {}  # sizes by reason
     for parameter, why in selection.others:
         rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
-    how = config.formats.rest_wire if config.ranks.volume is None else "bits that the budget sets"
+    how = "bits that the budget sets" if policy is RankPolicy.VOLUME else config.formats.rest_wire
     for why, sizes in rest.items():
         what = f"{len(sizes)} parameter{'s' * (len(sizes) > 1)}, {_bytes(sum(sizes))} a step"
         yield f"{key} in {how}: {what}: {why}"

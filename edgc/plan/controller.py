@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.alignment import StageTimes
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.comm_cost import StageCost
@@ -53,7 +53,8 @@ class Controller:
     ):
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
-        if config.dynamic and (config.ranks.rmin is None or config.ranks.largest is None):
+        bounded = config.asks_link and config.rank_policy is not RankPolicy.VOLUME
+        if bounded and (config.ranks.rmin is None or config.ranks.largest is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config, self.iterations = config, iterations
         self.budget, self.trials, self.link_times = budget, trials, link_times
@@ -69,13 +70,13 @@ class Controller:
     @property
     def policy(self) -> Policy:
         """What sets the ranks by today's settings."""
-        stages = len(self.matrices)
-        if self.config.engine == "dense":
+        stages, policy = len(self.matrices), self.config.rank_policy
+        if policy is RankPolicy.NONE:
             return NoRanks(stages, self.excluded)
         if self.budget is not None:
             return RanksByBudget(self.budget, stages, self.excluded)
         sharing = Sharing(self.config, self.matrices, self.energies, self.prices)
-        if self.config.dynamic:
+        if policy is RankPolicy.ENTROPY:
             return RanksByEntropy(self.config, self.entropy, sharing, self.excluded)
         return ConstantRank(self.config, self.iterations, sharing, self.excluded)
 

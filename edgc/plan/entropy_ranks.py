@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.alignment import StageTimes
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_model import StageRankModel
@@ -170,7 +170,7 @@ class EntropyRanks:
         did so before.
         """
         then, now = state["settings"], self.config.only(REFERENCES)
-        by_entropy = then["static_rank"] is None and self.config.dynamic
+        by_entropy = then["static_rank"] is None and self.config.rank_policy is RankPolicy.ENTROPY
         if then["entropy_estimator"] == now["entropy_estimator"]:
             self.history = [tuple(entropy) for entropy in state["history"]]
             self.anchor = list(state["anchor"]) if by_entropy else self.anchor

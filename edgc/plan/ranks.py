@@ -1,6 +1,6 @@
 """Which ranks there are, and those that a run's settings ask for."""
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 
 RANK_MULTIPLE = 4  # tensor-core friendly ranks
 
@@ -22,7 +22,7 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
         tilted = 1 + abs(config.study.rank_tilt)  # times this rank is the largest of the run
         return config.but(static_rank=known(config.ranks.static_rank, break_even / tilted))
     rmax = known(config.ranks.rmax)
-    if config.ranks.volume is not None:
+    if config.rank_policy is RankPolicy.VOLUME:
         return config.but(rmax=rmax)
     rmin = min(rmax, rank_below(rmax / 4)) if config.ranks.rmin is None else config.ranks.rmin
     return config.but(rmin=rmin, rmax=rmax)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.candidates import Candidate, PartialSend
 from edgc.plan.comm_cost import StageCost
@@ -132,7 +132,7 @@ class RunPlan:
         iterations = sizes.run.iterations
         excluded = [place for place, stage in enumerate(self.stages) if stage.dense_because]
         budget = trials = None
-        if self.config.ranks.volume is not None:
+        if self.config.rank_policy is RankPolicy.VOLUME:
             budget = BudgetPlanner(
                 self.config,
                 iterations,

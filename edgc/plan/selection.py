@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.ranks import RANK_MULTIPLE, smallest_rank
 from edgc.specs import MatrixSpec, Parameter
 
@@ -67,6 +67,8 @@ def select(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int | 
     rank of the run (default: by ``config``), never will.
     """
     least = smallest_rank(config) if min_rank is None else min_rank
+    # a budget has other ways to send them as well
+    takes_embeddings = config.compress_embeddings or config.rank_policy is RankPolicy.VOLUME
     matrices: list[MatrixSpec] = []
     others: list[Left] = []
     for parameter in parameters:
@@ -77,7 +79,7 @@ def select(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int | 
             matrices.append(spec)
         elif spec.rows == 1:
             others.append(Left(parameter, "one-dimensional"))
-        elif parameter.embedding and not config.compress_embeddings and config.ranks.volume is None:
+        elif parameter.embedding and not takes_embeddings:
             others.append(Left(parameter, "embedding or output layer"))
         elif pays(least, spec.rows, spec.cols, config.study.min_saving):
             matrices.append(spec)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from edgc.config import ConfigError, EDGCConfig, flag
+from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
 from edgc.plan.candidates import ROUNDED, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.ledger import WINDOWS
@@ -34,7 +34,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     no matrix of the model saves anything, and for settings that cannot work in a run of this length.
     """
     config.check_run(run.iterations)
-    if config.ranks.volume is not None:
+    by_volume = config.rank_policy is RankPolicy.VOLUME
+    if by_volume:
         config = config.but(window=_window(config, run.iterations))
         _check_warmup(config, run)
     known = [stage for own in processes for stage in own]
@@ -46,9 +47,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     times: LinkTimes | None = None
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
-    if config.asks_link and not (config.ranks.volume and run.alone):
+    if config.asks_link and not (by_volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        if config.ranks.volume is not None and config.ranks.rmax is None:  # who gives a rank wants low rank
+        if by_volume and config.ranks.rmax is None:  # who gives a rank wants low rank
             times = _link_times(config, run, known, lowest)
         rounds = times is not None and times.rounding_pays
         why = [_why_rounded(config, times)] if times is not None and rounds else []
@@ -81,7 +82,7 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
     """Raises ``ConfigError`` for a rank beyond the largest that saves anything in a matrix of the model."""
     _, largest = static_ranks(config) or (None, None)
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
-    rmax = config.ranks.largest if config.ranks.volume is None else None
+    rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.largest
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
@@ -96,14 +97,14 @@ def _settled(
     """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
     and warnings. ``lowest``: the break-even rank; ``rounds``: all gradients are rounded.
     """
-    volume = config.ranks.volume
+    by_volume = config.rank_policy is RankPolicy.VOLUME
     warnings: list[str] = []
     asked = config.ranks.largest is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
-    untimed = volume is not None and all(stage.cost is None for stage in known)
+    untimed = by_volume and all(stage.cost is None for stage in known)
     compresses = asked or rounds or untimed or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
     # a link that is only computed is not there to be timed
-    tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or volume is not None)
+    tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or by_volume)
     if not compresses:
         warnings.append(_why_dense(config, lowest, usable, tries))
         if config.pipeline.messages.follows:
@@ -159,7 +160,7 @@ def _why_rounded(config: EDGCConfig, times: LinkTimes) -> str:
 
 def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:
     """Why nothing is compressed. ``lowest``: the break-even rank; ``usable``: the largest that saves anything."""
-    if usable < RANK_MULTIPLE and config.ranks.volume is None:
+    if usable < RANK_MULTIPLE and config.rank_policy is not RankPolicy.VOLUME:
         return f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
     needed, where = flag("rmax" if config.ranks.static_rank is None else "static_rank"), "at every rank"
     if config.ranks.rmin is not None and lowest >= RANK_MULTIPLE:
@@ -173,13 +174,13 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
 
 def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
     """Warnings of a run in which what is measured cannot set a plan."""
-    window, warmup = config.ranks.window, config.warmup(run.iterations)
-    if config.dynamic and compresses and max(2 * window, warmup) >= run.iterations:
+    window, warmup, policy = config.ranks.window, config.warmup(run.iterations), config.rank_policy
+    if policy is RankPolicy.ENTROPY and compresses and max(2 * window, warmup) >= run.iterations:
         return [
             f"the run of {run.iterations} iterations ends before compression can begin: whether entropy is stable is "
             f"known after two windows of {window}; give a smaller {flag('window')}"
         ]
-    if config.ranks.volume is not None and window > run.iterations - warmup:
+    if policy is RankPolicy.VOLUME and window > run.iterations - warmup:
         return [
             f"the run of {run.iterations} iterations has no window of {window} after its warm-up, so its plan never "
             f"changes; give more to {flag('iteration_sampling_rate')}"
@@ -214,7 +215,7 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
     for stage in known:
         if stage.cost is None or dense_because(stage.key, config, run):
             continue
-        if config.ranks.volume is not None:  # which itself says how much must be saved
+        if config.rank_policy is RankPolicy.VOLUME:  # which itself says how much must be saved
             lowest.append(link_rank(stage.cost, WORTH_IT))
         else:
             matrices = select(stage.parameters, config).matrices

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.selection import pays
@@ -167,7 +167,7 @@ class Sharing:
 
     def adopted(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """The plan with these ranks from ``iteration`` on; it is a new one only if a rank changes."""
-        if self.config.ranks.allocation == "waterfill" and self.config.ranks.fixed is not None:
+        if self.config.ranks.allocation == "waterfill" and self.config.rank_policy is RankPolicy.CONSTANT:
             matrix_ranks = self._by_one_level(plan, ranks)
         else:
             matrix_ranks = tuple(self._within_stage(plan, place, rank) for place, rank in enumerate(ranks))

@@ -22,7 +22,7 @@ from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
 from edgc.compress.engines.base import all_finite
-from edgc.config import ConfigError, EDGCConfig
+from edgc.config import ConfigError, EDGCConfig, RankPolicy
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
@@ -220,7 +220,7 @@ class Session:
         config = self.config
         messages = config.pipeline.messages
         decides = messages.follows or (messages.optional and messages.which != "off")
-        timed = decides or (config.dynamic and config.ranks.align)
+        timed = decides or (config.rank_policy is RankPolicy.ENTROPY and config.ranks.align)
         if self.run.pipeline_stages == 1 or not timed:
             return {}
         found = all_gather_objects(message_costs(config, self.args, device))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgc.compress.engines.base import Elementwise, LowRank
-from edgc.config import ConfigError, EDGCConfig, Messages, Study, flag, knobs
+from edgc.config import ConfigError, EDGCConfig, Messages, RankPolicy, Study, flag, knobs
 from edgc.engines import ENGINES, engine_class
 from edgc.presets import PRESETS
 
@@ -206,9 +206,23 @@ def test_an_engine_with_errors_of_its_own_leaves_out_the_equaliser_of_a_preset()
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:
     for given in ({"rank_model": "measured"}, {"rmin": 4}, {"rank_step": 4}):
         config = EDGCConfig.from_preset({"preset": "balanced", **given})
-        assert (config.ranks.static_rank, config.ranks.volume, config.dynamic) == (None, None, True)
+        assert config.rank_policy is RankPolicy.ENTROPY
     config = EDGCConfig.from_preset({"preset": "optimus", "rmax": 64})
     assert (config.ranks.static_rank, config.ranks.rmax) == (None, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({"engine": "dense"}, RankPolicy.NONE),
+        ({"engine": "int4"}, RankPolicy.CONSTANT),
+        ({"static_rank": 0.1}, RankPolicy.CONSTANT),
+        ({"preset": "paper"}, RankPolicy.ENTROPY),
+        ({}, RankPolicy.VOLUME),
+    ],
+)
+def test_one_policy_sets_the_ranks(given: dict[str, object], policy: RankPolicy) -> None:
+    assert EDGCConfig.from_preset(given).rank_policy is policy
 
 
 def test_a_preset_of_a_volume_takes_a_bound_on_the_rank_another_volume_or_a_rank() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from edgc.config import BY_ENTROPY, OF_A_VOLUME, POLICIES, EDGCConfig, Messages, ranks_by_entropy
+from edgc.config import BY_ENTROPY, NOT_BY_ENTROPY, OF_A_VOLUME, EDGCConfig, Messages, RankPolicy
 from edgc.engines import has_rank
 from edgc.presets import PRESETS
 
@@ -144,9 +144,10 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     embedding = {"--edgc-fuse-embedding-sync", "--edgc-no-fuse-embedding-sync"}
     void = set() if pipeline and "--edgc-pp" not in arguments else {"pp"}
     given = {flag.removeprefix("--edgc-").replace("-", "_"): value for flag, value in pairwise(arguments)}
-    if Messages.of(meaning.get("pp", "off")).follows and not ranks_by_entropy(given):
+    by_entropy = RankPolicy.of(given) is RankPolicy.ENTROPY
+    if Messages.of(meaning.get("pp", "off")).follows and not by_entropy:
         void.add("pp")
-    if "volume" not in given and (given.keys() & (POLICIES | BY_ENTROPY - {"rmax"}) or not ranks_by_entropy(given)):
+    if "volume" not in given and (given.keys() & (NOT_BY_ENTROPY | BY_ENTROPY - {"rmax"}) or not by_entropy):
         void |= OF_A_VOLUME
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
