@@ -316,15 +316,15 @@ class Ranks:
     @property
     def settled(self) -> dict[str, int | None]:
         """``rmin``, ``rmax`` and ``static_rank`` as far as they are ranks."""
-        return {"rmin": self.rmin, "rmax": self.largest, "static_rank": self.fixed}
+        return {"rmin": self.rmin, "rmax": self.settled_rmax, "static_rank": self.settled_static_rank}
 
     @property
-    def fixed(self) -> int | None:
+    def settled_static_rank(self) -> int | None:
         """``static_rank``; None if it is not given or still a share of the width."""
         return _rank(self.static_rank)
 
     @property
-    def largest(self) -> int | None:
+    def settled_rmax(self) -> int | None:
         """``rmax``; None if it is not known or still a share of the width."""
         return _rank(self.rmax)
 
@@ -647,7 +647,7 @@ class EDGCConfig:
     @property
     def asks_link(self) -> bool:
         """Whether ranks are not given, so that what the link allows bounds them."""
-        return self.low_rank and self.ranks.fixed is None
+        return self.low_rank and self.ranks.settled_static_rank is None
 
     @property
     def low_rank(self) -> bool:

@@ -33,7 +33,7 @@ def messages_line(which: str, messages: EDGCConfig) -> str:
     ranks = messages.ranks
     if messages.low_rank:
         by_entropy = messages.rank_policy is RankPolicy.ENTROPY
-        how = f"rank {ranks.rmin} to {ranks.largest}" if by_entropy else f"rank {ranks.fixed}"
+        how = f"rank {ranks.rmin} to {ranks.settled_rmax}" if by_entropy else f"rank {ranks.settled_static_rank}"
     else:
         how = "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
     return f"{what} between stages: {how}"
@@ -50,10 +50,10 @@ def _policy(plan: RunPlan) -> str:
         how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
         return how + (", once compression is faster" if plan.starts_by_host else "")
     if policy is RankPolicy.CONSTANT:
-        what = "compressed" if ranks.fixed is None else f"rank {ranks.fixed}"
+        what = "compressed" if ranks.settled_static_rank is None else f"rank {ranks.settled_static_rank}"
         return f"{what} after {100 * ranks.warmup_fraction:g}% of the run"
     aligned = "aligned" if ranks.align else "not aligned"
-    return f"rank {ranks.rmin} to {ranks.largest}, window {ranks.window}, stages {aligned}"
+    return f"rank {ranks.rmin} to {ranks.settled_rmax}, window {ranks.window}, stages {aligned}"
 
 
 def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iterator[str]:

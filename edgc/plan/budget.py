@@ -66,7 +66,7 @@ class BudgetPlanner:
         self.candidates = {place: list(stages[place]) for place in self.places}
         self.bytes_per_value = bytes_per_value
         every = [candidate for stage in self.candidates.values() for candidate in stage]
-        self.bound(ranks.largest)
+        self.bound(ranks.settled_rmax)
         elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
         self.excluded_bytes = uncompressed * sum(elements[place] for place in excluded)
         least = sum(options(one, bytes_per_value)[0].size for one in every) + self.excluded_bytes

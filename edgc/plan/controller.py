@@ -54,7 +54,7 @@ class Controller:
         if len(stages) != len(costs) or not stages:
             raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
         bounded = config.asks_link and config.rank_policy is not RankPolicy.VOLUME
-        if bounded and (config.ranks.rmin is None or config.ranks.largest is None):
+        if bounded and (config.ranks.rmin is None or config.ranks.settled_rmax is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config, self.iterations = config, iterations
         self.budget, self.trials, self.link_times = budget, trials, link_times
@@ -138,7 +138,7 @@ class Controller:
         self.link_times = _link_times(state)
         self.config = self.entropy.config = self.config.but(**ranks)
         if self.budget is not None:
-            self.budget.bound(self.config.ranks.largest)
+            self.budget.bound(self.config.ranks.settled_rmax)
             self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
 
     def settle_excluded(self, state: Mapping[str, Any]) -> bool:

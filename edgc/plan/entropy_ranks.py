@@ -76,8 +76,8 @@ class EntropyRanks:
 
     @property
     def _rmax(self) -> int:
-        assert self.config.ranks.largest is not None
-        return self.config.ranks.largest
+        assert self.config.ranks.settled_rmax is not None
+        return self.config.ranks.settled_rmax
 
     def _stable(self, stage: int) -> bool:
         """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.

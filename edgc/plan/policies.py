@@ -98,7 +98,7 @@ class ConstantRank(Policy):
 
     def _rank(self, iteration: int) -> int:
         """At the middle of the window that begins at ``iteration``."""
-        rank, tilt = self.config.ranks.fixed or NO_RANK, self.config.study.rank_tilt
+        rank, tilt = self.config.ranks.settled_static_rank or NO_RANK, self.config.study.rank_tilt
         end = min(iteration + self.config.ranks.window, self.iterations)
         progress = (iteration + end) / 2 / self.iterations
         return nearest_rank(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
@@ -121,7 +121,7 @@ class RanksByEntropy(Policy):
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         if not by_entropy:
             return self._begun_anew(plan, self.sharing.uniform)
-        least, most = self.config.ranks.rmin, self.config.ranks.largest
+        least, most = self.config.ranks.rmin, self.config.ranks.settled_rmax
         assert least is not None and most is not None
         ranks = tuple(rank and min(max(rank, least), most) for rank in self._kept(plan))
         unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or self.sharing.uniform)

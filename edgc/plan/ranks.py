@@ -30,7 +30,7 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
 
 def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
     """The smallest and largest rank of a run whose ``static_rank`` is settled."""
-    rank, tilt = config.ranks.fixed, abs(config.study.rank_tilt)
+    rank, tilt = config.ranks.settled_static_rank, abs(config.study.rank_tilt)
     if rank is None:
         return None
     return (nearest_rank(rank * (1 - tilt)), nearest_rank(rank * (1 + tilt))) if tilt else (rank, rank)

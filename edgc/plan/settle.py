@@ -82,7 +82,7 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
     """Raises ``ConfigError`` for a rank beyond the largest that saves anything in a matrix of the model."""
     _, largest = static_ranks(config) or (None, None)
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
-    rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.largest
+    rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.settled_rmax
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
@@ -99,7 +99,7 @@ def _settled(
     """
     by_volume = config.rank_policy is RankPolicy.VOLUME
     warnings: list[str] = []
-    asked = config.ranks.largest is not None
+    asked = config.ranks.settled_rmax is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
     untimed = by_volume and all(stage.cost is None for stage in known)
     compresses = asked or rounds or untimed or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)

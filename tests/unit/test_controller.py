@@ -465,7 +465,7 @@ def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width(
     static = EDGCConfig.of(static_rank=1 / 16)
     for break_even, rank in ((200, 64), (40, 40)):
         settled = resolve_ranks(static, break_even, 1024)
-        assert (settled.ranks.fixed, settled.asks_link, static.asks_link) == (rank, False, True)
+        assert (settled.ranks.settled_static_rank, settled.asks_link, static.asks_link) == (rank, False, True)
 
 
 def falling(strength: float) -> list[float]:
