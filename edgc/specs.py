@@ -27,6 +27,10 @@ class MatrixSpec:
     embedding: bool = False
     sparse_rows: bool = False
 
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
 
 @dataclass(frozen=True)
 class Parameter:

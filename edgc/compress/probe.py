@@ -158,7 +158,7 @@ class _Group:
 
     def __init__(self, reducer: GradientReducer, device: torch.device, dtype: torch.dtype):
         self.reducer = reducer
-        sizes = {name: spec.rows * spec.cols for name, spec in reducer.router.specs.items()}
+        sizes = {name: spec.elements for name, spec in reducer.router.specs.items()}
         elements = sum(sizes.values())
         # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
         block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.router.config.seed))

@@ -33,7 +33,7 @@ class Selection:
     @property
     def matrix_elements(self) -> int:
         """Elements that the engine takes at a rank at which every matrix pays."""
-        return sum(matrix.rows * matrix.cols for matrix in self.matrices)
+        return sum(matrix.elements for matrix in self.matrices)
 
 
 def saving(rank: int, rows: int, cols: int) -> float:
@@ -92,5 +92,5 @@ def width(matrices: Iterable[MatrixSpec]) -> int:
     """The smaller side that most entries' matrices have: the hidden size of a transformer; 0 of nothing."""
     entries: Counter[int] = Counter()
     for matrix in matrices:
-        entries[min(matrix.rows, matrix.cols)] += matrix.rows * matrix.cols
+        entries[min(matrix.rows, matrix.cols)] += matrix.elements
     return max(entries, key=lambda side: (entries[side], side), default=0)

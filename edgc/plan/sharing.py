@@ -100,7 +100,7 @@ def descent(matrix: MatrixSpec, energy: float) -> float:
     number of entries times rms(g), a multiple of exp(entropy) in each family of distributions. ``energy``: the sum of
     squares.
     """
-    return math.sqrt(matrix.rows * matrix.cols * energy)
+    return math.sqrt(matrix.elements * energy)
 
 
 def fewest_bytes_ranks(

@@ -69,7 +69,7 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
     if usable.tied_apart:
         warn(f"{name} and this run differ in --edgc-fuse-embedding-sync: the error of the tied embedding starts anew")
     for stage in run.stages:
-        sizes = {key: spec.rows * spec.cols for one in stage.reducers for key, spec in one.router.specs.items()}
+        sizes = {key: spec.elements for one in stage.reducers for key, spec in one.router.specs.items()}
         if stage.key in usable.stages and (why := misfit(usable.stages[stage.key].layout, sizes)):
             raise ConfigError(f"{folder}: {stage.key} has {why}; {GO_ON}")
     return Resume(run, usable, folder)

@@ -62,7 +62,7 @@ def counts(name: str, stage: Stage, rank: int, source: Tensor, scratch: Tensor) 
     if on_gpu:
         peak, kept = torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
     scratch.copy_(source)
-    passes = counted(partial(step, scratch), min(m.rows * m.cols for m in stage.matrices))
+    passes = counted(partial(step, scratch), min(m.elements for m in stage.matrices))
     reads, writes = passes.read / source.nbytes, passes.written / source.nbytes
     if name.startswith("fused") and triton_kernels(device) is not None:
         reads, writes = reads + KERNEL_PASSES[0], writes + KERNEL_PASSES[1]

@@ -25,7 +25,7 @@ class Stage:
 
     @property
     def elements(self) -> int:
-        return sum(matrix.rows * matrix.cols for matrix in self.matrices)
+        return sum(matrix.elements for matrix in self.matrices)
 
     @classmethod
     def of(cls, name: str, layers: int | None) -> "Stage":
@@ -56,7 +56,7 @@ class Stage:
         )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        sizes = [matrix.rows * matrix.cols for matrix in self.matrices]
+        sizes = [matrix.elements for matrix in self.matrices]
         parts = torch.split(flat, sizes)
         return {m.name: part.view(m.rows, m.cols) for m, part in zip(self.matrices, parts, strict=True)}
 
