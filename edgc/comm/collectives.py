@@ -14,7 +14,7 @@ from edgc.comm.wire import GROUP, Wire, in_groups
 
 T = TypeVar("T")
 # Messages up to this size travel as one. A larger one would gain nothing by company, and joining copies.
-JOINED_BYTES = 4 * 2**20
+COALESCED_BYTES = 4 * 2**20
 
 
 class Work(Protocol):
@@ -55,7 +55,7 @@ def interleave(several: Sequence[Exchange[T]]) -> Exchange[list[T]]:
     for place in range(len(several)):
         advance(place)
     while waiting:
-        yield Together(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
+        yield Coalesced(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
         for place in list(waiting):
             advance(place)
     return [results[place] for place in range(len(several))]
@@ -163,27 +163,27 @@ class AllToAll(Collective):
         return _member(dist.all_to_all_single(self.result, self.tensor.contiguous(), group=to.group, async_op=True))
 
 
-class Together:
+class Coalesced:
     """Messages that are under way at the same time, the small ones of a kind as one."""
 
     def __init__(self, messages: Sequence[Message]):
         self.messages: list[Message] = []
         for message in messages:
-            self.messages += message.messages if isinstance(message, Together) else [message]
+            self.messages += message.messages if isinstance(message, Coalesced) else [message]
 
     def start(self) -> Work:
         kinds: dict[object, list[Collective]] = {}
         works: list[Work] = []
         for message in self.messages:
-            if isinstance(message, Collective) and message.tensor.nbytes <= JOINED_BYTES:
+            if isinstance(message, Collective) and message.tensor.nbytes <= COALESCED_BYTES:
                 kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
             else:
                 works.append(message.start())
-        works += [Joined(alike) if len(alike) > 1 else alike[0].start() for alike in kinds.values()]
+        works += [CoalescedWork(alike) if len(alike) > 1 else alike[0].start() for alike in kinds.values()]
         return All(works)
 
 
-class Joined:
+class CoalescedWork:
     """Collectives of a kind under way as one."""
 
     def __init__(self, several: Sequence[Collective]):

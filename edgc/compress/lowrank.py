@@ -78,7 +78,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
     columns = p.double()
     norms = torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows, rank = p.shape[-2:]
-    completion = _completion(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
+    completion = _completing_columns(rows, 1 << (rank - 1).bit_length(), p.device)[:, :rank]
     basis = torch.add(columns / norms, completion, alpha=1e-6)
     shift = 11 * rank * (rows + rank) * torch.finfo(torch.float64).eps * rank
     for added in (shift, 0.0, 0.0):
@@ -91,7 +91,7 @@ def cholesky_basis(p: Tensor) -> Tensor:
 
 
 @functools.cache  # ranks in powers of two: a model has few such shapes, whatever rank its matrices get
-def _completion(rows: int, rank: int, device: torch.device) -> Tensor:
+def _completing_columns(rows: int, rank: int, device: torch.device) -> Tensor:
     """Random columns of norm about 1 in fp32, the same on every process."""
     return (random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)).to(device)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from edgc.comm.collectives import (
     All,
     AllReduce,
+    Coalesced,
     Communicator,
     Exchange,
-    Together,
     Traffic,
     Work,
     interleave,
@@ -185,7 +185,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             edges = [0, *(edge for start_end in sorted(apart) for edge in start_end), bucket.grad_data.numel()]
             pieces += [bucket.grad_data[start:end] for start, end in batched(edges, 2) if start < end]
         messages = [AllReduce(self.edgc_sums.communicator, piece) for piece in pieces]
-        yield Together(messages)
+        yield Coalesced(messages)
         for piece, message in zip(pieces, messages, strict=True):
             if message.result is not piece:
                 piece.copy_(message.result)

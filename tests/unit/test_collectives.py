@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import JOINED_BYTES, Collective, Exchange, Work, interleave, run_to_end
+from edgc.comm.collectives import COALESCED_BYTES, Collective, Exchange, Work, interleave, run_to_end
 
 
 class Note:
@@ -64,7 +64,7 @@ def test_small_messages_of_a_kind_travel_as_one() -> None:
     Doubled.sent.clear()
     one, other = object(), object()
     tensors = [torch.full((2, n), float(n)) for n in (3, 1, 5)]
-    large, integers = torch.ones(2, JOINED_BYTES // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
+    large, integers = torch.ones(2, COALESCED_BYTES // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
 
     def within() -> Exchange[list[Tensor]]:
         return (yield from interleave([doubled(tensors[1], one), doubled(tensors[2], one)]))
