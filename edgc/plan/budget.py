@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgc.config import EDGCConfig
-from edgc.plan.candidates import Candidate, Choice, LowRank, Rounded, from_list, to_list
+from edgc.plan.candidates import Candidate, Choice, SendLowRank, SendRounded, from_list, to_list
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger
@@ -107,7 +107,7 @@ class BudgetPlanner:
 
     def observe(self, window: WindowObservation, idle: bool = False) -> None:
         """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
-        self.ledger.apart |= self.rounds
+        self.ledger.unbudgeted |= self.rounds
         self.ledger.observe(window, idle)
         nothing, seen = (math.nan, math.nan), {}
         for place in self.places:
@@ -195,7 +195,7 @@ class BudgetPlanner:
         """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
         finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
         return sum(
-            one.size(Rounded(finest) if one.directions is None else LowRank(rank), self.bytes_per_value)
+            one.size(SendRounded(finest) if one.directions is None else SendLowRank(rank), self.bytes_per_value)
             for stage in self.candidates.values()
             for one in stage
         )

@@ -11,7 +11,7 @@ from edgc.specs import MatrixSpec
 
 # Times the noise of an encoding that is not in use: to change to it costs a window, in which what the one before has
 # left unsent is sent. Not tuned.
-CHANGE = 1.25
+NOISE_OF_CHANGE = 1.25
 # What a plan chooses from: numbers of bits, and shares of the rows. Not tuned.
 FORMATS = "int8", "int6", "int5", "int4", "int3", "int2"
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4
@@ -27,7 +27,7 @@ ROUNDED, ROUNDED_FINE = "int4", "int8"
 
 
 @dataclass(frozen=True)
-class LowRank:
+class SendLowRank:
     """The parameter travels at a rank."""
 
     rank: int
@@ -41,7 +41,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SendRows:
     """This share of the rows travels, the largest ones, and what they leave travels at a rank."""
 
     share: float
@@ -60,7 +60,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Rounded:
+class SendRounded:
     """Every value of the parameter travels in a wire format."""
 
     format: str
@@ -75,7 +75,7 @@ class Rounded:
 # How a parameter travels. ``rank`` and ``format`` go into the plan of ranks; None where it has none. ``method``: one of
 # the three. ``encoding``: the method, and of rounding the number of bits as well. After a change of the encoding, what
 # the one before has left unsent is sent.
-Choice = LowRank | Rows | Rounded
+Choice = SendLowRank | SendRows | SendRounded
 
 
 def to_list(choice: Choice) -> list[Any]:
@@ -86,7 +86,7 @@ def to_list(choice: Choice) -> list[Any]:
 def from_list(saved: Sequence[Any]) -> Choice:
     """What ``to_list`` was given."""
     method, *values = saved
-    kinds: tuple[type[LowRank], type[Rows], type[Rounded]] = (LowRank, Rows, Rounded)
+    kinds: tuple[type[SendLowRank], type[SendRows], type[SendRounded]] = (SendLowRank, SendRows, SendRounded)
     return next(one for one in kinds if one.method == method)(*values)
 
 
@@ -138,58 +138,58 @@ class Candidate:
 
     @property
     def elements(self) -> int:
-        return self.matrix.rows * self.matrix.cols
+        return self.matrix.elements
 
     @property
-    def rounded(self) -> Rounded:
+    def rounded(self) -> SendRounded:
         """Its choice where all parameters are rounded."""
-        return Rounded(rounded_format(low_rank=self.directions is not None))
+        return SendRounded(rounded_format(low_rank=self.directions is not None))
 
     def choices(self, formats: Collection[str], same_method: bool = False) -> list[Choice]:
         """All ways to send it, with these formats. ``same_method``: only those of its present method."""
         if self.directions is None:
-            return [Rounded(ROUNDED_FINE)]
-        found: list[Choice] = [Rounded(name) for name in formats]
-        found += [LowRank(rank) for rank in ranks_to_try(self.directions.spectrum.parts)]
+            return [SendRounded(ROUNDED_FINE)]
+        found: list[Choice] = [SendRounded(name) for name in formats]
+        found += [SendLowRank(rank) for rank in ranks_to_try(self.directions.spectrum.parts)]
         if self.rows is not None:
-            found += [Rows(share, self.rank_beside_rows) for share in ROW_SHARES]
+            found += [SendRows(share, self.rank_beside_rows) for share in ROW_SHARES]
         if same_method and self.current is not None:
             return [choice for choice in found if choice.method == self.current.method]
         return found
 
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
         """Bytes of a message, times the price."""
-        if isinstance(choice, Rounded):
+        if isinstance(choice, SendRounded):
             return self.price * self.elements * bytes_per_value[choice.format]
         size = self._partial_send(choice).size(choice.parts(self.matrix))
-        if isinstance(choice, Rows) and self.directions is not None:
+        if isinstance(choice, SendRows) and self.directions is not None:
             size += self.directions.size(choice.rank)
         return self.price * size
 
     def noise(self, choice: Choice) -> float:
-        """The noise under this choice, predicted; ``CHANGE`` times it where its method has been measured and
+        """The noise under this choice, predicted; ``NOISE_OF_CHANGE`` times it where its method has been measured and
         its encoding is not in use.
         """
-        if isinstance(choice, Rounded):
+        if isinstance(choice, SendRounded):
             noise, known = self.rounding.noise(choice.format), self.rounding.measurements
         else:
             send = self._partial_send(choice)
             noise = send.spectrum.noise(choice.parts(self.matrix)) + self.rounding.noise(send.format_name)
             known = send.spectrum.measurements
         changes = self.current is not None and self.current.encoding != choice.encoding
-        return CHANGE * noise if known and changes else noise
+        return NOISE_OF_CHANGE * noise if known and changes else noise
 
     def fitted(self, choice: Choice, noise: float) -> "Candidate":
         """The same with the noise that was measured under ``choice``."""
         if not noise > 0:
             return self
         noise = min(noise, LARGEST_NOISE)
-        if isinstance(choice, Rounded):
+        if isinstance(choice, SendRounded):
             return replace(self, rounding=self.rounding.fitted(choice.format, noise))
         before, sent = self._partial_send(choice), choice.parts(self.matrix)
         noise = max(noise - self.rounding.noise(before.format_name), 0.01 * noise)
         after = replace(before, spectrum=before.spectrum.fitted(sent, noise))
-        if isinstance(choice, LowRank):
+        if isinstance(choice, SendLowRank):
             return replace(self, directions=after, rows=_grown(self.rows, before, after, sent))
         return replace(self, rows=after, directions=_grown(self.directions, before, after, sent))
 
@@ -239,8 +239,8 @@ class Candidate:
             even=even,
         )
 
-    def _partial_send(self, choice: LowRank | Rows) -> PartialSend:
-        send = self.directions if isinstance(choice, LowRank) else self.rows
+    def _partial_send(self, choice: SendLowRank | SendRows) -> PartialSend:
+        send = self.directions if isinstance(choice, SendLowRank) else self.rows
         assert send is not None
         return send
 

@@ -27,7 +27,7 @@ class Controller:
     Args:
         config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
         iterations: length of the run.
-        stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
+        stages: the matrices of each stage that one process compresses; a stage that has none stays dense.
         costs: communication cost of each stage; None where it was not measured.
         excluded: places of stages that are never compressed.
         message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
@@ -183,8 +183,8 @@ class Controller:
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
             ledger = self.budget.ledger
-            ledger.mixed |= before.trial is not None
-            ledger.apart |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
+            ledger.host_share_hidden |= before.trial is not None
+            ledger.unbudgeted |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
         plan = replace(before, by_host=by_host, trial=None, tried=tried)

@@ -69,16 +69,17 @@ class Ledger:
         self.worth = each / each.mean()
         self.counts = Counts()
         self.relief_share = 0.0  # that relief has of the bytes of this window's steps
-        # whether a resume in this window has hidden which of its steps the host has summed; whether the window is no
-        # part of the budget, because a resume has changed who sums, or how, or because the link asks for what it sends
-        self.mixed = self.apart = False
+        self.host_share_hidden = False  # whether a resume has hidden which of this window's steps the host has summed
+        # whether this window is no part of the budget, because a resume has changed who sums, or how, or because the
+        # link asks for what it sends
+        self.unbudgeted = False
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``fp32_bytes``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
 
     def observe(self, window: WindowObservation, idle: bool) -> None:
         """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
-        host_share, idle = (1.0, True) if self.apart else (window.host_share, idle)
+        host_share, idle = (1.0, True) if self.unbudgeted else (window.host_share, idle)
         counts, taken = self.counts, window.bytes - self.counts.run
         counts.run = window.bytes
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
@@ -87,9 +88,9 @@ class Ledger:
             counts.idle += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
         counts.sent_by_relief += self.relief_share * (taken.sent - sent_by_host)
         # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or self.mixed or not taken.fp32 > 0
+        unknown = host_share or self.host_share_hidden or not taken.fp32 > 0
         unknown = unknown or not self.fp32_bytes  # without messages nothing is learnt
-        self.mixed = self.apart = False
+        self.host_share_hidden = self.unbudgeted = False
         self.per_step = None if unknown else taken.sent / taken.fp32 * self.fp32_bytes
 
     def learn(self, predicted: float) -> None:
@@ -140,8 +141,8 @@ class Ledger:
             "counts": asdict(self.counts),
             "relief_share": self.relief_share,
             "overhead": self.overhead,
-            "mixed": self.mixed,
-            "apart": self.apart,
+            "mixed": self.host_share_hidden,
+            "apart": self.unbudgeted,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,4 +152,4 @@ class Ledger:
             raise ValueError("the budget's counts are of another release of EDGC")
         self.counts = Counts(ByteCount(**counts["run"]), ByteCount(**counts["idle"]), counts["sent_by_relief"])
         self.relief_share, self.overhead = state["relief_share"], state["overhead"]
-        self.mixed, self.apart = state["mixed"], state["apart"]
+        self.host_share_hidden, self.unbudgeted = state["mixed"], state["apart"]

@@ -16,13 +16,13 @@ from edgc.byte_counts import ByteCount
 # each may cost time or bytes. Not tuned.
 TRIAL_STEPS = 3
 LEAST_USUAL_STEPS = 5  # that a trial is compared with, so that one slow step does not move their median; not tuned
-FASTER = 0.98  # of the time of the host's steps, which compressed ones may take
-RETURN = 0.95  # the same after they were too slow
-HELD_UP = 1.5  # times the shortest step of a trial: one that takes longer has waited for something else
-DOUBT = 0.5  # of the time of the host's reduction: compression that takes less was worth it beyond doubt
+COMPRESS_BELOW = 0.98  # of the time of the host's steps, which compressed ones may take
+COMPRESS_AGAIN_BELOW = 0.95  # the same after they were too slow
+OUTLIER = 1.5  # times the shortest step of a trial: one that takes longer has waited for something else
+BEYOND_DOUBT = 0.5  # of the time of the host's reduction: compression that takes less needs no trial
 # Times the seconds of a reduction after the last trial, and its seconds per byte as well: another link. A plan that
 # sends less takes fewer seconds, but not fewer per byte.
-CHANGED = 1.25
+LINK_CHANGE = 1.25
 # Of a run, what trials may cost: of its time, and after the first trial of its steps. Trials that find nothing should
 # not count beside what compression saves. Not tuned.
 LARGEST_SHARE_OF_RUN = 0.005
@@ -70,14 +70,14 @@ class Trials:
         self._step = median(usual)
         if self.trial is not None:
             if len(tried) >= TRIAL_STEPS - 1:
-                usually, once = median(usual), median(step for step in tried if step <= HELD_UP * min(tried))
+                usually, once = median(usual), median(step for step in tried if step <= OUTLIER * min(tried))
                 self._judge(*((once, usually) if self.by_host else (usually, once)))
         elif not math.isfinite(self._reduction):
             self._reduction, self._share = reduce_seconds, share
             hidden = self.overlapped and self.host_seconds < self._step  # it may be
             first = not self.measured and not self.by_host
             # also where neither was timed
-            self.due |= first and (hidden or not reduce_seconds <= DOUBT * self.host_seconds)
+            self.due |= first and (hidden or not reduce_seconds <= BEYOND_DOUBT * self.host_seconds)
             compared, self._compared = self._compared, True
             if self.measured and compared:  # the other one sums from the last trial on: has the link changed since?
                 before = reduce_seconds - (self._step - self.measured[self.by_host])
@@ -99,17 +99,18 @@ class Trials:
         ``bytes_sent`` are over those after the last trial.
         """
         # the most that compression could save of a step is all of the host's reduction
-        if self.by_host and reduce_seconds <= (1 - RETURN) * self._step:
+        if self.by_host and reduce_seconds <= (1 - COMPRESS_AGAIN_BELOW) * self._step:
             return False
         ratios = (seconds, seconds / bytes_sent) if math.isfinite(bytes_sent) else (seconds,)
-        slower, faster = min(ratios) >= CHANGED, max(ratios) <= 1 / CHANGED
+        slower, faster = min(ratios) >= LINK_CHANGE, max(ratios) <= 1 / LINK_CHANGE
         return slower or (faster and not self.by_host)
 
     def _judge(self, compressed: float, host: float) -> None:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
         self.spent += TRIAL_STEPS * max(tried - usual, 0.0)
         self.host_steps += 0 if self.by_host else TRIAL_STEPS
-        before, self.by_host = self.by_host, compressed > (RETURN if self.by_host else FASTER) * host
+        before, share = self.by_host, COMPRESS_AGAIN_BELOW if self.by_host else COMPRESS_BELOW
+        self.by_host = compressed > share * host
         self.measured, self.trial, self.due = (compressed, host), None, False
         self._compared = True
         if self.by_host != before:

@@ -14,7 +14,7 @@ import edgc.plan.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner, worth_of
-from edgc.plan.candidates import ROW_SHARES, Candidate, LowRank, PartialSend, Rounded, Rows, ranks_to_try
+from edgc.plan.candidates import ROW_SHARES, Candidate, PartialSend, SendLowRank, SendRounded, SendRows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend
@@ -44,12 +44,12 @@ def candidate(
     return Candidate(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
 
 
-IN_4_BITS, AT_8, AT_16 = Rounded("int4"), LowRank(8), LowRank(16)
+IN_4_BITS, AT_8, AT_16 = SendRounded("int4"), SendLowRank(8), SendLowRank(16)
 
 
-def by_share(share: float, rank: int = 4) -> Rows:
+def by_share(share: float, rank: int = 4) -> SendRows:
     """``rank``: of what these rows leave, which does not count for their noise."""
-    return Rows(share, rank)
+    return SendRows(share, rank)
 
 
 def seen(noise: dict[str, float]) -> dict[str, tuple[float, float]]:
@@ -134,8 +134,8 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     for _ in range(20):
         often = often.fitted(IN_4_BITS, 0.2)
     assert often.fitted(IN_4_BITS, 3.2).noise(IN_4_BITS) == pytest.approx(0.4), "a quarter of the way, in logarithms"
-    whole = candidate("w").fitted(LowRank(64), 0.1).fitted(LowRank(64), 0.1)  # all directions: nothing to learn
-    assert whole.noise(LowRank(64)) == 0
+    whole = candidate("w").fitted(SendLowRank(64), 0.1).fitted(SendLowRank(64), 0.1)  # all directions: nothing to learn
+    assert whole.noise(SendLowRank(64)) == 0
     flat = candidate("w").fitted(AT_8, 126.0)  # twice that of a flat spectrum
     assert flat.noise(AT_8) == pytest.approx(2 * 63) and flat.noise(AT_16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
@@ -144,7 +144,7 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted(by_share(0.1), 0.6)
     assert by_rows.noise(by_share(0.1)) == pytest.approx(0.6, rel=0.02), "with the noise of their format"
     assert by_rows.noise(by_share(0.4)) > by_rows.rounding.noise(IN_4_BITS)
-    of_rest = by_rows.size(LowRank(by_rows.rank_beside_rows), BYTES)  # what rows leave travels in low rank
+    of_rest = by_rows.size(SendLowRank(by_rows.rank_beside_rows), BYTES)  # what rows leave travels in low rank
     assert by_rows.rank_beside_rows == 4
     assert by_rows.size(by_share(0.1), BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000 + of_rest)
 
@@ -160,7 +160,7 @@ def test_options_lie_on_a_convex_hull() -> None:
 def test_a_steep_spectrum_gets_a_rank_and_a_flat_one_bits() -> None:
     steep, flat = candidate("steep", steepness=3.0), candidate("flat", steepness=0.2, rounding=1.0)
     chosen = spend([steep, flat], BYTES, 0.2 * (steep.elements + flat.elements))
-    assert isinstance(chosen[0], LowRank) and isinstance(chosen[1], Rounded)
+    assert isinstance(chosen[0], SendLowRank) and isinstance(chosen[1], SendRounded)
 
 
 def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
@@ -168,25 +168,25 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.5) for place in range(4)]
     stages = [[*layers, candidate("words", 2048, 128)]]
     planner = planned(20.0, 1000, 0, stages, 4.0)
-    assert isinstance(planner.choices[0][-1], LowRank)
+    assert isinstance(planner.choices[0][-1], SendLowRank)
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
     planner.observe(shown([seen({**noise, "words": 25.0})]))
     planner.decide(10)
-    assert planner.choices[0][-1] == Rounded("int2")
-    assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
+    assert planner.choices[0][-1] == SendRounded("int2")
+    assert all(isinstance(one, SendLowRank) for one in planner.choices[0][:-1])
 
 
 def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
     planner = planned(28.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], Rows)
+    assert isinstance(planner.choices[0][-1], SendRows)
     assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
-    assert all(isinstance(one, LowRank) for one in planner.choices[0][:-1])
+    assert all(isinstance(one, SendLowRank) for one in planner.choices[0][:-1])
     noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
     planner.observe(shown([seen({**noise, "words": 8.0})]))  # as of many tokens, each of them about as often
     planner.decide(10)
-    assert isinstance(planner.choices[0][-1], LowRank)
+    assert isinstance(planner.choices[0][-1], SendLowRank)
 
 
 def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
@@ -207,7 +207,7 @@ def test_a_parameter_that_was_not_measured_weighs_as_before_whatever_the_unit_of
 
 def test_a_vector_has_no_rank_and_travels_in_eight_bits_whatever_the_budget() -> None:
     for share in (0.1, 0.6, 1.1):
-        assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [Rounded("int8")]
+        assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [SendRounded("int8")]
 
 
 def test_no_other_choices_in_the_budget_are_much_better() -> None:
@@ -228,7 +228,7 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
 
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
     (chosen,) = spend([candidate("w")], BYTES, 1.0)
-    assert chosen == LowRank(4)
+    assert chosen == SendLowRank(4)
     planner = planned(1000.0, 100, 10, [[candidate("w")]], 4.0)
     assert planner.reason == "the budget is too small"
 
@@ -474,21 +474,21 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
 
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
     word = candidate("word", 4096, 128, by_rows=1.3)
-    in_bits = replace(word, current=Rounded("int8"))
+    in_bits = replace(word, current=SendRounded("int8"))
     assert in_bits.noise(AT_16) == word.noise(AT_16), "what was never tried is"
     for choice in (AT_16, by_share(0.1), IN_4_BITS):
         tried = word.fitted(choice, 1.0)
         assert replace(tried, current=choice).noise(choice) == pytest.approx(1.0, rel=0.02)
-        assert replace(tried, current=Rounded("int8")).noise(choice) == pytest.approx(1.25, rel=0.02)
+        assert replace(tried, current=SendRounded("int8")).noise(choice) == pytest.approx(1.25, rel=0.02)
 
 
 def test_another_number_of_bits_is_another_encoding_of_the_same_method() -> None:
     rounded = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(IN_4_BITS, 1.0), current=IN_4_BITS)
-    assert rounded.choices(BYTES, same_method=True) == [Rounded(name) for name in BYTES]
-    fewer_bits = Rounded("int2")
+    assert rounded.choices(BYTES, same_method=True) == [SendRounded(name) for name in BYTES]
+    fewer_bits = SendRounded("int2")
     assert rounded.noise(fewer_bits) == pytest.approx(1.25 * rounded.rounding.noise("int2"))
     at_rank = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(AT_8, 1.0), current=AT_8)
-    assert {type(choice) for choice in at_rank.choices(BYTES, same_method=True)} == {LowRank}
+    assert {type(choice) for choice in at_rank.choices(BYTES, same_method=True)} == {SendLowRank}
     assert at_rank.noise(AT_16) == replace(at_rank, current=None).noise(AT_16), "another rank is no other encoding"
 
 
@@ -512,7 +512,7 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     assert sparse.choices[0][-1] in (by_share(0.07, rank=8), by_share(0.1, rank=8)) and not sparse.changed[0]
     assert sparse.candidates[0][-1].rows.spectrum.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
     even = after_warmup(list(ROW_SHARES))
-    assert not isinstance(even.choices[0][-1], Rows)
+    assert not isinstance(even.choices[0][-1], SendRows)
     state = json.loads(json.dumps(sparse.state_dict()))
     again = after_warmup(list(ROW_SHARES))
     again.load_state_dict(state)
@@ -567,7 +567,7 @@ def test_what_stages_that_are_never_compressed_send_is_no_overhead() -> None:
 def test_parameters_keep_their_method_only_where_it_fits_the_budget() -> None:
     stages = [[candidate(str(place), 128, 256, steepness=0.5, rounding=1.0) for place in range(4)]]
     planner = planned(20.0, 1000, 0, stages, 4.0)
-    planner.choices = {0: [Rounded("int2")] * 4}  # as of an earlier window, when steps had more bytes
+    planner.choices = {0: [SendRounded("int2")] * 4}  # as of an earlier window, when steps had more bytes
     planner.decide(10)
     assert planner._size(planner.choices) <= planner.budget(10)
 
@@ -596,7 +596,7 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
     layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = candidate("words", 4096, 128, steepness=1.7, by_rows=1.3)
     planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], LowRank), "low rank is tried first"
+    assert isinstance(planner.choices[0][-1], SendLowRank), "low rank is tried first"
 
     def window(end: int, of_words: float) -> None:
         noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
@@ -604,24 +604,24 @@ def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
         planner.decide(end)
 
     window(10, 8.0)
-    assert isinstance(planner.choices[0][-1], Rows) and planner.changed[0] == ["words"]
+    assert isinstance(planner.choices[0][-1], SendRows) and planner.changed[0] == ["words"]
     window(20, 30.0)
-    assert isinstance(planner.choices[0][-1], Rows) and planner.changed[0] == []
+    assert isinstance(planner.choices[0][-1], SendRows) and planner.changed[0] == []
     window(30, 30.0)
-    assert isinstance(planner.choices[0][-1], LowRank)
+    assert isinstance(planner.choices[0][-1], SendLowRank)
 
 
 @pytest.mark.parametrize(("energy", "moves"), [(0.04, False), (20.0, True)])
 def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, moves: bool) -> None:
     """What an embedding gains by another way may be little beside the noise of the layers."""
-    layers = [candidate(str(place), 128, 512).fitted(LowRank(28), 1.0) for place in range(6)]
+    layers = [candidate(str(place), 128, 512).fitted(SendLowRank(28), 1.0) for place in range(6)]
     words = candidate("words", 1024, 128, by_rows=1.3)
     planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], LowRank)
+    assert isinstance(planner.choices[0][-1], SendLowRank)
     few = candidate("words", 1024, 128, by_rows=2.5).rows
     planner.candidates[0][-1] = replace(words.fitted(AT_16, 4.0), rows=few).weighed(energy)
     usual, best = (planner._best(10, planner.choices, same_methods=same).choices for same in (True, False))
-    assert isinstance(best[0][-1], Rows) and planner._noise(best) < 0.99 * planner._noise(usual)
+    assert isinstance(best[0][-1], SendRows) and planner._noise(best) < 0.99 * planner._noise(usual)
     planner.decide(10)
     assert planner.choices == (best if moves else usual)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.candidates import Rounded
+from edgc.plan.candidates import SendRounded
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import static_ranks
@@ -330,7 +330,7 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
         messages = sizes({"int4": 0.5}, run=run)
         of_layers, (of_embedding,) = (messages.candidates(stage) for stage in plan.stages)
         assert len(of_layers) == count and of_embedding.price == pytest.approx(price)
-        assert of_embedding.size(Rounded("int4"), messages.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
+        assert of_embedding.size(SendRounded("int4"), messages.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
 
 
 @pytest.mark.parametrize(
