@@ -260,8 +260,8 @@ def _central_range(values: Tensor) -> tuple[float, float]:
 def _spread_ties(ordered: Tensor) -> Tensor:
     """Sorted values with each group of equal ones spread evenly between its neighbours.
 
-    The empirical quantile function, interpolated linearly between the distinct values at their mean ranks
-    and extended with the slope of the outermost pieces. Without ties its value at rank i is the i-th entry.
+    The empirical quantile function, interpolated linearly between the distinct values at their mean places
+    and extended with the slope of the outermost pieces. Without ties its value at place i is the i-th entry.
     """
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[1:] = ordered[1:] > ordered[:-1]
@@ -269,11 +269,11 @@ def _spread_ties(ordered: Tensor) -> Tensor:
         return ordered
     distinct = ordered[new]
     first, last = new.nonzero().squeeze(1), new.roll(-1).nonzero().squeeze(1)
-    mean_rank = (first + last).double() / 2
-    rank = torch.arange(ordered.numel(), dtype=torch.float64, device=ordered.device)
-    piece = torch.searchsorted(mean_rank, rank).clamp_(1, distinct.numel() - 1)
-    slope = distinct.diff() / mean_rank.diff()
-    return distinct[piece] + slope[piece - 1] * (rank - mean_rank[piece])
+    mean_place = (first + last).double() / 2
+    place = torch.arange(ordered.numel(), dtype=torch.float64, device=ordered.device)
+    piece = torch.searchsorted(mean_place, place).clamp_(1, distinct.numel() - 1)
+    slope = distinct.diff() / mean_place.diff()
+    return distinct[piece] + slope[piece - 1] * (place - mean_place[piece])
 
 
 def _as_ratio(rate: float) -> tuple[int, int]:

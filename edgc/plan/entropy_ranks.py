@@ -26,7 +26,7 @@ class EntropyRanks:
     Args:
         config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``), if decisions are wanted.
         iterations: length of the run.
-        stages: the matrices that one rank of each stage compresses; a stage that has none stays dense.
+        stages: the matrices of each stage that one process compresses; a stage that has none stays dense.
         times: of the stages, by which later ones are aligned to the first.
     """
 
