@@ -13,7 +13,7 @@ from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.candidates import ROUNDED, rounded_format
+from edgc.plan.choices import ROUNDED, rounded_format
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE

@@ -1,4 +1,4 @@
-"""GDS, the gradient data sampler: which entries of which iterations are looked at, and their entropy.
+"""Entropy of the entries that the gradient data sampler gives (``edgc.observe.sampler``).
 
 Three estimators of differential entropy in nats share one contract. ``x`` is a tensor of any shape, device
 and floating dtype, read as n independent draws; the result is a Python float, for which the CPU waits for a GPU, but
@@ -13,19 +13,14 @@ Source: arXiv 2511.10333 (gradient data sampling).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
-
-from edgc.seeding import stable_seed
 
 _TAIL = 0.005  # share of the entries that the histogram leaves to each tail
 _EULER = 0.5772156649015329
 _RANGE_SAMPLE = 1 << 16  # entries that the histogram sorts to find its range
 _PIECE = 1 << 22  # entries that are turned into float64 at once
-_MAX_DENOMINATOR = 10**6  # sampling rates are fractions of at most this denominator
 
 
 def gaussian_entropy(x: Tensor) -> Tensor:
@@ -179,54 +174,6 @@ def pieces(estimator: str) -> GaussianPieces | KeptPieces:
     return GaussianPieces() if estimate is gaussian_entropy else KeptPieces(estimate)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class GradientSampler:
-    """GDS's two sampling rates: which iterations are measured, and which entries of a gradient then are.
-
-    ``iteration_rate`` (alpha) and ``gradient_rate`` (beta) are fractions in [1e-6, 1]; ``seed`` decides
-    where the samples of each name begin. All decisions are integer arithmetic on (seed, name, iteration),
-    so every process, run and resumed run makes the same ones. Raises ValueError for a rate outside [1e-6, 1].
-    """
-
-    iteration_rate: float = 0.1
-    gradient_rate: float = 0.25
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field in ("iteration_rate", "gradient_rate"):
-            if not 1 / _MAX_DENOMINATOR <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1e-6 and at most 1")
-
-    def measures(self, iteration: int) -> bool:
-        """Whether this iteration is measured: from 0 on, evenly spread, a fraction alpha in the long run."""
-        return self._measurement(iteration) != self._measurement(iteration - 1)
-
-    def sample(self, name: str, grad: Tensor, iteration: int) -> Tensor:
-        """Every (1/beta)-th entry of ``grad`` (any shape), as a 1-D tensor.
-
-        For an integer 1/beta a strided view, no copy unless ``grad`` itself has to be copied to be
-        flattened; for another beta a gather at evenly spread positions whose density is exactly beta.
-
-        The first position depends on seed and name and moves on by one entry with every measured iteration,
-        so any ceil(1/beta) consecutive measurements see every entry. One sample alone need not: where
-        1/beta divides the width of a matrix it sees the same columns in every row, and the other columns
-        come in the next samples. A gradient of fewer than 1/beta entries can give an empty sample.
-        """
-        flat = grad.detach().reshape(-1)
-        taken, period = _as_ratio(self.gradient_rate)
-        # Positions are (k * period + phase) // taken; adding `taken` to the phase moves them by one entry.
-        phase = (stable_seed(self.seed, name) + self._measurement(iteration) * taken) % period
-        if taken == 1:
-            return flat[phase::period]
-        multiples = torch.arange(phase, max(phase, flat.numel() * taken), period, device=flat.device)
-        return flat[multiples // taken]
-
-    def _measurement(self, iteration: int) -> int:
-        """Index of the latest measured iteration up to this one."""
-        taken, period = _as_ratio(self.iteration_rate)
-        return iteration * taken // period
-
-
 def _require_two(entries: int) -> None:
     if entries < 2:
         raise ValueError(f"x has {entries} elements: an entropy estimate needs at least 2")
@@ -274,8 +221,3 @@ def _spread_ties(ordered: Tensor) -> Tensor:
     piece = torch.searchsorted(mean_place, place).clamp_(1, distinct.numel() - 1)
     slope = distinct.diff() / mean_place.diff()
     return distinct[piece] + slope[piece - 1] * (place - mean_place[piece])
-
-
-def _as_ratio(rate: float) -> tuple[int, int]:
-    """The fraction in lowest terms that the user meant by a decimal rate: 0.1 is (1, 10), 0.3 is (3, 10)."""
-    return Fraction(rate).limit_denominator(_MAX_DENOMINATOR).as_integer_ratio()

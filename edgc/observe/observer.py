@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from edgc.config import EDGCConfig
-from edgc.observe.entropy import GaussianPieces, GradientSampler, KeptPieces, pieces
+from edgc.observe.entropy import GaussianPieces, KeptPieces, pieces
 from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.moments import GradientStatistics
-from edgc.plan.candidates import ROW_SHARES
+from edgc.observe.sampler import GradientSampler
+from edgc.plan.choices import ROW_SHARES
 from edgc.specs import MatrixSpec
 
 

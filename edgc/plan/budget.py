@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgc.config import EDGCConfig
-from edgc.plan.candidates import Candidate, Choice, SendLowRank, SendRounded, from_list, to_list
+from edgc.plan.candidates import Candidate
+from edgc.plan.choices import Choice, SendLowRank, SendRounded, from_list, to_list
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger

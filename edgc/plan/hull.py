@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from edgc.plan.candidates import Candidate, Choice
+from edgc.plan.candidates import Candidate
+from edgc.plan.choices import Choice
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
-from edgc.plan.candidates import ROUNDED, bits_of
+from edgc.plan.choices import ROUNDED, bits_of
 from edgc.plan.comm_cost import StageCost, break_even_rank
 from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing

@@ -18,8 +18,9 @@ from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, described_header
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import Step
-from edgc.observe.entropy import ESTIMATORS, GradientSampler
+from edgc.observe.entropy import ESTIMATORS
 from edgc.observe.moments import mean_of_finite
+from edgc.observe.sampler import GradientSampler
 from edgc.observe.window import Boundary, Direction, MessageWindow
 from edgc.specs import MatrixSpec
 from megatron.edgc.message_costs import message_shape, message_wire

@@ -14,7 +14,8 @@ import edgc.plan.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner, worth_of
-from edgc.plan.candidates import ROW_SHARES, Candidate, PartialSend, SendLowRank, SendRounded, SendRows, ranks_to_try
+from edgc.plan.candidates import Candidate, PartialSend
+from edgc.plan.choices import ROW_SHARES, SendLowRank, SendRounded, SendRows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend

@@ -13,9 +13,9 @@ from edgc.comm.wire import FP32, wire
 from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import stage_state, unpacked
 from edgc.hosts.steps import Step
-from edgc.observe.entropy import GradientSampler
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
+from edgc.observe.sampler import GradientSampler
 from megatron.edgc.pipeline_messages import PipelineMessages
 
 

@@ -7,8 +7,9 @@ import torch
 
 from edgc.config import EDGCConfig
 from edgc.observe import entropy
-from edgc.observe.entropy import GradientSampler, histogram_entropy, spacing_entropy
+from edgc.observe.entropy import histogram_entropy, spacing_entropy
 from edgc.observe.observer import GradientObserver
+from edgc.observe.sampler import GradientSampler
 from edgc.specs import MatrixSpec
 
 ESTIMATORS = {name: lambda x, estimate=estimate: float(estimate(x)) for name, estimate in entropy.ESTIMATORS.items()}

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from edgc.plan.candidates import SendLowRank
+from edgc.plan.choices import SendLowRank
 from edgc.plan.hull import Option, lower_hull
 
 

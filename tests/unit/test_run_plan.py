@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.candidates import SendRounded
+from edgc.plan.choices import SendRounded
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import static_ranks

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import STORED
 from edgc.hosts.units import MOST as UNITS
-from edgc.plan.candidates import ROUNDED
+from edgc.plan.choices import ROUNDED
 from edgc.plan.comm_cost import MESSAGE_GAIN
 from edgc.plan.link_times import WORTH_IT, worth_rounding
 from edgc.plan.rank_plan import NO_RANK
