@@ -19,7 +19,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         + (" The error of a difference is that of the differences document by document." if paired else ""),
     ]
     if summary["limit"]:
-        lines += ["", f"Only the first {summary['limit']} documents of each task: a trial, no result."]
+        lines += ["", f"Only the first {summary['limit']} documents of each task: a check, no result."]
     lines += ["", *header(columns)]
     for score in summary["results"]:
         better = {True: " ↑", False: " ↓"}.get(score["higher_is_better"], "")

@@ -40,6 +40,52 @@ Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
 ACCEPTED_GAP = 0.01
 QUARTERS = 4
 STYLES = "-", "--", "-.", ":"
+# what a reader can do with a page, and what its columns mean
+_OVER_A_RUN = (
+    "With this page you can see how the entropy of gradients changes over a run, by pipeline stage and",
+    "kind of layer. Entropies are in nats: the mean of a window. *Correlation with the iteration* is",
+    "positive where entropy rises.",
+)
+_AGREEMENT = (
+    "*Correlation* and *largest difference* compare the entropies of both runs at all times. *Ranks,",
+    "mean* is the mean rank after the warm-up, of the first and of the second run.",
+)
+ABOUT: Mapping[str, tuple[str, ...]] = {
+    "entropy": _OVER_A_RUN,
+    "fidelity": (
+        "With this page you can see which measured signal puts methods in the order of their loss. A row is a",
+        "method. The last rows of the table give the rank correlation of each signal with the gap in loss.",
+    ),
+    "losses": (
+        "With this page you can see when in a run the loss departs from that of the dense run, and how much",
+        "of the gradient the optimizer got then. *Validation* is the gap in validation loss at the end.",
+    ),
+    "ranks": (
+        "With this page you can see what a fixed rank costs in loss and saves in bytes. *Gap* is the",
+        "validation loss against the dense run.",
+    ),
+    "replay": (
+        "With this page you can see which ranks other windows and fewer measurements would have led to. The",
+        "entropies of dense runs were given to the paper's algorithm. *Mean rank* is that of the row,",
+        "*reference* that of the row with which it is compared.",
+    ),
+    "sampling": (
+        "With this page you can see how close the entropy of sampled gradients comes to that of whole ones.",
+        *_AGREEMENT,
+    ),
+    "statistics": (
+        "With this page you can see whether gradients are normal, by pipeline stage and kind of layer. The",
+        "last column is the entropy by the Gaussian formula minus that of a histogram.",
+    ),
+    "topology": (
+        "With this page you can compare the paper's algorithm in pure data parallelism with that in a",
+        "pipeline, with stages aligned and not. *Gap* is the validation loss against the dense run.",
+    ),
+    "windows": (
+        "With this page you can see whether windows of different length see the same entropy.",
+        *_AGREEMENT,
+    ),
+}
 
 
 def has_lines(study: str, lines: Sequence[Line]) -> bool:
@@ -61,6 +107,8 @@ def page(
     text = [
         *(f"# {title}", ""),
         f"Made by `python tools/frontier.py --config configs/frontier/{name}.yaml`. Raw lines: {links(lines)}.",
+        "",
+        *ABOUT[study],
         "",
         f"![{title}]({picture or name}.png)",
         "",
