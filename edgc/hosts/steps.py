@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.stages import StageKey
 
 RECENT_STEPS = 20  # of whose times the median is taken; of more, a link that changes would show later; not tuned
@@ -68,7 +68,7 @@ class StepDriver:
         self.message_ranks: tuple[int | None, ...] = ()
         self.window_steps = WindowSteps()  # so far
         self.seconds_by = _no_seconds()
-        self._by_host: bool | None = None  # whether it does in the step under way; None: in the warm-up
+        self._summing = Summing.DENSE  # who sums in the step under way
         self._settled = False  # whether it was so in the step before, too
         self._step: Step | None = None
         self._verify = False  # whether replicas are compared after this step
@@ -96,15 +96,15 @@ class StepDriver:
             now = time.perf_counter()
             if math.isfinite(self._last_step):
                 self.window_steps.seconds.append(now - self._last_step)
-                if self._settled and self._by_host is not None:
-                    self._time(self.seconds_by[self._by_host], now - self._last_step)
+                if self._settled and self._summing is not Summing.DENSE:
+                    self._time(self.seconds_by[self._summing is Summing.HOST], now - self._last_step)
             self._last_step = now
-            by_host = self.plan.sums_by_host(iteration)
-            self._settled, self._by_host = by_host == self._by_host, by_host
+            summing = self.plan.summing(iteration)
+            self._settled, self._summing = summing is self._summing, summing
             self.window_steps.count += 1
-            self.window_steps.by_host += bool(by_host)
-            before, self.active = self.active, _in_use(self.plan, by_host is False)
-            self.usual = _in_use(self.plan, by_host is not None and not self.plan.by_host)
+            self.window_steps.by_host += summing is Summing.HOST
+            before, self.active = self.active, _in_use(self.plan, summing is Summing.COMPRESSED)
+            self.usual = _in_use(self.plan, summing is not Summing.DENSE and not self.plan.by_host)
             self._verify = self.closes_window(iteration) or compressed_anew(self.active, before)
             self.message_ranks = _in_use(self.message_plan, iteration >= self.message_plan.first_iteration)
             for stage in self.stages:
@@ -119,7 +119,7 @@ class StepDriver:
 
     def _prepare(self, stage: Stage) -> None:
         place = self.keys.index(stage.key)
-        stage.set_rank(self.active, place, self.plan, bool(self._by_host))
+        stage.set_rank(self.active, place, self.plan, self._summing is Summing.HOST)
         for reducer in stage.reducers:
             reducer.verify = self._verify
 
