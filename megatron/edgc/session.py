@@ -133,14 +133,7 @@ class Session:
             of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
             controller = plan.controller(reduction_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
-            self.messages = PipelineMessages(
-                self.config,
-                self.args,
-                self.chunks,
-                self.driver.step,
-                lambda: self.driver.message_ranks,
-                self.run.repeatable,
-            )
+            self.messages = PipelineMessages(self.config, self.args, self.chunks, self.driver.step, self.run.repeatable)
             p2p_communicator.install(self.messages, self.seam)
             if planned.settings is not None and dist.get_rank() == 0:
                 specs, boundaries = self.messages.specs(), self.messages.boundaries
