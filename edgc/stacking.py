@@ -1,5 +1,6 @@
-"""Tensors of equal shape handled at once: on a GPU many small matrices cost more in launches than in arithmetic."""
+"""Many tensors handled at once: on a GPU many small ones cost more in launches than in arithmetic."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,3 +81,9 @@ def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[
         for place, part in zip(places, parts, strict=True):
             results[place] = part
     return results
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
+    largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
+    return (largest < math.inf).all()  # NaN is not

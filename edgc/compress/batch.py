@@ -1,11 +1,7 @@
 """The matrices of one low-rank exchange as an engine sees them, and their products with factors."""
 
-import importlib
-import importlib.util
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -97,58 +93,3 @@ def _where_known(
     for place, result in zip(known, changed, strict=True):
         results[place] = result
     return results
-
-
-class FusedBatch(Batch):
-    """A batch whose first product also unscales each gradient and adds its error, in one pass of a Triton kernel.
-
-    ``errors``: fp32 or bf16, of the operands' shapes; a name may be missing. ``loss_scale``: 0-dimensional. ``gain``:
-    the share of an error that is added.
-    """
-
-    def __init__(
-        self,
-        kernels: ModuleType,
-        operands: Mapping[str, Operand],
-        errors: Mapping[str, Tensor],
-        loss_scale: Tensor | None,
-        gain: float,
-    ):
-        super().__init__(operands)
-        self._kernels = kernels
-        self._errors = errors
-        self._loss_scale = loss_scale
-        self._gain = gain
-        self._unprepared = set(operands)  # shared with the transposed batch
-
-    @property
-    def T(self) -> "FusedBatch":  # noqa: N802 - as of a tensor
-        errors = {name: error.T for name, error in self._errors.items()}
-        operands = {name: one.T for name, one in self.items()}
-        batch = FusedBatch(self._kernels, operands, errors, self._loss_scale, self._gain)
-        batch._unprepared = self._unprepared
-        return batch
-
-    def multiplied_by(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        products = []
-        for (name, operand), factor in zip(self.items(), factors, strict=True):
-            divided = factor if operand.scales is None else factor / operand.scales[0].T
-            if name in self._unprepared:
-                error = self._errors.get(name)
-                product = self._kernels.project(operand.matrix, divided, error, self._loss_scale, self._gain)
-                self._unprepared.remove(name)
-            else:
-                product = self._kernels.project(operand.matrix, divided)
-            products.append(product if operand.scales is None else product / operand.scales[1])
-        return products
-
-
-def triton_kernels(device: torch.device) -> ModuleType | None:
-    """The fused kernels where they run: on NVIDIA's GPUs from Ampere on, and anywhere in Triton's interpreter."""
-    able = (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
-    if not (able or os.environ.get("TRITON_INTERPRET") == "1") or importlib.util.find_spec("triton") is None:
-        return None
-    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
-    return importlib.import_module("edgc.compress.kernels") if (int(major), int(minor)) >= (3, 3) else None

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.replicas import compare, digest, digests_by_parameter
-from edgc.compress.engines.base import all_finite
 from edgc.compress.measuring import Measuring
 from edgc.compress.router import Router
 from edgc.compress.routes import ReductionContext, agree
@@ -16,6 +15,7 @@ from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
 from edgc.plan.selection import Selection, select
 from edgc.specs import Parameter, ShardBounds
+from edgc.stacking import all_finite
 
 
 class GradientReducer:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from edgc.compress.batch import triton_kernels
 from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, FusedRoute, ReductionContext, Route, portion_of
+from edgc.compress.fused import FusedRoute, triton_kernels
+from edgc.compress.routes import ElementwiseRoute, FactorRoute, ReductionContext, Route, portion_of
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.selection import Selection

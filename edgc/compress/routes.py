@@ -14,24 +14,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.comm.collectives import Communicator, Exchange, interleave
-from edgc.comm.packed import Packed
 from edgc.comm.replicas import digest
 from edgc.comm.wire import GROUP
-from edgc.compress.batch import Batch, FusedBatch, Operand
-from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise, all_finite
+from edgc.compress.batch import Batch, Operand
+from edgc.compress.engines.base import Elementwise, FactoredSums, LowRank, Piecewise
 from edgc.compress.engines.rows import Rows
 from edgc.compress.equaliser import Equaliser, squared_norms
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.compress.lowrank import Product, squared_norms_of
 from edgc.specs import MatrixSpec, ShardBounds
-from edgc.stacking import batches, map_stacked
+from edgc.stacking import all_finite, batches, map_stacked
 
 # Values that are rounded and sent at once: that takes several times their memory. Of very many, a 24th: fewer messages.
 PORTION, MOST_PORTIONS = 2**22, 24
@@ -350,64 +348,6 @@ class FactorRoute(Route):
             return slice(None)
         (start, stop), cols = self.context.own_part(name), self.specs[name].cols
         return slice(start // cols, -(-stop // cols))
-
-
-class FusedRoute(FactorRoute):
-    """A ``FactorRoute`` through Triton's kernels: fewer passes over the gradients, all of them fp32."""
-
-    def __init__(
-        self,
-        gradients: Mapping[str, Tensor],
-        specs: Mapping[str, MatrixSpec],
-        context: ReductionContext,
-        engine: LowRank,
-        ranks: Mapping[str, int],
-        kernels: ModuleType,
-    ):
-        super().__init__(gradients, specs, context, engine, ranks)
-        self.kernels = kernels
-
-    @staticmethod
-    def fits(
-        kernels: ModuleType, gradients: Mapping[str, Tensor], ranks: Mapping[str, int], context: ReductionContext
-    ) -> bool:
-        """Whether the kernels take these gradients, ranks and errors."""
-        kept_in = context.feedback.rule.wire
-        errors = kept_in.bits >= 16 and not kept_in.floating
-        narrow = any(gradient.dtype != torch.float32 for gradient in gradients.values())
-        return errors and not narrow and max(ranks.values(), default=0) <= kernels.LARGEST_RANK
-
-    def prepare(self, excess: Mapping[str, Tensor]) -> None:
-        """The first product unscales and adds errors."""
-        self.excess = excess
-
-    def _batch(self, operands: Mapping[str, Operand]) -> Batch:
-        packed = self.context.feedback.packed
-        errors = {}
-        for name, operand in operands.items():
-            if name in packed:
-                error = packed[name].stored().view_as(self.matrices[name])
-                errors[name] = error.T if operand.transposed else error
-        return FusedBatch(self.kernels, operands, errors, self.context.loss_scale, self.error_gain)
-
-    def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
-        feedback, loss_scale = self.context.feedback, self.context.loss_scale
-        for name, matrix in self.matrices.items():
-            older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None
-            error = torch.empty_like(matrix, dtype=torch.float32 if feedback.rule.wire.exact else torch.bfloat16)
-            seed = feedback.draw(name, "error", self.context.iteration) >> 32
-            share, total, rows, excess = (
-                factored.shares[name],
-                factored.sums[name],
-                self._own_rows(name),
-                self.excess[name],
-            )
-            with record_function("edgc/write back"):
-                self.kernels.write_back(
-                    matrix, share, total, finite, older, error, rows, loss_scale, seed, excess, 1 - self.error_gain
-                )
-            message = error.view(1, -1).view(torch.uint8)
-            feedback.packed[name] = Packed.restored(message, matrix.shape, feedback.rule.wire)
 
 
 def _subtract(values: Sequence[Tensor], shares: Sequence[Tensor], out: Sequence[Tensor]) -> None:

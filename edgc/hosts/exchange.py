@@ -88,12 +88,12 @@ class WindowExchange:
                 self._decide(self.controller, completed, stages, messages, mean.gradients, steps.host_share)
             report = WindowReport(
                 iteration=completed,
-                ranks=driver.usual,
+                ranks=driver.current.usual_ranks,
                 plan=self.controller.plan,
                 stages=stages,
                 step_seconds=median_or_nan(steps.seconds),
                 bytes=mean,
-                message_ranks=driver.message_ranks,
+                message_ranks=driver.current.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
                 messages=messages,
                 costs=tuple(self.controller.times.costs),
@@ -124,8 +124,8 @@ class WindowExchange:
             )
             for s in stages
         ]
-        driver = self.driver
-        controller.observe(WindowObservation(observations, driver.usual, gradients, host_share, driver.seconds_by))
+        usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
+        controller.observe(WindowObservation(observations, usual_ranks, gradients, host_share, seconds_by))
         controller.decide(completed)
         if self.message_controller is not None:
             of_messages = [StageObservation(message.entropy) for message in messages]
@@ -138,7 +138,7 @@ class WindowExchange:
             return {}
         return {
             StageKey(StageKind.LAYERS, boundary.sender): rank
-            for boundary, rank in zip(self.messages.boundaries, self.driver.message_ranks, strict=True)
+            for boundary, rank in zip(self.messages.boundaries, self.driver.current.message_ranks, strict=True)
             if boundary.direction == "backward"
         }
 

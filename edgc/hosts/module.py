@@ -27,7 +27,7 @@ from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.stage import Stage
-from edgc.hosts.steps import StepDriver
+from edgc.hosts.steps import NO_STEP, StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
 from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
@@ -302,7 +302,7 @@ class EDGCState:
 
     def close(self) -> None:
         """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
-        stepped = self._started and bool(self.driver.usual)
+        stepped = self._started and self.driver.current is not NO_STEP
         if stepped and not self._ended and self.steps < self.iterations:
             self._report(last=True)
         self._close_log()

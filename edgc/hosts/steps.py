@@ -12,18 +12,35 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.stages import StageKey
 
 RECENT_STEPS = 20  # of whose times the median is taken; of more, a link that changes would show later; not tuned
 
+Ranks = tuple[int | None, ...]
+
 
 @dataclass(frozen=True)
 class Step:
-    """What a reduction has to know of the step it belongs to. ``loss_scale``: 0-dimensional; None without one."""
+    """A step, and what holds in it.
+
+    ``loss_scale``: 0-dimensional; None without one. ``began``: by the clock, in seconds. ``settled``: whether the step
+    before had its gradients summed in the same way. ``ranks``: of all stages; ``usual_ranks``: the same, whatever is
+    tried in this step; ``message_ranks``: of boundaries. ``compares_replicas``: whether it ends with that.
+    """
 
     iteration: int  # counted from 0
     loss_scale: Tensor | None
+    began: float = math.nan
+    summing: Summing = Summing.DENSE
+    settled: bool = False
+    ranks: Ranks = ()
+    usual_ranks: Ranks = ()
+    message_ranks: Ranks = ()
+    compares_replicas: bool = False
+
+
+NO_STEP = Step(-1, None)  # before the first
 
 
 @dataclass
@@ -63,17 +80,10 @@ class StepDriver:
         self.keys, self.stages, self.window = list(keys), stages, window
         self._iteration, self._loss_scale = iteration, loss_scale
         self.plan = self.message_plan = RankPlan(0, 0, ())
-        self.active: tuple[int | None, ...] = ()  # the ranks of all stages in the step under way
-        self.usual: tuple[int | None, ...] = ()  # the same, whatever is tried in this step
-        self.message_ranks: tuple[int | None, ...] = ()
+        self.current = NO_STEP  # the step under way, and after its end until the next one begins
         self.window_steps = WindowSteps()  # so far
         self.seconds_by = _no_seconds()
-        self._by_host: bool | None = None  # whether it does in the step under way; None: in the warm-up
-        self._settled = False  # whether it was so in the step before, too
-        self._step: Step | None = None
-        self._verify = False  # whether replicas are compared after this step
-        self._counted: int | None = None
-        self._last_step = math.nan
+        self._counted: int | None = None  # the last step that has ended
 
     def adopt(self, plan: RankPlan, message_plan: RankPlan | None) -> None:
         """Use these plans from their first iteration on, and never within a step."""
@@ -87,41 +97,56 @@ class StepDriver:
         Raises RuntimeError where the step before was never ended.
         """
         iteration = self._iteration()
-        if self._step is None or self._step.iteration != iteration:
-            if self._step is not None and self._counted != self._step.iteration:
-                raise RuntimeError(
-                    f"step {iteration + 1} began, but EDGC was not told that step {self._step.iteration + 1} had "
-                    "ended. In a loop on Megatron's parts, set config.finalize_model_grads_func before EDGC is attached"
-                )
-            now = time.perf_counter()
-            if math.isfinite(self._last_step):
-                self.window_steps.seconds.append(now - self._last_step)
-                if self._settled and self._by_host is not None:
-                    self._time(self.seconds_by[self._by_host], now - self._last_step)
-            self._last_step = now
-            by_host = self.plan.sums_by_host(iteration)
-            self._settled, self._by_host = by_host == self._by_host, by_host
+        if iteration != self.current.iteration:
+            step = self._begun(iteration)
+            if self.current is not NO_STEP:
+                self._check_ended(self.current, step)
+                self._time(self.current, step.began - self.current.began)
             self.window_steps.count += 1
-            self.window_steps.by_host += bool(by_host)
-            before, self.active = self.active, _in_use(self.plan, by_host is False)
-            self.usual = _in_use(self.plan, by_host is not None and not self.plan.by_host)
-            self._verify = self.closes_window(iteration) or compressed_anew(self.active, before)
-            self.message_ranks = _in_use(self.message_plan, iteration >= self.message_plan.first_iteration)
-            for stage in self.stages:
-                self._prepare(stage)
-            self._step = Step(iteration, self._loss_scale())
-        return self._step
+            self.window_steps.by_host += step.summing is Summing.HOST
+            self._prepare_stages(step)
+            self.current = step
+        return self.current
 
-    def _time(self, seconds: deque[float], step: float) -> None:
-        """Keep a step's time. A trial is compared with the steps that are next to it."""
-        if self.plan.trial is None or len(seconds) < RECENT_STEPS:
-            seconds.append(step)
+    def _check_ended(self, before: Step, step: Step) -> None:
+        if self._counted != before.iteration:
+            raise RuntimeError(
+                f"step {step.iteration + 1} began, but EDGC was not told that step {before.iteration + 1} had ended. "
+                "In a loop on Megatron's parts, set config.finalize_model_grads_func before EDGC is attached"
+            )
 
-    def _prepare(self, stage: Stage) -> None:
-        place = self.keys.index(stage.key)
-        stage.set_rank(self.active, place, self.plan, bool(self._by_host))
-        for reducer in stage.reducers:
-            reducer.verify = self._verify
+    def _begun(self, iteration: int) -> Step:
+        """The step that follows ``current``, under the plans that hold."""
+        before, plan, message_plan = self.current, self.plan, self.message_plan
+        began, summing = time.perf_counter(), plan.summing(iteration)
+        ranks = _in_use(plan, summing is Summing.COMPRESSED)
+        return Step(
+            iteration,
+            self._loss_scale(),
+            began,
+            summing,
+            settled=summing is before.summing,
+            ranks=ranks,
+            usual_ranks=_in_use(plan, summing is not Summing.DENSE and not plan.by_host),
+            message_ranks=_in_use(message_plan, iteration >= message_plan.first_iteration),
+            compares_replicas=self.closes_window(iteration) or compressed_anew(ranks, before.ranks),
+        )
+
+    def _time(self, step: Step, seconds: float) -> None:
+        """A step has taken so long, up to the beginning of the next one."""
+        self.window_steps.seconds.append(seconds)
+        if step.settled and step.summing is not Summing.DENSE:
+            alike = self.seconds_by[step.summing is Summing.HOST]
+            # a trial is compared with the steps that are next to it
+            if self.plan.trial is None or len(alike) < RECENT_STEPS:
+                alike.append(seconds)
+
+    def _prepare_stages(self, step: Step) -> None:
+        for stage in self.stages:
+            place = self.keys.index(stage.key)
+            stage.set_rank(step.ranks, place, self.plan, step.summing is Summing.HOST)
+            for reducer in stage.reducers:
+                reducer.verify = step.compares_replicas
 
     def closes_window(self, iteration: int) -> bool:
         """Whether this step is the last of a window, or of a warm-up after which a plan begins amid a window.
@@ -153,7 +178,7 @@ class StepDriver:
 
         Raises ``ReplicaMismatch``.
         """
-        if self._verify:
+        if self.current.compares_replicas:
             for reducer in self._reducers():
                 reducer.compare_replicas(iteration)
         new = iteration != self._counted  # else the host has run the step again
@@ -176,6 +201,6 @@ def compressed_anew(active: Sequence[int | None], before: Sequence[int | None]) 
     return any(now not in (None, was) for now, was in zip_longest(active, before))
 
 
-def _in_use(plan: RankPlan, used: bool) -> tuple[int | None, ...]:
+def _in_use(plan: RankPlan, used: bool) -> Ranks:
     """The ranks of a plan, if it is used."""
     return plan.ranks if used else (None,) * len(plan.ranks)

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from edgc.comm.objects import ProcessGroup, process
-from edgc.compress.batch import triton_kernels
+from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller

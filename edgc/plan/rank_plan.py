@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
 NO_RANK = 0  # compressed by an engine that has no rank
@@ -10,6 +11,14 @@ NO_RANK = 0  # compressed by an engine that has no rank
 def rank_in_words(rank: int | None) -> str:
     """For tables: ``dense``, ``rounded`` without a rank, or the rank."""
     return "dense" if rank is None else "rounded" if rank == NO_RANK else str(rank)
+
+
+class Summing(Enum):
+    """Who sums the gradients of a step."""
+
+    DENSE = "dense"  # EDGC, and compresses none: in its warm-up, or under a plan without ranks
+    COMPRESSED = "compressed"  # EDGC, at the ranks of the plan
+    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,12 @@ class RankPlan:
     trial: tuple[int, int] | None = None
     tried: tuple[float, ...] = ()
 
-    def sums_by_host(self, iteration: int) -> bool | None:
-        """Whether the host sums in this iteration; None in a warm-up of EDGC's."""
+    def summing(self, iteration: int) -> Summing:
+        """Who sums in this iteration."""
         if iteration < self.first_iteration or all(rank is None for rank in self.ranks):
-            return self.by_host or None
-        return self.by_host != (self.trial is not None and self.trial[0] <= iteration < self.trial[1])
+            return Summing.HOST if self.by_host else Summing.DENSE
+        tried = self.trial is not None and self.trial[0] <= iteration < self.trial[1]
+        return Summing.HOST if self.by_host != tried else Summing.COMPRESSED
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

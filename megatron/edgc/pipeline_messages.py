@@ -33,7 +33,7 @@ class PipelineMessages:
     ``config.pipeline.messages`` travel as ``MessageFormat`` says, with a header. Evaluation is left alone.
 
     Args:
-        ranks: the rank of each of ``boundaries`` in this step.
+        step: the step under way, with the rank of each of ``boundaries``.
         repeatable: whether a step may be run again or rolled back; its senders' state before it is kept for that.
     """
 
@@ -43,11 +43,10 @@ class PipelineMessages:
         args: Namespace,
         chunks: Sequence[DistributedDataParallel],
         step: Callable[[], Step],
-        ranks: Callable[[], Sequence[int | None]],
         repeatable: bool,
     ):
         self.config, self.args, self.chunks = config, args, chunks
-        self.step, self.ranks, self.repeatable = step, ranks, repeatable
+        self.step, self.repeatable = step, repeatable
         self.stage: int = parallel_state.get_pipeline_model_parallel_rank()
         self.stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         self.directions: tuple[Direction, ...] = {
@@ -153,7 +152,7 @@ class PipelineMessages:
         (boundary,) = (
             index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
         )
-        rank = self.ranks()[boundary]
+        rank = self.step().message_ranks[boundary]
         if self.config.pipeline.messages.epilogue and place < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
         return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)

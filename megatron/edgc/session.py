@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from edgc.comm.collectives import Communicator, Traffic
 from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
-from edgc.compress.engines.base import all_finite
 from edgc.config import ConfigError, EDGCConfig, RankPolicy
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.costs import reduction_cost, reduction_sizes
@@ -36,6 +35,7 @@ from edgc.plan.controller import Controller
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.settle import plan_run, slowest
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
+from edgc.stacking import all_finite
 from megatron.edgc import p2p_communicator
 from megatron.edgc.checkpoint_hooks import CheckpointHooks
 from megatron.edgc.checkpoint_index import RunState
@@ -133,14 +133,7 @@ class Session:
             of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
             controller = plan.controller(reduction_sizes(self.config, self.run), of_layers)
         if self.run.pipeline_stages > 1:
-            self.messages = PipelineMessages(
-                self.config,
-                self.args,
-                self.chunks,
-                self.driver.step,
-                lambda: self.driver.message_ranks,
-                self.run.repeatable,
-            )
+            self.messages = PipelineMessages(self.config, self.args, self.chunks, self.driver.step, self.run.repeatable)
             p2p_communicator.install(self.messages, self.seam)
             if planned.settings is not None and dist.get_rank() == 0:
                 specs, boundaries = self.messages.specs(), self.messages.boundaries

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange, Traffic, run_to_end
 from edgc.comm.wire import FP32, GROUP, wire
-from edgc.compress.engines.base import Elementwise, Sums, all_finite
+from edgc.compress.engines.base import Elementwise, Sums
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, Registered
 from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 from tests.distributed.gloo import run_on_ranks
 
 MATRICES = (MatrixSpec("tall", 48, 20), MatrixSpec("wide", 12, 40), MatrixSpec("square", 24, 24))

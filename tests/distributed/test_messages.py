@@ -52,9 +52,8 @@ def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     config = EDGCConfig.of(**{"pp": "backward:powersgd:4", **settings})  # type: ignore[arg-type]
     chunk = SimpleNamespace(training=True)
-    messages = PipelineMessages(
-        config, SimpleNamespace(), [chunk], lambda: Step(5, None), lambda: ranks, repeatable=False
-    )
+    step = Step(5, None, message_ranks=tuple(ranks))
+    messages = PipelineMessages(config, SimpleNamespace(), [chunk], lambda: step, repeatable=False)
     host = SimpleNamespace(
         virtual_pipeline_model_parallel_size=None,
         timers=None,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
-from edgc.compress.batch import triton_kernels
+from edgc.compress.fused import triton_kernels
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.selection import Selection

@@ -13,7 +13,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_model import StageRankModel
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
@@ -425,9 +425,9 @@ def test_a_tolerance_in_another_unit_and_costs_of_another_link_are_not_taken_ove
 def test_the_warm_up_of_entropy_is_no_compression() -> None:
     c = controller()
     play(c, WARM[:3])
-    assert c.plan.sums_by_host(300) is None
+    assert c.plan.summing(300) is Summing.DENSE
     play(c, [*WARM[3:], -5.0])
-    assert c.plan.sums_by_host(1100) is False
+    assert c.plan.summing(1100) is Summing.COMPRESSED
 
 
 def test_state_of_another_pipeline_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.choices import SendRounded
 from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import ReductionSizes, Run
 from edgc.plan.settle import plan_run
@@ -187,7 +187,8 @@ def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     assert (plan.compresses, plan.tries, plan.config.engine, plan.config.ranks.volume) == (False, True, "powersgd", 20)
     assert "Give --edgc-rmax a rank" in plan.warnings[0]
     first = plan.controller(sizes({"int8": 1.0, "int2": 0.25})).plan
-    assert first.sums_by_host(0) and first.sums_by_host(first.first_iteration), "nothing is even rounded"
+    for iteration in (0, first.first_iteration):
+        assert first.summing(iteration) is Summing.HOST, "nothing is even rounded"
     computed = plan_run(EDGCConfig.from_preset({"volume": 20.0, "link_gbps": 1.0}), RUN, known)
     assert (computed.compresses, computed.tries, computed.config.engine) == (False, False, "dense")
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, "rmax": 16}), RUN, known)

@@ -57,4 +57,4 @@ def test_in_a_trial_the_usual_ranks_are_those_of_the_other_steps(monkeypatch: py
     steps = Steps(monkeypatch)
     for iteration, active in ((4, (4,)), (6, (None,)), (8, (4,))):
         steps.make(iteration)
-        assert (steps.driver.active, steps.driver.usual) == (active, (4,))
+        assert (steps.driver.current.ranks, steps.driver.current.usual_ranks) == (active, (4,))

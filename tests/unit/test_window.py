@@ -11,6 +11,7 @@ import torch
 from edgc.byte_counts import ByteCount
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.stage import Stage
+from edgc.hosts.steps import Step
 from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.window import Boundary, MessageWindow, StageWindow
@@ -76,7 +77,7 @@ def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_acti
         Boundary("forward", 0, 1),
         Boundary("forward", 1, 2),
     ]
-    driver = SimpleNamespace(message_ranks=(16, None, 4, 8))
+    driver = SimpleNamespace(current=Step(0, None, message_ranks=(16, None, 4, 8)))
     under_test: Any = SimpleNamespace(driver=driver, messages=SimpleNamespace(boundaries=boundaries))
     ranks = WindowExchange._gradient_message_ranks(under_test)
     assert ranks == {StageKey(StageKind.LAYERS, 1): 16, StageKey(StageKind.LAYERS, 2): None}
@@ -96,7 +97,8 @@ def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
 def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -> None:
     told: list[Any] = []
     controller: Any = SimpleNamespace(observe=told.append, decide=lambda iteration: None)
-    driver = SimpleNamespace(usual=(8,), active=(None,), seconds_by={False: [1.0], True: [2.0]})
+    step = Step(0, None, ranks=(None,), usual_ranks=(8,))
+    driver = SimpleNamespace(current=step, seconds_by={False: [1.0], True: [2.0]})
     under_test: Any = SimpleNamespace(driver=driver, message_controller=None, _gradient_message_ranks=dict)
     units = (Products(4.0, 4.0, both) for both in (1.0, 2.0, 3.0))
     window = replace(STAGE, fidelity={"w": Fidelity(*units, Agreement(4.0, 4.0, 3.5), entries=2.0)})

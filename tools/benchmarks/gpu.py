@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.comm.collectives import all_reduce_bytes, run_to_end
-from edgc.compress.batch import triton_kernels
+from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig
 from edgc.plan.selection import Selection
 from tools.benchmarks.common import make_reducer

@@ -10,9 +10,10 @@ from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
-from edgc.compress.engines.base import FactoredSums, LowRank, all_finite
+from edgc.compress.engines.base import FactoredSums, LowRank
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 
 
 class Alternating(LowRank):

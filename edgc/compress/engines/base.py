@@ -6,7 +6,6 @@ follows the iteration, so that a step can be repeated. The CPU never waits for a
 on any process makes ``finite`` false, a boolean on the device, and then the rest means nothing.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,9 +142,3 @@ class LowRank(Engine, ABC):
     @abstractmethod
     def commit(self, sums: FactoredSums, iteration: int, finite: Tensor) -> None:
         """Take in what an exchange has taught, if all of the step's were ``finite``."""
-
-
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
-    largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
-    return (largest < math.inf).all()  # NaN is not

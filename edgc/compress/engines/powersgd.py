@@ -12,9 +12,10 @@ from edgc.comm.packed import Packed, choose_all, pack_all, unpack_all
 from edgc.comm.wire import FP32, wire
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
-from edgc.compress.engines.base import FactoredSums, LowRank, all_finite
+from edgc.compress.engines.base import FactoredSums, LowRank
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 
 # V is only where a step starts, so a few bits of it are enough: 8 of them in turn take less than one in fp32.
 STORED = wire("int4", hadamard=True)

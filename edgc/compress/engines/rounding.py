@@ -10,10 +10,11 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import Piecewise, Sums, all_finite
+from edgc.compress.engines.base import Piecewise, Sums
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 
 
 class Rounding(Piecewise):

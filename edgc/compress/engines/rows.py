@@ -9,9 +9,10 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import Elementwise, Sums, all_finite
+from edgc.compress.engines.base import Elementwise, Sums
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 
 ROW_FORMAT = "int4"
 NORMS = wire("int8")  # of rows: they only choose

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import FP32
-from edgc.compress.engines.base import Elementwise, Sums, all_finite
+from edgc.compress.engines.base import Elementwise, Sums
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
+from edgc.stacking import all_finite
 
 LARGEST_INDEX = 2**31 - 1  # in int32
 
