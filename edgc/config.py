@@ -301,7 +301,8 @@ class Ranks:
         for given, others in void.items():
             for one in (knob for knob in fields(self) if knob.name in others and getattr(self, given) is not None):
                 value = getattr(self, one.name)
-                _require(value == one.default, one.name, value, f"does nothing beside {flag(given)}")
+                rule = f"does nothing beside {flag(given)} {getattr(self, given):g}"
+                _require(value == one.default, one.name, value, rule)
         if self.volume is not None:
             _require(1 < self.volume < math.inf, "volume", self.volume, "must be a finite number above 1")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
@@ -626,7 +627,7 @@ class EDGCConfig:
         if not isinstance(iterations, Integral) or iterations < 1:
             raise ConfigError(f"iterations = {iterations}: must be a whole number of at least 1")
         if self.rank_policy is RankPolicy.ENTROPY:
-            rule = f"is longer than the run of {iterations} iterations"
+            rule = f"is longer than the run of {iterations} iterations, and entropy sets ranks once a window: give less"
             _require(self.ranks.window <= iterations, "window", self.ranks.window, rule)
             rate = self.ranks.iteration_sampling_rate
             rule = f"measures nothing at {rate:g} of the iterations; give more to {flag('iteration_sampling_rate')}"

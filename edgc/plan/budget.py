@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from edgc.config import EDGCConfig
@@ -299,8 +300,10 @@ def worth_of(learning_rate: Callable[[int], float], iterations: int, power: floa
     """What a byte is worth in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
 
     What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
-    spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)).
+    spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)). While the rate still rises, the largest of
+    the rates ahead counts: that run lost less where this was tried (docs/frontier/README.md, short runs).
     """
     rates = [learning_rate(iteration) for iteration in range(iterations)]
+    ahead = list(accumulate(reversed(rates), max))[::-1]
     largest = max(rates, default=0.0) or 1.0
-    return [max(rate / largest, LEAST_RATE) ** power for rate in rates]
+    return [max(rate / largest, LEAST_RATE) ** power for rate in ahead]

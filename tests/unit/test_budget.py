@@ -460,6 +460,15 @@ def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget()
     assert planner._size(planner.choices) < 0.75 * even._size(even.choices)
 
 
+def test_steps_in_which_the_learning_rate_still_rises_get_as_much_as_those_of_its_peak() -> None:
+    def rate(iteration: int) -> float:
+        return min(iteration / 100, 1 - (iteration - 100) / 900)
+
+    worth = worth_of(rate, 1000, 0.5)
+    assert worth[:101] == [1.0] * 101
+    assert [worth[iteration] for iteration in (550, 999)] == pytest.approx([0.5**0.5, 0.2**0.5])
+
+
 @pytest.mark.parametrize("volume", [24.0, 48.0, 100.0])
 def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
     volume: float, monkeypatch: pytest.MonkeyPatch

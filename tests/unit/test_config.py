@@ -18,7 +18,7 @@ from edgc.presets import PRESETS
         ({"rmin": 0}, r"--edgc-rmin = 0: a rank must be at least 1"),
         ({"rmax": -4}, r"--edgc-rmax = -4"),
         ({"static_rank": 0}, r"--edgc-static-rank = 0"),
-        ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside --edgc-static-rank"),
+        ({"static_rank": 8, "rmax": 16}, r"--edgc-rmax = 16: does nothing beside --edgc-static-rank 8"),
         ({"iteration_sampling_rate": 0.0}, r"--edgc-iteration-sampling-rate = 0.0: .* between 1e-6 and 1"),
         ({"gradient_sampling_rate": 1.5}, r"--edgc-gradient-sampling-rate = 1.5"),
         ({"gradient_sampling_rate": float("nan")}, r"--edgc-gradient-sampling-rate = nan"),

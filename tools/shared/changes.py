@@ -40,6 +40,10 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
             )
         ),
     ),
+    (
+        "few bytes while the learning rate rises",
+        lambda engine, _, arguments: has_rank(engine) and _by_learning_rate(arguments) and _rises(arguments),
+    ),
 )
 
 
@@ -110,6 +114,18 @@ def _fills(arguments: Sequence[str]) -> bool:
     """Whether ranks are shared out by water-filling."""
     given = [value for flag, value in pairwise(arguments) if flag == "--edgc-allocation"]
     return (given[-1] if given else preset(arguments).get("allocation")) == "waterfill"
+
+
+def _by_learning_rate(arguments: Sequence[str]) -> bool:
+    """Whether the budget of a step goes with its learning rate."""
+    given = [value.partition("=")[2] for value in arguments if value.startswith("learning_rate_power=")]
+    power = given[-1] if given else preset(arguments).get("learning_rate_power", 0.0)
+    return _volume(arguments) > 0 and float(power) > 0
+
+
+def _rises(arguments: Sequence[str]) -> bool:
+    """Whether the learning rate has a warm-up of its own."""
+    return any(flag.startswith("--lr-warmup-") and float(value) > 0 for flag, value in pairwise(arguments))
 
 
 def _volume(arguments: Sequence[str]) -> float:
