@@ -158,7 +158,7 @@ class Study:
     learning_rate_power: float = _knob(
         0.0,
         "with --edgc-volume the budget of a step goes with this power of its learning rate, which Megatron's arguments "
-        "set; 0 gives every step the same",
+        "set (while the rate rises, of the largest one ahead); 0 gives every step the same",
         "exponent",
         "docs/algorithm.md, 10",
     )

@@ -42,6 +42,7 @@ KEY = StageKey(StageKind.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
 ASKED = (*OF_THE_JOB, "window")
+REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
 
 
 class EDGCState:
@@ -269,7 +270,8 @@ class EDGCState:
         if missing := self.stage.units.missing:
             raise RuntimeError(
                 f"{len(missing)} parameters have no gradient in this step, the first {missing[0]}: EDGC needs those of "
-                "all parameters that required one when it was attached"
+                "all parameters that required one when it was attached. Before you attach it, set requires_grad=False "
+                "on parameters that steps do not use"
             )
         for handle in self._handles:
             handle.wait()
@@ -291,6 +293,12 @@ class EDGCState:
         self.driver.end(self.steps)
         self.steps += 1
         last = self.steps == self.iterations
+        if self.steps == self.iterations + 1:
+            warn(
+                f"step {self.steps} of a run of {self.iterations} iterations, as EDGC was told: it goes on, but a "
+                "volume holds for those iterations alone",
+                self.group,
+            )
         if last or self.driver.closes_window(self.steps - 1):
             self._report(last)
 
@@ -379,8 +387,7 @@ class EDGCState:
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self._sizes)
-            remedy = "set reset_state to go on without it"
-            resume_controller(controller, state["controller"], "the state", remedy, self.group)
+            resume_controller(controller, state["controller"], "the state", REMEDY, self.group)
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:
@@ -393,12 +400,13 @@ class EDGCState:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != STATE_VERSION:
-            raise ConfigError(f"EDGC state of version {state['version']}: this release reads {STATE_VERSION}")
+            why = f"EDGC state of version {state['version']}: this release reads {STATE_VERSION}"
+            raise ConfigError(f"{why}; {REMEDY}")
         engine = state["requested"]["engine"]
         if engine != self.requested.engine:
-            raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}")
+            raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}; {REMEDY}")
         if why := misfit(state["layout"], {name: one.elements for name, one in self.described.items()}):
-            raise ConfigError(f"the EDGC state has {why}")
+            raise ConfigError(f"the EDGC state has {why}; {REMEDY}")
 
 
 def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
@@ -407,6 +415,11 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     """
     if isinstance(config, str):
         config = EDGCConfig.from_preset({"preset": config})
+    if not isinstance(config, EDGCConfig):
+        raise ConfigError(
+            f"config is of type {type(config).__name__}: must be an EDGCConfig, or the name of a preset. "
+            "EDGCConfig.from_preset takes settings in a dict"
+        )
     refused = {
         "pp": not config.pipeline.messages.optional,
         "fuse_embedding_sync": config.pipeline.fuse_embedding_sync,

@@ -183,8 +183,9 @@ def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iter
         if run.scatters:
             fewer += f"; {gradients.fp32 / gradients.sent:.1f}x fewer than an all-reduce in fp32"
     yield f"gradients: {_sent(gradients)}{fewer}"
-    fewer = f", {total.host / total.sent:.1f}x fewer" if total.sent else ""
-    yield f"total (gradients, updated weights, messages between stages): {_sent(total)}{fewer}"
+    if total.host > gradients.host:
+        fewer = f", {total.host / total.sent:.1f}x fewer" if total.sent else ""
+        yield f"total (gradients, updated weights, messages between stages): {_sent(total)}{fewer}"
 
 
 def _bytes(count: float) -> str:

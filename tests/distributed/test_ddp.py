@@ -427,6 +427,7 @@ def refused(rank: int) -> dict[str, str]:
         "sparse": lambda: attach(nn.Embedding(8, 8, sparse=True), LOW_RANK, iterations=40),
         "no iterations": lambda: attach(net(), LOW_RANK, iterations=0),
         "part of one": lambda: attach(net(), LOW_RANK, iterations=20.5),  # type: ignore[arg-type]
+        "a dict": lambda: attach(net(), {"volume": 24}, iterations=20),  # type: ignore[arg-type]
     }
     used = trained_once(rank)
     found = {}
@@ -577,12 +578,13 @@ def test_what_cannot_work_is_refused() -> None:
         "window": "ConfigError: --edgc-window = 100",
         "no gradient": "RuntimeError: 9 parameters have no gradient",
         "thawed": "RuntimeError: hidden.weight has a gradient, and required none when EDGC was given the module",
-        "engine": "ConfigError: EDGC state of the engine int4",
+        "engine": "ConfigError: EDGC state of the engine int4, this run has powersgd; set reset_state to go on without",
         "another module": "ConfigError: the EDGC state has an error of",
         "complex": "ConfigError: weight is of torch.complex64: EDGC averages gradients of real numbers",
         "sparse": "ConfigError: weight has sparse gradients, which EDGC does not average",
         "no iterations": "ConfigError: iterations = 0: must be a whole number of at least 1",
         "part of one": "ConfigError: iterations = 20.5: must be a whole number of at least 1",
+        "a dict": "ConfigError: config is of type dict: must be an EDGCConfig, or the name of a preset",
     }
     for found, learned in run_on_ranks(refused_or_not, 2):
         for name, reason in reasons.items():

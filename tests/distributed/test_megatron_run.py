@@ -139,7 +139,7 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
 def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path: Path) -> None:
     logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "24"]
     output = train([*EDGC, *logged, "--exit-interval", "6"], processes=2)
-    assert "edgc | total (gradients" in output
+    assert "edgc | gradients: sent" in output
     events = read_events(tmp_path)
     assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (6, True)]
 
@@ -147,7 +147,7 @@ def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path:
 def test_a_run_whose_last_iteration_is_skipped_reports_its_sums(tmp_path: Path) -> None:
     logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "6"]
     output = train([*EDGC, *logged, "--iterations-to-skip", "6"], processes=2)
-    assert output.count("edgc | total (gradients") == 1
+    assert output.count("edgc | gradients: sent") == 1
     events = read_events(tmp_path)
     assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (5, True)]
 
@@ -207,7 +207,10 @@ def test_a_window_that_a_run_with_growing_batches_never_fills_is_refused() -> No
     finished = launch(PRETRAIN, [*without_batch_size(), *GROWING, *settings.split()], processes=2)
     assert finished.returncode != 0
     errors = [line for line in finished.stdout.splitlines() if "edgc: error: " in line]
-    assert errors == ["edgc: error: --edgc-window = 12: is longer than the run of 10 iterations"]
+    assert errors == [
+        "edgc: error: --edgc-window = 12: is longer than the run of 10 iterations, and entropy sets ranks once a "
+        "window: give less"
+    ]
     # the launcher's own traceback is there, but none of ours
     assert "ConfigError" not in finished.stdout and "iteration        1/" not in finished.stdout
 

@@ -40,3 +40,18 @@ def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: 
 def test_a_hook_that_never_saw_a_gradient_closes_without_an_error() -> None:
     """Nobody has called ``start``."""
     edgc.EDGCState(torch.nn.Linear(8, 8), CONFIG, iterations=20).close()
+
+
+def test_a_run_that_goes_on_after_its_last_iteration_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=5)
+    for _ in range(8):
+        net.zero_grad()
+        net(torch.randn(3, 32)).sum().backward()
+        state.step()
+    state.close()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: step" in line]
+    assert warnings == [
+        "edgc: warning: step 6 of a run of 5 iterations, as EDGC was told: it goes on, but a volume holds for those "
+        "iterations alone"
+    ]
