@@ -8,9 +8,9 @@ from typing import Any
 
 from edgc import __version__
 from edgc.comm.objects import ProcessGroup, process, processes
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.hosts import tensorboard, wording
-from edgc.hosts.warnings import warn, warn_of_missed_volume
+from edgc.hosts.warnings import warn, warn_of_missed_volume, warn_of_warmup
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
@@ -107,9 +107,8 @@ class Reporter:
         self._unbudgeted |= before.by_host or plan.by_host
         if last:
             self._print(wording.end_lines(report, self.run, self.parameters))
-            volume = self.config.ranks.volume
-            if volume is not None and not self._unbudgeted and report.iteration >= self.run.iterations:
-                warn_of_missed_volume(volume, report, self.group)
+            if report.iteration >= self.run.iterations:
+                self._warn_at_end(report)
         if writer := self.scalars():
             for tag, value in tensorboard.scalars(report):
                 writer.add_scalar(tag, value, report.iteration)
@@ -122,6 +121,14 @@ class Reporter:
             else:
                 self._print([f"iteration {place}: {text}"])
         self._before = plan
+
+    def _warn_at_end(self, report: WindowReport) -> None:
+        """Of what a whole run has not done."""
+        volume = self.config.ranks.volume
+        if volume is not None and not self._unbudgeted:
+            warn_of_missed_volume(volume, report, self.group)
+        if self.config.rank_policy is RankPolicy.ENTROPY:
+            warn_of_warmup(report, self.config, self.group)
 
     def _print(self, lines: Iterable[str]) -> None:
         if self.prints:

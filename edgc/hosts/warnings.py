@@ -9,6 +9,7 @@ from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller
+from edgc.plan.rank_plan import NEVER_COMPRESSED
 
 LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
 
@@ -44,6 +45,23 @@ def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGro
             f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
             "windows, few iterations were measured, too little of the gradient arrived for a while, or padding and "
             "samples are a large part of what so small a model sends"
+        )
+        warn(message, group)
+
+
+def warn_of_warmup(report: WindowReport, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
+    """After a whole run, of the stages whose entropy has never been stable."""
+    plan = report.plan
+    dense = [
+        str(seen.stage)
+        for seen, rank, why in zip(report.stages, report.ranks, plan.reasons, strict=True)
+        if rank is None and why != NEVER_COMPRESSED
+    ]
+    if dense:
+        limit, window = config.study.entropy_stability, config.ranks.window
+        message = (
+            f"{', '.join(dense)} stayed dense to the end: between two windows of {window} iterations the entropy always "
+            f"changed by {limit:g} nats or more, or the run ended before compression began"
         )
         warn(message, group)
 

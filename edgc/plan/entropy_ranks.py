@@ -9,7 +9,7 @@ from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.alignment import StageTimes
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_model import StageRankModel
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import NEVER_COMPRESSED, RankPlan
 from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.specs import MatrixSpec
@@ -47,7 +47,7 @@ class EntropyRanks:
 
     def first_reasons(self) -> tuple[str, ...]:
         """Why each stage is dense at first."""
-        return tuple("never compressed" if model is None else "warm-up" for model in self.models)
+        return tuple(NEVER_COMPRESSED if model is None else "warm-up" for model in self.models)
 
     def decide(
         self, iteration: int, plan: RankPlan, energies: Sequence[Mapping[str, Sequence[float]]]
@@ -95,7 +95,7 @@ class EntropyRanks:
     ) -> tuple[int | None, str]:
         """The rank to which a stage's own entropy leads, within the bounds, and the reason."""
         if self.models[stage] is None:
-            return None, "never compressed"
+            return None, NEVER_COMPRESSED
         if self.anchor[stage] is None:
             return None, "warm-up"
         if begins:

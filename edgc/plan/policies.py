@@ -11,7 +11,7 @@ from typing import Any
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner
 from edgc.plan.entropy_ranks import EntropyRanks
-from edgc.plan.rank_plan import NO_RANK, RankPlan
+from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
 from edgc.plan.sharing import Sharing
 
@@ -163,7 +163,7 @@ class RanksByBudget(Policy):
             "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),
             "matrix_ranks": tuple(ranks),
             "formats": tuple(None if place is None else budget.formats(place) for place in places),
-            "reasons": tuple("never compressed" if place is None else budget.reason for place in places),
+            "reasons": tuple(NEVER_COMPRESSED if place is None else budget.reason for place in places),
             "relief": budget.relief,
         }
 

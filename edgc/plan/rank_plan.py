@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 NO_RANK = 0  # compressed by an engine that has no rank
+NEVER_COMPRESSED = "never compressed"  # the reason of a stage that has nothing to compress
 
 
 def rank_in_words(rank: int | None) -> str:

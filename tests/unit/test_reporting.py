@@ -17,7 +17,7 @@ from edgc.hosts.warnings import warn_of_budget
 from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
-from edgc.plan.rank_plan import NO_RANK, RankPlan
+from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.stages import StageKey, StageKind
 from tools._root import REPOSITORY
@@ -110,6 +110,28 @@ def test_a_run_that_rounds_has_missed_nothing(
 def test_a_run_that_ends_early_has_missed_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     reporter().window(replace(REPORT, bytes=RunBytes(ByteCount(1e6, 2e6, 2e6))), last=True)
     assert "was asked for" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "rank", "reason", "iteration", "warned"),
+    [
+        ("paper", None, "warm-up", ITERATIONS, True),
+        ("paper", None, "entropy is stable", ITERATIONS, True),  # stable in the last window, so too late
+        ("paper", None, "warm-up", ITERATIONS - 1, False),
+        ("paper", None, NEVER_COMPRESSED, ITERATIONS, False),
+        ("paper", 64, "entropy", ITERATIONS, False),
+        ("balanced", None, "warm-up", ITERATIONS, False),
+    ],
+)
+def test_a_run_whose_entropy_was_never_stable_says_so_at_its_end(
+    preset: str, rank: int | None, reason: str, iteration: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_test = Reporter(EDGCConfig.from_preset({"preset": preset}), Run(iterations=ITERATIONS, replicas=2))
+    under_test.parameters = [1500]
+    plan = replace(PLAN, ranks=(rank,), reasons=(reason,))
+    under_test.window(replace(REPORT, iteration=iteration, ranks=(rank,), plan=plan), last=True)
+    said = capsys.readouterr().err
+    assert ("stage 1 stayed dense to the end" in said) == warned
 
 
 @pytest.mark.parametrize(
