@@ -66,7 +66,7 @@ class EnergySpectrum:
 
     def noise(self, sent: int) -> float:
         """Where each step sends so many parts."""
-        return self.factor * self._law(sent)
+        return min(self.factor, LARGEST_FACTOR) * self._law(sent)
 
     def _law(self, sent: int) -> float:
         if not self.held:
@@ -88,8 +88,10 @@ class EnergySpectrum:
         return replace(self, steepness=exponent, factor=factor, measurements=self.measurements + 1)
 
     def harder(self, ratio: float) -> "EnergySpectrum":
-        """The same where every noise is this many times as large."""
-        return replace(self, factor=min(self.factor * ratio, LARGEST_FACTOR))
+        """The same where every noise is this many times as large, and after the inverse ratio as it was: so the factor
+        itself has no bound.
+        """
+        return replace(self, factor=self.factor * ratio)
 
 
 @dataclass(frozen=True)

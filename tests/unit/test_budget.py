@@ -554,6 +554,20 @@ def test_noise_of_low_rank_that_grows_makes_rows_no_better() -> None:
     assert rows / before == pytest.approx(word.noise(AT_16) / first.noise(AT_16))
 
 
+@pytest.mark.parametrize("bad", [1, 3, 5])
+def test_windows_in_which_nothing_arrived_make_the_other_way_no_better_afterwards(bad: int) -> None:
+    word = candidate("word", 4096, 128, by_rows=1.3)
+    for _ in range(6):
+        word = word.fitted(by_share(0.1), 0.2)
+    before = word.noise(AT_16)
+    for _ in range(bad):
+        word = word.fitted(by_share(0.1), math.inf)
+    assert word.noise(AT_16) > before
+    for _ in range(40):
+        word = word.fitted(by_share(0.1), 0.2)
+    assert word.noise(AT_16) == pytest.approx(before, rel=0.2)  # laws have two digits
+
+
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
     stage = [candidate(str(place), 128, 256) for place in range(4)]
     alone = planned(6.0, 100, 0, [stage], 4.0)
