@@ -66,7 +66,9 @@ def _rank(value: float | None) -> int | None:
 
 
 def _require_kinds(settings: Any) -> None:
-    """Raise ``ConfigError`` for a value that is not of its setting's type, or none of its choices."""
+    """Raise ``ConfigError`` for a value that is not of its setting's type, or none of its choices. Numbers of other
+    libraries become Python's own, which checkpoints and event logs can hold.
+    """
     kinds = get_type_hints(type(settings))
     for knob in (one for one in fields(settings) if one.metadata):  # the others are groups of settings
         value, allowed = getattr(settings, knob.name), get_args(kinds[knob.name]) or (kinds[knob.name],)
@@ -74,6 +76,8 @@ def _require_kinds(settings: Any) -> None:
         # to Python a bool is a number as well
         if not (bool in allowed if isinstance(value, bool) else isinstance(value, (*allowed, number))):
             raise ConfigError(f"{flag(knob.name)} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
+        if isinstance(value, Real) and type(value) not in (bool, int, float):
+            object.__setattr__(settings, knob.name, int(value) if isinstance(value, Integral) else float(value))
         choices = knob.metadata.get("choices")
         if choices and value != knob.default:
             _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
@@ -573,8 +577,9 @@ class EDGCConfig:
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
         """The preset that ``given`` names, or the default one, overridden by what else it holds."""
         for setting in ("engine", "preset"):  # they tell what the others mean
-            value = given.get(setting)
-            _require(value is None or isinstance(value, str), setting, value, "must be text")
+            value = given.get(setting, "")
+            allowed = (str, type(None)) if setting == "preset" else str
+            _require(isinstance(value, allowed), setting, value, "must be text")
         usual = "balanced" if given.get("engine", cls.engine) == "powersgd" else None
         name = given.get("preset", usual)
         preset = _beside(given, PRESETS.get(name, {}))

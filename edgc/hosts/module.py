@@ -83,7 +83,7 @@ class EDGCState:
     ):
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
-        self.iterations, self.group, self.scaler, self.unit_bytes = iterations, group, scaler, unit_bytes
+        self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
         averaged = {p: name for name, p in module.named_parameters() if name not in ignored}
         self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
         self.frozen = {p: name for p, name in averaged.items() if not p.requires_grad}
@@ -280,7 +280,8 @@ class EDGCState:
                 unit.reducer.state.load_state_dict(before)
                 unit.reducer.observer.roll_back(self.steps)
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
-            if self.scaler is None and not self._warned_of_nan:
+            skips = self.scaler is not None and self.scaler.is_enabled()
+            if not skips and not self._warned_of_nan:
                 self._warned_of_nan = True
                 warn(
                     f"step {self.steps + 1}: gradients are not finite. EDGC makes them NaN on every process. An "

@@ -108,7 +108,7 @@ class Reporter:
         if last:
             self._print(wording.end_lines(report, self.run, self.parameters))
             if report.iteration >= self.run.iterations:
-                self._warn_at_end(report)
+                self._warn_at_end(report, by_host=before.by_host or plan.by_host)
         if writer := self.scalars():
             for tag, value in tensorboard.scalars(report):
                 writer.add_scalar(tag, value, report.iteration)
@@ -122,12 +122,12 @@ class Reporter:
                 self._print([f"iteration {place}: {text}"])
         self._before = plan
 
-    def _warn_at_end(self, report: WindowReport) -> None:
-        """Of what a whole run has not done."""
+    def _warn_at_end(self, report: WindowReport, by_host: bool) -> None:
+        """Of what a whole run has not done. ``by_host``: in its last window the host has summed."""
         volume = self.config.ranks.volume
         if volume is not None and not self._unbudgeted:
             warn_of_missed_volume(volume, report, self.group)
-        if self.config.rank_policy is RankPolicy.ENTROPY:
+        if self.config.rank_policy is RankPolicy.ENTROPY and not by_host:
             warn_of_warmup(report, self.config, self.group)
 
     def _print(self, lines: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller
-from edgc.plan.rank_plan import NEVER_COMPRESSED
+from edgc.plan.entropy_ranks import STABLE, WARM_UP
 
 LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
 
@@ -50,18 +50,14 @@ def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGro
 
 
 def warn_of_warmup(report: WindowReport, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
-    """After a whole run, of the stages whose entropy has never been stable."""
-    plan = report.plan
-    dense = [
-        str(seen.stage)
-        for seen, rank, why in zip(report.stages, report.ranks, plan.reasons, strict=True)
-        if rank is None and why != NEVER_COMPRESSED
-    ]
+    """After a whole run, of the stages whose entropy was not stable in time."""
+    seen = zip(report.stages, report.ranks, report.plan.reasons, strict=True)
+    dense = [str(stage.stage) for stage, rank, why in seen if rank is None and why in (WARM_UP, STABLE)]
     if dense:
         limit, window = config.study.entropy_stability, config.ranks.window
         message = (
-            f"{', '.join(dense)} stayed dense to the end: between two windows of {window} iterations the entropy always "
-            f"changed by {limit:g} nats or more, or the run ended before compression began"
+            f"{', '.join(dense)} stayed dense to the end. Compression begins once the entropy changes by less than "
+            f"{limit:g} nats from one window of {window} iterations to the next"
         )
         warn(message, group)
 

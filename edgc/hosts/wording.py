@@ -156,12 +156,12 @@ def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str
 
 
 def relief_text(before: float, now: float, least_fidelity: float) -> str:
-    """Where too little of the gradient has begun to arrive, or enough does again."""
+    """Where too little of the gradient has begun to arrive, or steps need no more bytes for it."""
     if now > before:
         least = f"less than {100 * least_fidelity:g} % of the energy that the optimizer got lay along the true gradient"
         return f"{least}: steps now get {now:g} times their budget"
     how = f"{now:g} times their budget" if now > 1 else "their budget again"
-    return f"enough of the gradient arrives: steps get {how}"
+    return f"steps get {how}: enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
 
 
 def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.specs import MatrixSpec
 
+# Reasons of a stage that entropy has not yet let compress, and of one that it lets from now on
+WARM_UP, STABLE = "warm-up", "entropy is stable"
 # Settings whose values must be the same for a history to mean the same.
 REFERENCES = "static_rank", "rank_model", "entropy_estimator"
 
@@ -47,7 +49,7 @@ class EntropyRanks:
 
     def first_reasons(self) -> tuple[str, ...]:
         """Why each stage is dense at first."""
-        return tuple(NEVER_COMPRESSED if model is None else "warm-up" for model in self.models)
+        return tuple(NEVER_COMPRESSED if model is None else WARM_UP for model in self.models)
 
     def decide(
         self, iteration: int, plan: RankPlan, energies: Sequence[Mapping[str, Sequence[float]]]
@@ -97,9 +99,9 @@ class EntropyRanks:
         if self.models[stage] is None:
             return None, NEVER_COMPRESSED
         if self.anchor[stage] is None:
-            return None, "warm-up"
+            return None, WARM_UP
         if begins:
-            return self._rmax, "entropy is stable"
+            return self._rmax, STABLE
         if proposed is None:
             return before, "nothing measured"
         return self._bounded(proposed), "entropy"

@@ -175,10 +175,12 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
 def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
     """Warnings of a run in which what is measured cannot set a plan."""
     window, warmup, policy = config.ranks.window, config.warmup(run.iterations), config.rank_policy
-    if policy is RankPolicy.ENTROPY and compresses and max(2 * window, warmup) >= run.iterations:
+    begins = window * max(2, math.ceil(warmup / window))
+    if policy is RankPolicy.ENTROPY and compresses and begins >= run.iterations:
+        what = "window" if 2 * window >= warmup else "warmup_fraction"
         return [
-            f"the run of {run.iterations} iterations ends before compression can begin: whether entropy is stable is "
-            f"known after two windows of {window}; give a smaller {flag('window')}"
+            f"the run of {run.iterations} iterations ends before compression can begin, at iteration {begins}: that is at "
+            f"the end of a window of {window}, after two of them and the warm-up; give a smaller {flag(what)}"
         ]
     if policy is RankPolicy.VOLUME and window > run.iterations - warmup:
         return [

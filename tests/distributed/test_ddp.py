@@ -392,6 +392,23 @@ def partly_overflowing(rank: int) -> tuple[bool, bool, bool]:
     return nan, kept, same(broken.gradients, whole.gradients)
 
 
+def not_finite(rank: int) -> list[int]:
+    """How many warnings come of two steps that are not finite: without a scaler, with a disabled one, with one."""
+    counts = []
+    for enabled in (None, False, True):
+        bare, warnings = net(), list[str]()
+        scaler = None if enabled is None else torch.amp.GradScaler("cpu", enabled=enabled)
+        state = attach(bare, LOW_RANK, iterations=40, scaler=scaler)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "warn", lambda message, group: warnings.append(message))
+            for _ in range(2):
+                for parameter in bare.parameters():
+                    parameter.grad = torch.full_like(parameter, torch.inf if rank == 1 else 1.0)
+                state.step()
+        counts.append(sum("gradients are not finite" in warning for warning in warnings))
+    return counts
+
+
 def trained_once(rank: int) -> dict[str, Any]:
     """The state after a step."""
     training = Training(rank, LOW_RANK)
@@ -462,8 +479,8 @@ def never_used(rank: int) -> bool:
     return losses[-1] < losses[0] and all(bool(torch.isfinite(p).all()) for p in training.parameters.values())
 
 
-def all_overflows(rank: int) -> tuple[dict[str, Any], tuple[bool, bool, bool]]:
-    return overflowing(rank), partly_overflowing(rank)
+def all_overflows(rank: int) -> tuple[dict[str, Any], tuple[bool, bool, bool], list[int]]:
+    return overflowing(rank), partly_overflowing(rank), not_finite(rank)
 
 
 def test_nothing_is_lost_however_ddp_lays_gradients_out() -> None:
@@ -564,10 +581,11 @@ def test_a_resumed_run_whose_link_asks_for_no_compression_has_a_plan_of_none() -
 
 
 def test_a_step_that_overflows_is_visible_to_the_scaler_and_changes_no_state() -> None:
-    for found, partly in run_on_ranks(all_overflows, 2):
+    for found, partly, warnings in run_on_ranks(all_overflows, 2):
         assert found.pop("scale") == 2.0**9
         assert all(found.values()), found
         assert partly == (True, True, True)
+        assert warnings == [1, 1, 0], "who skips such a step needs no warning"
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -96,6 +96,17 @@ def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any]
         EDGCConfig.of(**settings)
 
 
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    given = {"window": np.int64(200), "seed": np.int32(3), "warmup_fraction": np.float32(0.5), "volume": np.float64(24)}
+    settings = EDGCConfig.from_preset({"preset": "balanced", **given}).flat()
+    assert {name: (settings[name], type(settings[name])) for name in given} == {
+        "window": (200, int),
+        "seed": (3, int),
+        "warmup_fraction": (0.5, float),
+        "volume": (24.0, float),
+    }
+
+
 def test_a_setting_that_does_nothing_beside_a_volume_is_named_whatever_the_volume_is() -> None:
     for volume in (24, "24"):
         with pytest.raises(ConfigError, match=r"--edgc-allocation = uniform: does nothing beside --edgc-volume 24;"):
@@ -162,7 +173,7 @@ def test_every_engine_is_where_its_registration_says() -> None:
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
-    for given in ({"engine": 5}, {"preset": ["balanced"]}):
+    for given in ({"engine": 5}, {"engine": None}, {"preset": ["balanced"]}):
         with pytest.raises(ConfigError, match="must be text"):
             EDGCConfig.from_preset(given)
     balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "static_rank": 64})

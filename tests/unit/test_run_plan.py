@@ -72,10 +72,23 @@ def test_a_link_on_which_only_rmin_does_not_pay_is_told_so() -> None:
     )
 
 
-@pytest.mark.parametrize(("window", "warned"), [(499, False), (500, True)])
-def test_a_run_that_ends_before_entropy_can_be_stable_is_warned(window: int, warned: bool) -> None:
-    plan = plan_run(EDGCConfig.of(window=window), RUN, processes(CHEAP, CHEAP))
-    assert any("ends before compression can begin" in warning for warning in plan.warnings) == warned
+@pytest.mark.parametrize(
+    ("window", "warmup_fraction", "advice"),
+    [
+        (499, 0.1, None),
+        (500, 0.1, "--edgc-window"),
+        (400, 0.85, "--edgc-warmup-fraction"),  # windows end at 400 and 800, and both lie in the warm-up
+        (100, 0.85, None),
+        (100, 1.0, "--edgc-warmup-fraction"),
+    ],
+)
+def test_a_run_that_ends_before_entropy_can_be_stable_is_warned(
+    window: int, warmup_fraction: float, advice: str | None
+) -> None:
+    config = EDGCConfig.of(window=window, warmup_fraction=warmup_fraction)
+    plan = plan_run(config, RUN, processes(CHEAP, CHEAP))
+    warned = [warning for warning in plan.warnings if "ends before compression can begin" in warning]
+    assert [warning.rpartition(" ")[2] for warning in warned] == ([advice] if advice else [])
     assert not plan_run(EDGCConfig.of(window=window, static_rank=8), RUN, processes(CHEAP, CHEAP)).warnings
 
 
