@@ -45,8 +45,8 @@ NO_STEP = Step(-1, None)  # before the first
 
 @dataclass
 class WindowSteps:
-    """Of one window: the ``seconds`` of the steps that ended in it, how many steps it had, and of these ``by_host`` those
-    that the host has summed. A step ends where the next one begins, so the last of a window counts in the next.
+    """Of one window: the ``seconds`` of the steps that ended in it, how many steps it had, and of these ``by_host``
+    those that the host has summed. A step ends where the next one begins, so the last of a window counts in the next.
     """
 
     seconds: list[float] = field(default_factory=list)

@@ -179,8 +179,8 @@ def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
     if policy is RankPolicy.ENTROPY and compresses and begins >= run.iterations:
         what = "window" if 2 * window >= warmup else "warmup_fraction"
         return [
-            f"the run of {run.iterations} iterations ends before compression can begin, at iteration {begins}: that is at "
-            f"the end of a window of {window}, after two of them and the warm-up; give a smaller {flag(what)}"
+            f"the run of {run.iterations} iterations ends before compression can begin, at iteration {begins}: after "
+            f"two windows of {window} and the warm-up, at the end of a window; give a smaller {flag(what)}"
         ]
     if policy is RankPolicy.VOLUME and window > run.iterations - warmup:
         return [

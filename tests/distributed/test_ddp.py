@@ -400,7 +400,7 @@ def not_finite(rank: int) -> list[int]:
         scaler = None if enabled is None else torch.amp.GradScaler("cpu", enabled=enabled)
         state = attach(bare, LOW_RANK, iterations=40, scaler=scaler)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "warn", lambda message, group: warnings.append(message))
+            patch.setattr(module, "warn", lambda message, group, found=warnings: found.append(message))
             for _ in range(2):
                 for parameter in bare.parameters():
                     parameter.grad = torch.full_like(parameter, torch.inf if rank == 1 else 1.0)
