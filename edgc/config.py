@@ -76,7 +76,7 @@ def _require_kinds(settings: Any) -> None:
         # to Python a bool is a number as well
         if not (bool in allowed if isinstance(value, bool) else isinstance(value, (*allowed, number))):
             raise ConfigError(f"{flag(knob.name)} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
-        if isinstance(value, Real) and type(value) not in (bool, int, float):
+        if isinstance(value, Real) and not isinstance(value, bool):
             object.__setattr__(settings, knob.name, int(value) if isinstance(value, Integral) else float(value))
         choices = knob.metadata.get("choices")
         if choices and value != knob.default:

@@ -35,6 +35,7 @@ if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$MODEL; fi
 [[ -n ${DATA:-} ]] && DATA=$(as_begun "$DATA")
 [[ $MODEL == *.yaml ]] && MODEL=$(as_begun "$MODEL") # any other is a name in configs/
 [[ ${CLUSTER:-} == *.yaml ]] && CLUSTER=$(as_begun "$CLUSTER")
+[[ ${PYTHON:-} == */* ]] && PYTHON=$(as_begun "$PYTHON") # any other is a command
 container=()
 python=${PYTHON:-.venv/bin/python}
 die() {
@@ -43,6 +44,8 @@ die() {
 }
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     [[ -n ${SLURM_JOB_ID:-}${DRY_RUN:-} ]] || die "CONTAINER_IMAGE needs Slurm, whose srun starts the container"
+    [[ -n ${CONTAINER_MOUNTS:-} || $RUN != /* || $RUN == "$root"/* ]] ||
+        die "CONTAINER_IMAGE sees this repository alone: name $RUN in CONTAINER_MOUNTS, as $root:$root,$RUN:$RUN"
     container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
         --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
     python=${PYTHON:-python}

@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc.seam import changes, megatron_folder
@@ -20,6 +20,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "--num-distributed-optimizer-instances > 1",
         "gradients are reduced in two steps",
         lambda a: a.num_distributed_optimizer_instances > 1,
+    ),
+    (
+        "--override-ckpt-iteration",
+        "the plans in the checkpoint are of the iterations that it has done",
+        lambda a: a.override_ckpt_iteration is not None,
     ),
     ("--cuda-graph-impl", "a replay may still be writing the gradients", lambda a: a.cuda_graph_impl != "none"),
     (
@@ -82,7 +87,13 @@ def check_megatron() -> None:
     Of a newer minor version than the tested one, whose sources agree in all that EDGC relies on, process 0 warns.
     """
     folder = megatron_folder()
-    installed = version("megatron-core")
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"{folder} is not an installed package, so its version is not known: EDGC needs megatron-core as pip "
+            "installs it (docs/install.md)"
+        ) from None
     minor = tuple(int(part) for part in installed.split(".")[:2])
     tested = ".".join(map(str, TESTED))
     mend = f"pip install 'megatron-core>={tested},<{TESTED[0]}.{TESTED[1] + 1}'"

@@ -173,7 +173,14 @@ class Session:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         tied = TiedEmbedding(self.chunks) if self.config.pipeline.fuse_embedding_sync else None
         self.stages = stages_of(self.chunks, stage, device, tied)
-        self._check_stages(stage)
+        empty = self._empty_stages(stage)
+        if empty and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
+            self.config = self.config.but(fuse_embedding_sync=False)  # the embedding is then a parameter of its stage
+            self.stages, tied = stages_of(self.chunks, stage, device), None
+            empty = self._empty_stages(stage)
+        if empty:
+            beside = " besides a tied embedding; give --edgc-no-fuse-embedding-sync" if tied is not None else ""
+            raise ConfigError(f"pipeline stage {', '.join(empty)} has no parameters to train{beside}")
         layers = self.stages[0]
         # probing is no training traffic
         communicator = Communicator(layers.process_group, Traffic())
@@ -189,16 +196,12 @@ class Session:
         self.tied = tied
         return plan
 
-    def _check_stages(self, stage: int) -> None:
-        """Raises ``ConfigError``, on all processes alike, where one has nothing to reduce but a tied embedding."""
+    def _empty_stages(self, stage: int) -> list[str]:
+        """Those that have nothing to reduce but a tied embedding, counted from 1; the same on all processes."""
         own = next((one for one in self.stages if one.key.kind is StageKind.LAYERS), None)
         empty = own is None or not any(parameter.elements for parameter in own.parameters)
-        if found := sorted({place for place in all_gather_objects(stage + 1 if empty else None) if place}):
-            stages = ", ".join(map(str, found))
-            raise ConfigError(
-                f"pipeline stage {stages} has no parameters to train besides a tied embedding: EDGC needs some on "
-                "every stage"
-            )
+        found = {place for place in all_gather_objects(stage + 1 if empty else None) if place}
+        return [str(place) for place in sorted(found)]
 
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
         """What each process knows of its stages. Experts and embedding have no cost: the layers around them pay."""

@@ -4,6 +4,7 @@ import shutil
 import sys
 import tomllib
 from argparse import Namespace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: s
         compatibility.check_megatron()
 
 
+def test_a_megatron_that_is_on_the_path_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(compatibility, "version", unknown)
+    with pytest.raises(ConfigError, match="is not an installed package, so its version is not known"):
+        compatibility.check_megatron()
+
+
 @pytest.fixture(scope="module")
 def arguments() -> Namespace:
     """Megatron's own defaults, with what its validation derives for two data-parallel ranks."""
@@ -123,6 +133,7 @@ UNSUPPORTED = {
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--num-distributed-optimizer-instances > 1": {"num_distributed_optimizer_instances": 2},
+    "--override-ckpt-iteration": {"override_ckpt_iteration": 100},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]

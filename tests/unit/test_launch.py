@@ -386,8 +386,20 @@ def test_paths_are_meant_where_the_script_is_started(tmp_path: Path) -> None:
     command = done.stdout.splitlines()[-1]
     assert f"{tmp_path}/data/web_text_document" in command and f"{tmp_path}/results/edgc" in command
     assert "/results/" not in command.replace(f"{tmp_path}/results/", "")
+    own = started("pretrain_gpt2_12b_edgc.sh", cwd=tmp_path, DRY_RUN="1", PYTHON="env/bin/python", **paths)
+    assert f"{tmp_path}/env/bin/python " in own.stdout.splitlines()[-1]
     here = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="tiny", DATA="runs/data/web").splitlines()[-1]
     assert " runs/data/web_text_document" in here and " runs/tiny/edgc" in here
+
+
+def test_a_container_must_see_the_folder_of_the_run(tmp_path: Path) -> None:
+    given = {"DRY_RUN": "1", "CONTAINER_IMAGE": "image", "MODEL": "tiny"}
+    outside = started("pretrain_gpt2_12b_edgc.sh", RUN=str(tmp_path), **given)
+    assert outside.returncode == 1 and f"name {tmp_path} in CONTAINER_MOUNTS" in outside.stderr
+    mounts = f"{REPOSITORY}:{REPOSITORY},{tmp_path}:{tmp_path}"
+    for known in ({"RUN": str(tmp_path), "CONTAINER_MOUNTS": mounts}, {"RUN": f"{REPOSITORY}/runs/own"}, {}):
+        done = started("pretrain_gpt2_12b_edgc.sh", **known, **given)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_printed_command_can_be_pasted_into_an_allocation(tmp_path: Path) -> None:

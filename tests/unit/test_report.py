@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from edgc.observe.events import EventLog
 from tools import report
 from tools._root import REPOSITORY
-from tools.reports.comparison import different_plans
+from tools.reports.comparison import different_plans, rank_path
 from tools.reports.picture import delays, used_ranks
 from tools.shared.checkout import commit
 from tools.shared.runs import Run, load_run
@@ -166,6 +166,19 @@ def test_a_last_line_cut_short_is_no_finished_run(runs: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == f"report: error: {runs / 'edgc'}: the run has not finished\n"
 
 
+def test_a_run_that_megatron_has_ended_early_is_not_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = runs / "edgc" / EventLog.FILE
+    start, first, second, *_ = log.read_text().splitlines()
+    log.write_text("\n".join([start, first, second.replace('"last": false', '"last": true')]) + "\n")
+    assert report.main([str(runs)]) == 2
+    expected = f"report: error: {runs / 'edgc'}: the run has not finished: 20 of 40 iterations\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_what_has_no_rank_is_rounded() -> None:
+    assert rank_path([[None], [0], [0], [16]], 0) == "dense for 1 window, rounded for 2 windows, rank 16 for 1 window"
+
+
 @pytest.mark.parametrize("case", ["missing", "unfinished", "no loss"])
 def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
     runs: Path, case: str, capsys: pytest.CaptureFixture[str]
@@ -188,7 +201,7 @@ def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
     assert not (runs / "summary.json").exists() and not (runs / "report.png").exists()
 
 
-@pytest.mark.parametrize(("what", "value"), [("iterations", 400), ("world_size", 8), ("gradient_bytes", 2)])
+@pytest.mark.parametrize(("what", "value"), [("iterations", 20), ("world_size", 8), ("gradient_bytes", 2)])
 def test_runs_that_cannot_be_compared_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, value: int
 ) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from edgc.plan.rank_plan import rank_in_words
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
 from tools.shared.machine import processor
@@ -130,7 +131,8 @@ def rank_path(ranks: list[list[int | None]], stage: int) -> str:
     """One stage's ranks over the run: ``dense for 4 windows, rank 48 for 2 windows``."""
     steps: list[tuple[str, int]] = []
     for window in ranks:
-        label = "dense" if window[stage] is None else f"rank {window[stage]}"
+        words = rank_in_words(window[stage])
+        label = f"rank {words}" if words.isdecimal() else words
         steps = [*steps[:-1], (label, steps[-1][1] + 1)] if steps and steps[-1][0] == label else [*steps, (label, 1)]
     return ", ".join(f"{label} for {count} window{'s' * (count > 1)}" for label, count in steps)
 

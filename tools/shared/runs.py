@@ -80,6 +80,8 @@ def load_run(folder: Path) -> Run:
             windows = [one for one in windows if one["iteration"] < event["iteration"]] + [event]
     if start is None or not windows or not windows[-1]["last"]:
         raise RunError(f"{folder}: the run has not finished")
+    if (done := windows[-1]["iteration"]) < start["iterations"]:  # Megatron ended it, as after a time limit
+        raise RunError(f"{folder}: the run has not finished: {done} of {start['iterations']} iterations")
     loss, validation = read_losses(folder / "tensorboard")
     if not validation:
         raise RunError(f"{folder}: no validation loss in its TensorBoard files")
