@@ -310,10 +310,15 @@ class EDGCState:
         self.reporter.window(self.report, last)
 
     def close(self) -> None:
-        """Report what was seen since the last window. Every process of the group must call this; no step may follow."""
+        """Report what was seen since the last window, and the run's sums. Every process of the group must call this; no
+        step may follow.
+        """
         stepped = self._started and self.driver.current is not NO_STEP
         if stepped and not self._ended and self.steps < self.iterations:
-            self._report(last=True)
+            if self.report is None or self.report.iteration < self.steps:
+                self._report(last=True)
+            elif self.reporter is not None:
+                self.reporter.end(self.report)
         self._close_log()
         self._ended = True
 

@@ -106,7 +106,7 @@ class Reporter:
         self._print(f"{place} | {line}" for line in wording.window_lines(report, before, self.config))
         self._unbudgeted |= before.by_host or plan.by_host
         if last:
-            self._print(wording.end_lines(report, self.run, self.parameters))
+            self.end(report)
             if report.iteration >= self.run.iterations:
                 self._warn_at_end(report, by_host=before.by_host or plan.by_host)
         if writer := self.scalars():
@@ -121,6 +121,10 @@ class Reporter:
             else:
                 self._print([f"iteration {place}: {text}"])
         self._before = plan
+
+    def end(self, report: WindowReport) -> None:
+        """The sums of a run that ends with this window."""
+        self._print(wording.end_lines(report, self.run, self.parameters))
 
     def _warn_at_end(self, report: WindowReport, by_host: bool) -> None:
         """Of what a whole run has not done. ``by_host``: in its last window the host has summed."""

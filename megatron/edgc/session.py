@@ -30,6 +30,7 @@ from edgc.hosts.steps import StepDriver
 from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
+from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.run import Run, RunPlan
@@ -94,6 +95,7 @@ class Session:
         self.tied: TiedEmbedding | None = None  # where the sum of its copies is EDGC's
         self.installed = False  # on a model
         self.completed = 0  # steps, those of this process
+        self.report: WindowReport | None = None  # of the last window
 
     def close(self) -> None:
         """Give Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model."""
@@ -279,15 +281,19 @@ class Session:
         self.reporter.progress(self.completed, self.driver.window_steps.seconds)
         last = self.completed == self.run.iterations
         if last or self.driver.closes_window(iteration):
-            report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
-            self.reporter.window(report, last)
+            self.report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
+            self.reporter.window(self.report, last)
 
     def end_early(self) -> None:
-        """Report what was seen since the last window of a run that Megatron ends before its last step. Every process
-        calls this; no step may follow.
+        """Report what was seen since the last window of a run that Megatron ends before its last step, and its sums.
+        Every process calls this; no step may follow.
         """
-        if self.completed and self.completed < self.run.iterations:
+        if not self.completed or self.completed == self.run.iterations:
+            return
+        if self.report is None or self.report.iteration < self.completed:
             self.reporter.window(self.windows.exchange(self.completed), last=True)
+        else:
+            self.reporter.end(self.report)
 
     def _check_tied(self, iteration: int) -> None:
         """Raises ``StepError`` where nothing has asked for the sum of a tied embedding that EDGC has taken over.

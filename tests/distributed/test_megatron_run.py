@@ -136,12 +136,15 @@ def test_without_edgc_a_run_is_plain_megatron_bit_for_bit(edgc_run: tuple[Path, 
     )
 
 
-def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ends", "windows"), [(6, [(4, False), (6, True)]), (8, [(4, False), (8, False)])])
+def test_a_run_that_megatron_ends_early_reports_its_sums_and_ends_well(
+    tmp_path: Path, ends: int, windows: list[tuple[int, bool]]
+) -> None:
     logged = ["--edgc-log-dir", str(tmp_path), "--train-iters", "24"]
-    output = train([*EDGC, *logged, "--exit-interval", "6"], processes=2)
-    assert "edgc | gradients: sent" in output
+    output = train([*EDGC, *logged, "--exit-interval", str(ends)], processes=2)
+    assert output.count("edgc | gradients: sent") == 1
     events = read_events(tmp_path)
-    assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == [(4, False), (6, True)]
+    assert [(one["iteration"], one["last"]) for one in events if one["event"] == "window"] == windows
 
 
 def test_a_run_whose_last_iteration_is_skipped_reports_its_sums(tmp_path: Path) -> None:
