@@ -4,8 +4,7 @@
 
 Trains the model of examples/ddp.py once for each seed and way of averaging gradients, on gloo and the CPU. Writes one
 JSON object a training into OUTPUT.json and their table into OUTPUT.md. Bytes are counted in the same way for all: what
-one process sends under bandwidth-optimal collectives, without the probe and checks. Times are of this machine, whose
-processes share its memory: they show what a hook computes, not what a network saves.
+one process sends under bandwidth-optimal collectives, without the probe and checks. Nothing is timed.
 """
 
 import argparse
@@ -13,10 +12,9 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 if __name__ == "__main__":
@@ -83,21 +81,19 @@ def ways(ranks: list[int]) -> dict[str, Run]:
 
 
 def train(install: Run, seed: int, iterations: int) -> dict[str, Any]:
-    """Mean loss of the last steps over all processes, bytes and seconds a step."""
+    """Mean loss of the last steps over all processes, and bytes a step."""
     torch.manual_seed(seed)
     # One bucket: torch's hook starts collectives in callbacks, whose order among buckets gloo does not keep.
     model = DistributedDataParallel(Model(), bucket_cap_mb=100)
     sent = install(model, iterations)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
-    losses, seconds = [], []
+    losses = []
     for step in range(iterations):
-        start = time.perf_counter()
         words = text(seed * 1_000_000 + step, dist.get_rank())
         loss = nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        seconds.append(time.perf_counter() - start)
         losses.append(loss.detach())
     total = sent()
     last = torch.stack(losses[-TAIL:]).mean()
@@ -105,7 +101,6 @@ def train(install: Run, seed: int, iterations: int) -> dict[str, Any]:
     return {
         "loss": float(last) / dist.get_world_size(),
         "bytes_per_step": total / iterations,
-        "seconds_per_step": median(seconds[WARM_UP:]),
     }
 
 
@@ -129,17 +124,16 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         by_name.setdefault(row["averages"], []).append(row)
     whole = fmean(row["bytes_per_step"] for row in by_name["dense"])
     lines = [
-        "| averages | loss | kB a step | fewer than fp32 | fewer than bf16 | ms a step |",
-        "|---|---|---|---|---|---|",
+        "| averages | loss | kB a step | fewer than fp32 | fewer than bf16 |",
+        "|---|---|---|---|---|",
     ]
     for name, seen in by_name.items():
         losses = [row["loss"] for row in seen]
         spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
         sent = fmean(row["bytes_per_step"] for row in seen)
-        seconds = fmean(row["seconds_per_step"] for row in seen)
         lines.append(
             f"| {name} | {fmean(losses):.4f}{spread} | {sent / 1e3:.0f} | {whole / sent:.1f}x "
-            f"| {whole / 2 / sent:.1f}x | {1000 * seconds:.0f} |"
+            f"| {whole / 2 / sent:.1f}x |"
         )
     return lines
 
@@ -165,11 +159,12 @@ def main() -> None:
         head = [
             "# EDGC and torch's PowerSGD hook in DistributedDataParallel",
             "",
+            "With this page you can compare the loss and the bytes of EDGC's presets with those of torch's own hook.",
+            "",
             f"`python tools/bench_ddp.py` trains the model of `examples/ddp.py` for {options.iterations} steps on "
             f"{options.processes} processes, {options.seeds} seeds each. The loss is the mean of the last {TAIL} "
             "steps, ± one standard deviation over seeds. Both PowerSGDs average the first "
-            f"{WARM_UP} steps dense. Bytes are what one process sends. Times are of {os.cpu_count()} cores that all "
-            "processes share, without a network between them: they are rough. Raw lines: `ddp.json`.",
+            f"{WARM_UP} steps dense. Bytes are what one process sends. Raw lines: `ddp.json`.",
             "",
         ]
         options.output.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")
