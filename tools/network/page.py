@@ -40,8 +40,8 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- Before its first measured step a process sent "
         f"{min(start) / 1e6:.0f} to {max(start) / 1e6:.0f} MB: start-up, probing, and the window of warm-up",
         "  (`start_bytes` of each run).",
-        "- `bf16` is EDGC's engine of that name: it rounds, sums in fp32, and keeps errors. Megatron itself sums in bf16",
-        "  only where the model is in bf16, and no such run was timed.",
+        "- `bf16` is EDGC's engine of that name: it rounds, sums in fp32, and keeps errors. Megatron itself sums in",
+        "  bf16 only where the model is in bf16, and no such run was timed.",
         "- `powersgd` is low rank in fp32 (`--edgc-preset paper --edgc-static-rank 32 --edgc-warmup-fraction 0.025`).",
         "- `paper` is dense until entropy is stable. In rows without its ranks that warm-up had not ended.",
         "  `paper-begun` begins after two windows, and its ranks may move by 128 a window. `paper-not-aligned` is the",
