@@ -26,6 +26,7 @@ export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore
 # The corpus is the interpreter's own standard library: always there, no download.
 "$python" tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
     --output-prefix "$data"
+corpus=$(sha256sum "${data}_meta.json")
 
 # of the log: warnings, progress, what entropy and the budget decide, the sums at the end
 shown='^edgc(:| \| (engine|gradients:|total|[0-9/]+ (iterations|.*nats)))'
@@ -43,7 +44,7 @@ train() {
         --data-cache-path runs/data/cache --tensorboard-dir "$folder/tensorboard"
         --save "$folder/checkpoints" --load "$folder/checkpoints"
         --edgc-cpu --edgc --edgc-log-dir "$folder" "${shorter[@]}" "$@")
-    local identity="${command[*]} # code ${code%% *}"
+    local identity="${command[*]} # code ${code%% *}, data ${corpus%% *}"
     if [[ -f $folder/finished && $(<"$folder/finished") == "$identity" ]]; then
         printf 'quickstart: %s has finished before, kept\n' "$name"
         return

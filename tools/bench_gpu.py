@@ -33,14 +33,16 @@ from tools.benchmarks.common import versions
 from tools.benchmarks.gpu import break_even_gbps, exactness, measure, sampling
 from tools.benchmarks.gpu_tables import tables
 from tools.benchmarks.stage import Stage
-from tools.shared.command import command_parser
-from tools.shared.files import write_tables
+from tools.launching.configs import LaunchError
+from tools.shared.command import command_parser, say_error
+from tools.shared.files import PageError, around_tables, write_tables
 from tools.shared.machine import device_name
 
 START = "<!-- tools/bench_gpu.py -->"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = command_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["gpt2_12.1b", "gpt2_2.5b"], help="names in configs/models/")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 128])
@@ -50,12 +52,18 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if options.write is not None:
+            around_tables(options.write, START)  # what is wrong with it is said before an hour has gone
+        known = [Stage.of(name, options.layers) for name in options.models]
+    except (LaunchError, PageError) as error:
+        say_error("bench_gpu", error)
+        return 2
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for name in options.models:
-            stage = Stage.of(name, options.layers)
+        for stage in known:
             rows = [row for rank in options.ranks for row in measure(stage, rank, options.repetitions, device)]
             for row in rows:
                 row["break_even_gbps"] = break_even_gbps(stage, row)
@@ -82,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     if options.write is not None:
         write_tables(options.write, START, text, result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -48,8 +48,10 @@ from tools.network.runs import (
     FALLING,
     LINKS,
     MODES,
+    PLANNED,
     RISING,
     UNEVEN,
+    WINDOW,
     Curve,
     Point,
     RunFailed,
@@ -60,7 +62,7 @@ from tools.network.runs import (
 from tools.network.tables import rate_name, table
 from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit
-from tools.shared.command import command_parser, end_on_sigterm, say_error
+from tools.shared.command import command_parser, end_on_signals, say_error
 from tools.shared.files import write, write_json
 from tools.shared.machine import device_name
 from tools.shared.megatron import corpus_flags
@@ -76,7 +78,7 @@ RANGE = ("dense", "int8", "powersgd", "balanced")
 
 def main(argv: list[str] | None = None) -> int:
     """Time what the command line asks for; returns the exit status."""
-    end_on_sigterm()
+    end_on_signals()
     parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="dense and balanced at 135 Mbit/s alone")
@@ -107,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
     try:
+        _check_lengths(options.windows, options.links, options.repetitions)
         if options.quick:
             quick(options.windows)
         elif options.linear:
@@ -132,6 +135,15 @@ def main(argv: list[str] | None = None) -> int:
         say_error("bench_network", error)
         return 1
     return 0
+
+
+def _check_lengths(windows: int, links: str, repetitions: int) -> None:
+    """Raises ``RunFailed`` for numbers with which runs could not be measured."""
+    least, most = 2 if links in CHANGING else 1, PLANNED // WINDOW - 1
+    if not least <= windows <= most:
+        raise RunFailed(f"--windows {windows}: must be {least} to {most}")
+    if repetitions < 1:
+        raise RunFailed(f"--repetitions {repetitions}: must be at least 1")
 
 
 def _names(known: Iterable[str], default: Sequence[str]) -> str:
@@ -160,14 +172,14 @@ def sweep(
 ) -> None:
     """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
     check()
-    now = commit(REPOSITORY, *CODE)
+    now, machine = commit(REPOSITORY, *CODE), device_name(on_gpu=False)
     known = read() if not now.endswith("+") else []  # local changes may be others by now
     kept = set(map(_identity, known))
     for repetition in range(repetitions):
         for mode in modes:
             for rate in rates:
                 for contender in contenders[:: -1 if repetition % 2 else 1]:
-                    if (rate or None, mode, contender, links, repetition, now, windows) in kept:
+                    if (rate or None, mode, contender, links, now, machine, windows, repetition) in kept:
                         continue
                     point = timed(rate or None, mode, contender, links, repetition, windows)
                     _keep(POINTS, point)
@@ -214,7 +226,7 @@ def fit_lines(output: Path, report: bool) -> None:
             fits += linear.measure(name)
             worst = (f"{fit.formats} within {max(map(abs, fit.residuals)):.0%}" for fit in fits[-2:])
             print(f"{name}: {', '.join(worst)}", flush=True)
-            write_json(raw_file, {**measured, "fits": [asdict(fit) for fit in fits]}, indent=1)
+        write_json(raw_file, {**measured, "fits": [asdict(fit) for fit in fits]}, indent=1)
     raw = _figures(raw_file, "--linear")
     fits = [linear.Fit(one["links"], one["formats"], tuple(one["seconds"])) for one in raw["fits"]]
     write(output / "linear.png", linear.picture(fits))
@@ -266,7 +278,7 @@ def _measure(
             begun = time.time()
             runs.append(asdict(measure(contender, repetition, corpus_flags(str(CORPUS)))))
             print(f"{contender}, repetition {repetition + 1}: {time.time() - begun:.0f} s", flush=True)
-            write_json(file, {**measured, "runs": runs}, indent=1)
+    write_json(file, {**measured, "runs": runs}, indent=1)  # not before: what was interrupted begins anew
 
 
 def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: int, windows: int) -> Point:
@@ -324,8 +336,7 @@ def _point(fields: dict[str, Any]) -> Point:
 
 def _identity(point: Point) -> tuple[Any, ...]:
     """What runs of the same code have in common if one of them is enough."""
-    windows = len(point.window_seconds)
-    return point.mbit, point.mode, point.contender, point.links, point.repetition, point.commit, windows
+    return point.mbit, point.mode, point.contender, point.links, *point.session
 
 
 def report(output: Path) -> None:
@@ -333,6 +344,8 @@ def report(output: Path) -> None:
     known = [_point(one) for one in _before(output, "points")]
     by_time = sorted([*read(), *known], key=lambda point: point.started)
     points = list({_identity(p): p for p in by_time}.values())
+    if not points:
+        raise RunFailed(f"{output}: there are no points; without --to-the-end and --report they are measured")
     drawn = sorted([*read_curves(), *map(_curve, _before(output, "curves"))], key=lambda curve: curve.started)
     curves = list({(curve.mode, curve.mbit, curve.contender, curve.commit): curve for curve in drawn}.values())
     output.mkdir(parents=True, exist_ok=True)

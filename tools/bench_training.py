@@ -151,6 +151,8 @@ def page(timings: list[Timing], machine: dict[str, str], raw: str) -> str:
         }
         ran = Counter(repetition for _, _, repetition in seconds)
         repetitions = sorted(repetition for repetition, runs in ran.items() if runs == whole)
+        if not repetitions:
+            continue
         on_top = {}
         for name in (before, after):
             dense, balanced = (

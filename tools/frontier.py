@@ -24,7 +24,7 @@ from tools.experiments.plot import draw, draw_trends
 from tools.experiments.results import not_run, page_lines, result
 from tools.experiments.store import RESULTS, read_results, record_result
 from tools.experiments.training import COMMAND, finished, run
-from tools.shared.command import command_parser, end_on_sigterm, say_error
+from tools.shared.command import command_parser, end_on_signals, say_error
 from tools.shared.files import write
 from tools.shared.runs import RunError, load_run, times_fewer
 
@@ -33,7 +33,7 @@ DOCS = REPOSITORY / "docs" / "frontier"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the list in ``argv``; returns the exit status."""
-    end_on_sigterm()
+    end_on_signals()
     parser = command_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the list of runs, a YAML file")
     parser.add_argument("--gpu", action="store_true", help="train on GPUs (default: on the CPU)")

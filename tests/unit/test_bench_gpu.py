@@ -20,6 +20,15 @@ def test_a_stage_has_the_matrices_of_its_layers() -> None:
     assert stage.data_parallel == 8
 
 
+@pytest.mark.parametrize("given", [["--models", "nosuch"], ["--models", "tiny", "--write", "README.md"]])
+def test_what_cannot_be_measured_or_written_is_said_before(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_gpu.main(given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench_gpu: error: ") and error.count("\n") == 1
+
+
 def test_a_run_writes_what_it_has_measured(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{bench_gpu.START}\nold\n<!-- end -->\nafter\n")

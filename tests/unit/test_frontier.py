@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -406,6 +407,17 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
     assert "nan" not in page
 
 
+def test_a_run_that_says_nothing_costs_no_page() -> None:
+    """No window of it ends where one of the dense run does, or none was measured in a stage."""
+    dense, other = seen("dense", 10, [None, None]), seen("other", 10, [8, 8])
+    page, _ = studies.page("mine", "A title", "losses", [dense, {**other, "losses": [[15, 3.0]]}])
+    assert "| other |" not in page
+    for window in other["windows"]:
+        window["entropy"][1] = None
+    page, _ = studies.page("mine", "A title", "entropy", [dense, other])
+    assert "not measured" in page
+
+
 def test_training_losses_are_compared_over_the_same_iterations() -> None:
     """A warm-up that ends amid the first window leaves a mean of its own; the next one is of fewer iterations."""
     dense, other = ({"losses": losses} for losses in ([[20, 4.0], [40, 2.0]], [[5, 6.0], [20, 3.0], [40, 2.2]]))
@@ -513,6 +525,44 @@ def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:
     assert "| r4 | 4 | 4 kB | 0.1000 | 7.46 | – |" in page
 
 
+def test_a_finished_run_is_kept_wherever_the_command_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (lists, training):
+        monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(lists, "RUNS", tmp_path / "runs")
+    trial = replace(load_list(written(tmp_path, LIST)).trials[-1], corpus="data/own")
+    notes = tmp_path / "data" / "own_meta.json"
+    notes.parent.mkdir()
+    notes.write_text(json.dumps({"recipe": {"source": "s" * 64}, "tokenizer_hash": "t" * 64}))
+    trial.folder.mkdir(parents=True)
+    record = {
+        "arguments": trial.arguments(),
+        "preset": changes.preset(trial.arguments()),
+        "changes": len(changes.CHANGES),
+    }
+    for corpus, kept in ((f"{'s' * 12}-{'t' * 12}", True), ("another", False)):
+        (trial.folder / training.COMMAND).write_text(json.dumps({**record, "corpus": corpus}))
+        for begun in (tmp_path, tmp_path / "data"):
+            monkeypatch.chdir(begun)
+            assert training.finished(trial) == kept
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "rises"),
+    [
+        (["--lr-warmup-iters", "20"], True),
+        (["--lr-warmup-iters", "20", "--lr-warmup-iters", "0"], False),
+        (["--lr-warmup-fraction", "0.1"], True),
+        (["--lr-warmup-init", "1e-5"], False),
+        ([], False),
+    ],
+)
+def test_a_run_without_a_warm_up_of_its_learning_rate_is_as_it_was(warm_up: list[str], rises: bool) -> None:
+    text = "few bytes while the learning rate rises"
+    assert (text in changes.changed("powersgd", 1, ["--edgc-preset", "fast", *warm_up], 0)) == rises
+
+
 def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "RUNS", REPOSITORY / "runs" / tmp_path.name)
     changed = LIST.replace("--edgc-static-rank 8", "--edgc-preset fast")
@@ -537,7 +587,8 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     trial.folder.mkdir(parents=True)
     try:
         today = {"preset": PRESETS["fast"]}
-        for kept in (today, {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}):
+        others = {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}, {"commit": "abc1234+"}
+        for kept in (today, *others):
             record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(changes.CHANGES), **kept}
             (trial.folder / training.COMMAND).write_text(json.dumps(record))
             assert training.finished(trial) == (kept is today)

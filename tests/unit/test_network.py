@@ -201,6 +201,17 @@ def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None
     ]
 
 
+@pytest.mark.parametrize("other", [{"machine": "another"}, {"window_seconds": (1.0,) * 6}])
+def test_runs_of_another_machine_or_length_are_compared_with_their_own_dense_run(other: dict[str, Any]) -> None:
+    balanced = changed(POINT, contender="balanced", step_seconds=1.0, changes=len(CHANGES))
+    later = [changed(one, step_seconds=2 * one.step_seconds, **other) for one in (POINT, balanced)]
+    points = [POINT, balanced, *(replace(one, started=one.started + 99) for one in later)]
+    assert [row[4] for row in cells(table(points))] == ["", "-50%", "", "-50%"]
+    third = [changed(one, repetition=1) for one in (POINT, balanced)]
+    assert repeated([*points, *third]) == [], "two of one session and one of another"
+    assert len({bench_network._identity(point) for point in points}) == 4
+
+
 def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> None:
     def at(contender: str, mbit: float | None, communication: float) -> Point:
         point = changed(POINT, contender=contender, mbit=mbit, communication_seconds=communication)
@@ -357,8 +368,10 @@ def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatc
             POINT,
             **{"mbit": rate, "mode": mode, "contender": contender, "repetition": repetition, "commit": code},
             window_seconds=(1.0,) * windows,
+            machine="this one",
         )
 
+    monkeypatch.setattr(bench_network, "device_name", lambda on_gpu: "this one")
     code = "abc1234"
     monkeypatch.setattr(bench_network, "POINTS", tmp_path / "points.jsonl")
     monkeypatch.setattr(bench_network, "check", lambda: None)
@@ -432,3 +445,22 @@ def test_a_page_without_figures_is_refused_in_one_line(
     assert bench_network.main([f"--{what}", "--report", "--output", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said.startswith("bench_network: error: there is no ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--windows", "0"], "--windows 0: must be 1 to 39"),
+        (["--windows", "40"], "--windows 40: must be 1 to 39"),
+        (["--windows", "1", "--links", "a third from the middle on"], "--windows 1: must be 2 to 39"),
+        (["--repetitions", "0"], "--repetitions 0: must be at least 1"),
+        (["--report"], "there are no points"),
+    ],
+)
+def test_what_could_not_be_measured_or_shown_is_refused_in_one_line(
+    given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_network, "POINTS", tmp_path / "points.jsonl")
+    assert bench_network.main([*given, "--output", str(tmp_path / "page")]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

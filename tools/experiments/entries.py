@@ -181,11 +181,11 @@ def left_out(line: Line, lines: Sequence[Line]) -> str:
 
 
 def _of_host(settings: str) -> set[tuple[str, ...]]:
-    """Flags with their values, without EDGC's."""
+    """Flags with their values, without EDGC's; of a flag that is given twice the last, which holds."""
     words = shlex.split(settings)
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
-    flags = {tuple(words[begin:end]) for begin, end in pairwise([*starts, len(words)])}
-    return {flag for flag in flags if not flag[0].startswith("--edgc-")}
+    flags = {words[begin]: tuple(words[begin:end]) for begin, end in pairwise([*starts, len(words)])}
+    return {flag for name, flag in flags.items() if not name.startswith("--edgc-")}
 
 
 def _reduction(pairs: Sequence[tuple[Line, Line]], key: str) -> float | None:

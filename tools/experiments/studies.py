@@ -183,6 +183,8 @@ def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             continue
         label = f"{_label(line, lines)}, seed {line['seed']}"
         iterations, gap = training_gap(line, reference)
+        if not len(iterations):
+            continue  # its windows end where none of the dense run does
         gaps.plot(iterations, 100 * gap, linewidth=1, label=label)
         ends = [window["iteration"] for window in line["windows"]]
         used = [max((rank or 0 for rank in window["ranks"]), default=0) for window in line["windows"]]
@@ -507,6 +509,8 @@ STUDIES: Mapping[str, Study] = {
 
 def _trend(run: str, what: str, series: Series) -> str:
     iterations, values = series
+    if not len(values):
+        return row([run, what, *["not measured"] * 3])
     pearson = f"{np.corrcoef(iterations, values)[0, 1]:+.2f}" if values.std() > 0 else "none: constant"
     return row([run, what, f"{values[0]:.3f}", f"{values[-1]:.3f}", pearson])
 

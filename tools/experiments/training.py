@@ -29,7 +29,7 @@ def run(trial: Trial) -> Path:
         "preset": preset(arguments),
         "changes": len(CHANGES),
         "machine": machine(trial.gpu),
-        "corpus": corpus_digest(trial.corpus),
+        "corpus": _digest(trial),
         "commit": commit(REPOSITORY),
         "started": round(time.time()),
     }
@@ -60,16 +60,26 @@ def run(trial: Trial) -> Path:
 
 
 def finished(trial: Trial) -> bool:
-    """Whether this very command has run to its end before on this corpus, its preset and the code meaning the same."""
+    """Whether this very command has run to its end before on this corpus, its preset and the code meaning the same.
+
+    What ran with local changes has to run again: they may be others by now.
+    """
     if not (trial.folder / COMMAND).is_file():
         return False
     record, arguments = json.loads((trial.folder / COMMAND).read_text()), trial.arguments()
+    if record.get("commit", "").endswith("+"):
+        return False
     return bool(
         record["arguments"] == arguments
-        and record.get("corpus", "") in ("", corpus_digest(trial.corpus))
+        and record.get("corpus", "") in ("", _digest(trial))
         and record["preset"] == preset(arguments)
         and not changed(trial.engine, trial.pipeline_parallel, arguments, record.get("changes", 0))
     )
+
+
+def _digest(trial: Trial) -> str:
+    """Of its corpus, whose folder is relative to the repository, not to where the command is started."""
+    return corpus_digest(str(REPOSITORY / trial.corpus))
 
 
 def machine(gpu: bool) -> str:

@@ -146,6 +146,11 @@ class Point:
     preset_settings: Mapping[str, Any] | None = None
 
     @property
+    def session(self) -> tuple[str, str, int, int]:
+        """What it has in common with the runs that it can be set against: code, machine, windows, repetition."""
+        return self.commit, self.machine, len(self.window_seconds), self.repetition
+
+    @property
     def old(self) -> bool:
         """Whether today's code compresses otherwise with the same preset, or times it with other flags."""
         return self.flags != flags(self.mode, self.contender) or _old(self.mode, self.contender, self.changes)

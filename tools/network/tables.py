@@ -82,14 +82,17 @@ def repeated(points: Sequence[Point]) -> list[str]:
         ["mode", "link", "commit", "contender", "repetitions", "step", "communication", "share of a dense step"]
     )
     for mode in MODES:
-        pairs: dict[tuple[float, str, str], list[tuple[Point, Point]]] = {}
+        pairs: dict[tuple[float, str, tuple[str, str, int]], list[tuple[Point, Point]]] = {}
         for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
             dense = of_contender(run, "dense")
             for point in run if dense else ():
                 if point.contender != "dense" and not point.old:
-                    pairs.setdefault((by_rate(point.mbit), point.contender, point.commit), []).append((point, dense[0]))
+                    alike = point.commit, point.machine, len(point.window_seconds)
+                    pairs.setdefault((by_rate(point.mbit), point.contender, alike), []).append((point, dense[0]))
         # runs are in the order of time, so that newer code takes the place of older
-        newest = {(rate, contender): (code, own) for (rate, contender, code), own in pairs.items() if len(own) >= 3}
+        newest = {
+            (rate, contender): (code, own) for (rate, contender, (code, *_)), own in pairs.items() if len(own) >= 3
+        }
         for (rate, contender), (code, own) in newest.items():
             steps = [p.step_seconds / d.step_seconds - 1 for p, d in own]
             sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in own]
@@ -183,7 +186,7 @@ def newest(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
         return point.mode, point.links, by_rate(point.mbit)
 
     def beside(point: Point) -> tuple[object, ...]:
-        return *place(point), point.commit, point.repetition
+        return *place(point), *point.session
 
     in_time = sorted(points, key=lambda point: point.started)
     last = {(place(point), point.contender): point.commit for point in in_time}
@@ -215,10 +218,10 @@ def sweep(points: Sequence[Point], mode: str) -> list[Point]:
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """Those of one rate, code and repetition, by rate and then by time."""
-    runs: dict[tuple[float, str, int], list[Point]] = {}
+    """Those of one rate, code, machine, length and repetition, by rate and then by time."""
+    runs: dict[tuple[object, ...], list[Point]] = {}
     for point in sorted(points, key=lambda one: (by_rate(one.mbit), one.started)):
-        runs.setdefault((by_rate(point.mbit), point.commit, point.repetition), []).append(point)
+        runs.setdefault((by_rate(point.mbit), *point.session), []).append(point)
     return list(runs.values())
 
 

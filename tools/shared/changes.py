@@ -125,7 +125,8 @@ def _by_learning_rate(arguments: Sequence[str]) -> bool:
 
 def _rises(arguments: Sequence[str]) -> bool:
     """Whether the learning rate has a warm-up of its own."""
-    return any(flag.startswith("--lr-warmup-") and float(value) > 0 for flag, value in pairwise(arguments))
+    given = dict(pairwise(arguments))  # the last of each
+    return any(float(given.get(f"--lr-warmup-{unit}", 0)) > 0 for unit in ("iters", "samples", "fraction"))
 
 
 def _volume(arguments: Sequence[str]) -> float:

@@ -17,9 +17,13 @@ def command_parser(description: str | None, *, passes_on: bool = False) -> Argum
     )
 
 
-def end_on_sigterm() -> None:
-    """Let a SIGTERM end the process as an exception does, so that what it has started ends with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def end_on_signals() -> None:
+    """Let a SIGTERM, and the end of the terminal, end the process as an exception does, so that what it has started
+    ends with it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda caught, _: sys.exit(128 + caught))
 
 
 def say_error(command: str, error: object) -> None:
