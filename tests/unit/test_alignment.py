@@ -1,5 +1,6 @@
 """Communication cost fits and the ranks that align pipeline stages."""
 
+import json
 import math
 
 import numpy as np
@@ -184,3 +185,14 @@ def test_costs_of_a_checkpoint_are_for_a_link_that_was_timed_then_and_now(before
     times = StageTimes([cost(1.0)], [cost(1.0)], computed=now)
     times.load_state_dict(saved.state_dict())
     assert times.costs == times.message_costs == [cost(kept)]
+
+
+def test_a_later_stage_climbs_by_what_a_rank_costs_on_its_own_link() -> None:
+    first, later = StageCost(CommCost(0.1, 0.010), 2.0, 2.0), StageCost(CommCost(0.1, 0.005), 2.0, 2.0)
+    times = StageTimes([first, later])
+    times.observe([StageObservation(micro_backward_seconds=0.2)] * 2)
+    assert times.aligned(1, 16, 128) == 16 + 40  # 0.2 s at 0.005 s a rank
+    again = StageTimes([first, later])
+    assert not again.can_align(1)
+    again.load_state_dict(json.loads(json.dumps(times.state_dict())))
+    assert again.can_align(1) and again.aligned(1, 16, 128) == 56

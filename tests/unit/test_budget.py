@@ -15,7 +15,7 @@ from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.budget import BudgetPlanner, worth_of
 from edgc.plan.candidates import Candidate, PartialSend
-from edgc.plan.choices import ROW_SHARES, SendLowRank, SendRounded, SendRows, ranks_to_try
+from edgc.plan.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend
@@ -999,3 +999,65 @@ def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     c.plan = replace(before, reasons=("of another link",))
     c.observe(WindowObservation([StageObservation()]))
     assert c.decide(10).version == 0, "so that the end of the warm-up closes a window"
+
+
+def test_a_parameter_counts_by_its_size_and_energy_in_the_mean_energy_and_in_the_fidelity() -> None:
+    planner = planned(16.0, 1000, 0, [[candidate("large", 64, 192), candidate("small", 64, 64)]], 4.0)
+    planner.observe(shown([{"large": (1.0, 2.0), "small": (3.0, 6.0)}]))
+    assert [one.energy for one in planner.candidates[0]] == pytest.approx([2 / 3, 2.0])  # over a mean of 3
+    assert planner.fidelity == pytest.approx((3 * 2 / 2 + 1 * 6 / 4) / (3 * 2 + 1 * 6))
+
+
+def test_a_resume_in_the_first_window_of_a_new_way_learns_nothing_of_it_either() -> None:
+    planner, again = (planned(16.0, 1000, 0, [[candidate("w")]], 4.0) for _ in range(2))
+    planner.changed = {0: ["w"]}
+    again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    before = again.candidates[0][0].learned()
+    again.observe(shown([seen({"w": 30.0})]))
+    assert again.candidates[0][0].learned() == before
+
+
+@pytest.mark.parametrize("choice", [SendRounded("int4"), SendLowRank(8), by_share(0.1)], ids=str)
+def test_dear_bytes_are_dear_however_a_parameter_travels(choice: Choice) -> None:
+    one = candidate("words", 512, 64, by_rows=1.3)
+    assert replace(one, price=3.0).size(choice, BYTES) == pytest.approx(3 * one.size(choice, BYTES))
+
+
+def test_relief_goes_on_after_a_resume_and_is_no_part_of_the_budget_there_either() -> None:
+    planner, again = (planned(24.0, 1000, 0, [[candidate("w", 128, 256)]], 4.0, least_fidelity=0.1) for _ in range(2))
+    dense = 20 * planner.ledger.fp32_bytes
+    planner.observe(shown([seen({"w": 30.0})], dense / 24, dense, dense))
+    planner.decide(20)
+    assert planner.relief == 2
+    again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    for one in (planner, again):
+        one.observe(shown([seen({"w": 30.0})], 3 * dense / 24, 2 * dense, 2 * dense))
+    assert again.ledger.counts.sent_by_relief == planner.ledger.counts.sent_by_relief > 0
+
+
+def test_relief_is_so_many_times_what_a_step_of_this_learning_rate_gets() -> None:
+    worth = [1.0] * 50 + [0.5] * 50
+    ledger = Ledger(10.0, 100, 1000.0, 1000.0, 1.0, worth)
+    for iteration in (0, 60):
+        step = ledger.step(iteration, 3.0)
+        usual = 100.0 * worth[iteration] / 0.75
+        assert step.total == pytest.approx(max(step.by_budget, usual) + 2 * usual)
+
+
+def test_noise_is_at_most_a_hundred_times_that_of_the_law_however_hard_a_spectrum_has_become() -> None:
+    one = EnergySpectrum(64, 1.5)
+    assert one.harder(1e4).noise(8) == pytest.approx(100 * one.noise(8))
+    assert one.harder(1e4).harder(1e-4).noise(8) == pytest.approx(one.noise(8))
+    law = noise_of_format("int4")
+    assert RoundingNoise().fitted("int4", 0.6 * law).noise("int4") == pytest.approx(0.6 * law)
+
+
+def test_no_budget_that_holds_the_smallest_option_is_exceeded() -> None:
+    """From a rank to bits is a long step up the hull, and the next one, to more bits, a short one."""
+    formats = {f"int{bits}": bits / 8 + 1 / 64 for bits in (2, 3, 4, 5, 6, 8)}
+    one = candidate("w", 256, 256)
+    hull = options(one, formats)
+    assert any(b.size - a.size > c.size - b.size for a, b, c in zip(hull, hull[1:], hull[2:], strict=False))
+    for budget in np.linspace(hull[0].size, hull[-1].size, 300):
+        (choice,) = spend([one], formats, budget)
+        assert one.size(choice, formats) <= budget

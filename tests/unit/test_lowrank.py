@@ -131,3 +131,9 @@ def test_a_product_gives_rows_and_squared_norms_of_its_matrix() -> None:
     rows, cols = product.squared_norms()
     assert torch.allclose(rows, matrix.square().sum(dim=1), rtol=1e-4)
     assert torch.allclose(cols, matrix.square().sum(dim=0), rtol=1e-4)
+
+
+def test_a_basis_that_grows_has_its_learned_columns_first() -> None:
+    learned = lowrank.orthonormalise(torch.randn(32, 4))
+    grown = lowrank.resize(learned, 32, 8, torch.device("cpu"), "seed")
+    torch.testing.assert_close((grown[:, :4].T @ learned).abs(), torch.eye(4), atol=1e-5, rtol=0)

@@ -169,3 +169,22 @@ def test_messages_go_on_after_a_finite_one_that_is_enormous(size: float) -> None
     arrived = [send(sender, (factor * noise(0)).bfloat16(), how) for factor in (1.0, 1.0, size / 10, 1.0, 1.0)]
     assert all(bool(torch.isfinite(one).all()) for one in arrived[3:])
     assert sender.basis is not None and torch.isfinite(sender.basis).all()
+
+
+def test_a_message_that_is_not_finite_is_no_spike() -> None:
+    sender = MessageSender(True, 1, spike_limit=5.0)
+    send(sender, noise(0), form(4))
+    broken = noise(1)
+    broken[3, 5] = float("inf")
+    send(sender, broken, form(4))
+    assert float(sender.spikes) == 0
+
+
+def test_a_sender_knows_the_norm_of_before_where_its_state_was_taken() -> None:
+    sender, other = MessageSender(True, 1, spike_limit=5.0), MessageSender(True, 1, spike_limit=5.0)
+    send(sender, noise(0), form(4))
+    other.load_state_dict(sender.state_dict())
+    for one in (sender, other):
+        send(one, 1000 * noise(1), form(4))
+    assert float(other.spikes) == float(sender.spikes) == 1
+    assert torch.equal(other.error, sender.error)

@@ -18,6 +18,7 @@ from edgc.compress import probe
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.observe.fidelity import Fidelity
 from edgc.plan.run import Run
 from edgc.plan.selection import Left, Selection
 from edgc.presets import PRESETS
@@ -324,3 +325,77 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
         assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
         again = probe.probe([selection], config.but(dense_wire="int4"), communicator(), CPU, run)
         assert again.rounded_seconds == again.dense_seconds == 1, "the warm-up rounds alike"
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["low rank", "rows, then low rank", "int4"])
+def test_nothing_is_lost_with_a_loss_scale_and_errors_that_wait(
+    way: str, dtype: torch.dtype, scale: float | None
+) -> None:
+    plans: dict[str, tuple[Any, ...]] = {
+        "low rank": (RANK, {MATRIX.name: RANK}),
+        "rows, then low rank": (RANK, {MATRIX.name: RANK}, {MATRIX.name: "rows:0.1"}),
+        "int4": (RANK, {}, {MATRIX.name: "int4"}),
+    }
+    config = EDGCConfig.of(error_gain=0.5, equalise=True, spike_limit=float("inf"))
+    reducer = GradientReducer(Selection((MATRIX,)), config, communicator(), CPU)
+    reducer.set_rank(*plans[way])
+    given, sent = torch.zeros(MATRIX.rows, MATRIX.cols), torch.zeros(MATRIX.rows, MATRIX.cols)
+    for step in range(4):
+        gradient = (signal(0.5) * (scale or 1.0)).to(dtype)
+        given = given + gradient.float() / (scale or 1.0)
+        run_to_end(reducer.reduce({MATRIX.name: gradient}, step, None if scale is None else torch.tensor(scale)))
+        sent = sent + gradient.float() / (scale or 1.0)
+    left = reducer.state.feedback.packed[MATRIX.name].values().view_as(sent)
+    torch.testing.assert_close(sent + left, given, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", [(RANK, {MATRIX.name: RANK}), (RANK, {}, {MATRIX.name: "int2"})], ids=["rank", "int2"])
+def test_what_waits_counts_as_owed_where_it_is_measured(plan: tuple[Any, ...]) -> None:
+    config = EDGCConfig.of(error_gain=0.25, iteration_sampling_rate=1.0, fidelity_share=float("inf"))
+    reducer = GradientReducer(Selection((MATRIX,)), config, communicator(), CPU)
+    reducer.set_rank(*plan)
+    older = torch.zeros(MATRIX.rows, MATRIX.cols)
+    for step in range(3):
+        owed = signal(0.5) + older
+        gradient = owed - older
+        run_to_end(reducer.reduce({MATRIX.name: gradient}, step))
+        older = reducer.state.feedback.packed[MATRIX.name].values().view_as(owed).clone()
+    seen = Fidelity.of(reducer.observer.measurements.fidelity[-1][MATRIX.name].tolist())
+    assert seen.gradient.owed == pytest.approx(float(owed.square().sum()), rel=1e-3)
+    assert seen.gradient.unsent == pytest.approx(float(older.square().sum()), rel=1e-3)
+    residual = float(reducer.observer.measurements.residual[-1])
+    assert residual == pytest.approx(float(older.norm() / owed.norm()), rel=1e-3)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["all at once", "one parameter"])
+def test_the_hosts_sum_takes_the_whole_of_what_waited(shared: bool) -> None:
+    config = EDGCConfig.of(error_gain=0.5)
+    reducer = GradientReducer(Selection((MATRIX,)), config, communicator(), CPU)
+    given, sent = torch.zeros(MATRIX.rows, MATRIX.cols), torch.zeros(MATRIX.rows, MATRIX.cols)
+    for step in range(4):
+        if step < 3:
+            reducer.set_rank(RANK)
+        elif shared:
+            reducer.set_rank(RANK, {}, {MATRIX.name: "fp32"})
+        else:
+            reducer.set_rank(None, by_host=True)
+        gradient = signal(0.5)
+        given = given + gradient
+        run_to_end(reducer.reduce({MATRIX.name: gradient}, step))
+        sent = sent + gradient
+    assert not reducer.state.feedback.packed
+    torch.testing.assert_close(sent, given, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_that_overflows_its_16_bits_alone_is_no_sum() -> None:
+    reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig(), communicator(), CPU)
+    reducer.set_rank(RANK)
+    run_to_end(reducer.reduce({MATRIX.name: (100 * signal(0.5)).half()}, 0, torch.tensor(1.0)))
+    before = reducer.state.feedback.packed[MATRIX.name].values().clone()
+    assert float(before.abs().max()) > 1
+    gradient = signal(0.5).half()
+    run_to_end(reducer.reduce({MATRIX.name: gradient}, 1, torch.tensor(2.0**17)))
+    assert not bool(reducer.finite) and bool(gradient.isnan().all())
+    assert torch.equal(reducer.state.feedback.packed[MATRIX.name].values(), before)

@@ -15,7 +15,7 @@ from edgc.hosts import reporting, tensorboard, warnings
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.warnings import warn_of_budget
 from edgc.observe.events import EventLog, read_events
-from edgc.observe.fidelity import Fidelity, Products
+from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.entropy_ranks import STABLE, WARM_UP
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
@@ -336,3 +336,11 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsy
         **{"edgc/rank/stage-2": 64, "edgc/rank-proposed/stage-2": 0, "edgc/rank-target/stage-2": 60},
         **{"edgc/rank/stage-3": 0, "edgc/rank-target/stage-3": 0},
     }
+
+
+def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
+    units = [Products(4.0, 4.0, both, 4.0, unsent) for both, unsent in ((1.0, 1.0), (2.0, 2.0), (3.0, 3.0))]
+    event = Fidelity(*units, Agreement(4.0, 4.0, 3.5), 4.0).to_event()
+    for name, values in (("cosine", (0.25, 0.5, 0.75)), ("late", (0.25, 0.5, 0.75)), ("delay", (0.3333, 1.0, 3.0))):
+        assert [event[name + unit] for unit in ("", "_of_update", "_of_descent")] == list(values)
+    assert event["cosine_of_adam"] == 0.875

@@ -373,3 +373,15 @@ def test_the_warm_up_of_a_volume_counts_what_the_host_sends() -> None:
     # a reduce-scatter sends half
     scattered = plan_run(config, Run(iterations=1000, replicas=4, scatters=True), processes)
     assert scattered.config.ranks.volume == 8
+
+
+def test_the_times_of_a_link_are_those_of_the_stage_whose_host_takes_longest() -> None:
+    known = processes(ROUNDED, replace(ROUNDED, host_seconds=0.03))
+    times = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known).link_times
+    assert times is not None and times.host.seconds == 0.03
+
+
+@pytest.mark.parametrize("cost", [ROUNDED, replace(DEAR, rounded_seconds=0.014, volume_rank=40)], ids=["12", "none"])
+def test_the_rank_that_the_link_of_now_allows_is_no_bound_for_a_run_that_rounds(cost: StageCost) -> None:
+    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, processes(cost, cost))
+    assert plan.rounds and plan.config.ranks.rmax == 28  # which saves 2x in the embedding

@@ -1,7 +1,9 @@
 import math
 
+from edgc.config import EDGCConfig
+from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import pays
-from edgc.plan.sharing import descent, fewest_bytes_ranks, uniform_ranks, water_filled_ranks
+from edgc.plan.sharing import Sharing, descent, fewest_bytes_ranks, uniform_ranks, water_filled_ranks
 from edgc.specs import MatrixSpec
 
 TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))
@@ -110,3 +112,11 @@ def test_the_fewest_bytes_of_all_plans_that_leave_out_no_more() -> None:
     assert fewest_bytes_ranks(small, {"small": [4.0, 2.0]}, 2, 1.5) == {"small": 2}, "no multiple of 4 pays"
     assert fewest_bytes_ranks(matrices, {}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
     assert fewest_bytes_ranks(matrices, {name: [0.0] * 8 for name in energies}, 12, 1.5) == {"a": 12, "b": 12, "c": 12}
+
+
+def test_ranks_of_matrices_go_with_the_rank_of_their_stage_where_nothing_was_measured() -> None:
+    config = EDGCConfig.of(allocation="waterfill", window=10)
+    sharing = Sharing(config, [[MatrixSpec("w", 256, 256)]], [{}], [1.0])
+    plan = RankPlan(1, 0, (32,), ({"w": 28},))
+    assert sharing.adopted(10, plan, (32,)).matrix_ranks == ({"w": 28},)
+    assert sharing.adopted(10, plan, (16,)).matrix_ranks == (None,)

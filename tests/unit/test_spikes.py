@@ -118,3 +118,11 @@ def test_a_norm_that_overflows_is_a_spike_also_in_the_first_step(limit: float, e
     norms = RunningNorms(limit)
     spikes = norms.spikes({"w": torch.full((6, 8), 1e20)})
     assert float(spikes.by_name()["w"]) == expected
+
+
+def test_norms_that_are_set_keep_their_names() -> None:
+    norms = RunningNorms(5.0)
+    norms.update(norms.spikes({"layer 2": torch.tensor([2.0]), "layer 10": torch.tensor([10.0])}), torch.tensor(True))
+    before = {name: float(one.values()) for name, one in norms.state_dict().items()}
+    norms.set_values(norms.values())
+    assert {name: float(one.values()) for name, one in norms.state_dict().items()} == before

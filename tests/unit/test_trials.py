@@ -1,5 +1,6 @@
 """When compressed steps are compared with the host's, and what follows."""
 
+import json
 import math
 from typing import Any
 
@@ -283,3 +284,22 @@ def test_a_resumed_run_counts_the_bytes_of_its_first_window_alone() -> None:
     # a plan that sends twice as much, and takes twice as long
     window(again, 300, 0.4, 0.8, 1.0, (0.02 * 200 + 0.04 * 100, 300))
     assert again.trial is None
+
+
+def test_every_number_of_trials_comes_back() -> None:
+    state = {
+        "host_seconds": 0.2,
+        "by_host": True,
+        "due": True,
+        "measured": [1.0, 0.9],
+        "host_steps": 6,
+        "spent": 1.5,
+        "counted": {"sent": 1.0, "host": 2.0, "fp32": 3.0},
+        "reduction": 0.3,
+        "share": 0.4,
+        "compared": False,
+    }
+    trials = Trials(1000, 0.1, overlapped=True)
+    assert trials.state_dict().keys() == state.keys()
+    trials.load_state_dict(json.loads(json.dumps(state)))
+    assert trials.state_dict() == state

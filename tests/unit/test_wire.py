@@ -117,3 +117,13 @@ def test_the_rotation_loses_no_more_of_a_constant_group(name: str, most: float) 
     values = torch.ones(1, GROUP)
     error = under_test.decode(under_test.encode(values)) - values
     assert error.square().mean() < most
+
+
+def test_random_rounding_to_bf16_is_unbiased() -> None:
+    """Of values at each quarter between two neighbours."""
+    step = 2.0**-7  # of bf16 from 1 to 2
+    for share in (0.25, 0.5, 0.75):
+        values = torch.full((1, 1 << 16), 1 + share * step)
+        rounded = wire("bf16", stochastic=True)
+        found = rounded.decode(rounded.encode(values, torch.Generator().manual_seed(0)))
+        assert abs(float(found.mean() - 1) / step - share) < 0.02
