@@ -515,14 +515,14 @@ def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_pat
     assert not Path(run).exists()
 
 
-def test_the_quickstart_keeps_finished_runs_of_the_same_code_alone(tmp_path: Path) -> None:
+def test_the_quickstart_keeps_finished_runs_of_the_same_code_and_data_alone(tmp_path: Path) -> None:
     for name in ("scripts/quickstart.sh", "configs/quickstart.args"):
         (tmp_path / name).parent.mkdir()
         shutil.copy(REPOSITORY / name, tmp_path / name)
     program(tmp_path / "scripts" / "setup_env.sh", "true")
     (tmp_path / ".venv").mkdir()
     program(tmp_path / ".venv" / "bin" / "python", "[[ $* != *pretrain_gpt.py* ]] || echo run >>trained")
-    for name in ("pretrain_gpt.py", "edgc/presets.py", "megatron/edgc/checkpointing.py"):
+    for name in ("pretrain_gpt.py", "edgc/presets.py", "megatron/edgc/checkpointing.py", "runs/data/stdlib_meta.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
 
@@ -534,6 +534,8 @@ def test_the_quickstart_keeps_finished_runs_of_the_same_code_alone(tmp_path: Pat
     assert [trained(), trained()] == [3, 3], "kept"
     (tmp_path / "edgc" / "presets.py").write_text("today's")
     assert trained() == 6
+    (tmp_path / "runs" / "data" / "stdlib_meta.json").write_text("another library's")
+    assert trained() == 9
 
 
 def test_the_rehearsal_that_is_shown_ran_what_the_scripts_run() -> None:
