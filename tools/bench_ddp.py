@@ -30,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import edgc
 from edgc.comm.collectives import Traffic, all_reduce_bytes
 from examples.ddp import Model, text
+from tools._root import REPOSITORY
+from tools.shared.checkout import commit
 
 WARM_UP = 10  # steps that both PowerSGDs average dense
 TAIL = 50  # steps over which the last loss is a mean
@@ -154,6 +156,7 @@ def main() -> None:
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         raw = {"processes": options.processes, "iterations": options.iterations, "torch": torch.__version__}
+        raw |= {"commit": commit(REPOSITORY)}
         raw |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "rows": rows}
         options.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
         head = [

@@ -194,6 +194,8 @@ def test_runs_on_other_data_devices_or_settings_are_not_set_against_each_other()
         assert why in markdown("a", "b", [dense, moved], []), "and the page says why"
     of_edgc = {**good, "settings": "--shared --edgc-window 9"}
     assert "good" in {entry.name for entry in entries([dense, of_edgc])}, "dense does not use those"
+    twice = [{**one, "settings": f"--lr {lr} --shared --lr 9"} for one, lr in ((dense, 1), (good, 2))]
+    assert "good" in {entry.name for entry in entries(twice)}, "the last one holds"
 
 
 def test_confidence_intervals_cover_what_they_say() -> None:

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,27 @@ def test_every_command_starts_by_its_path_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^usage: (\w+)", done.stdout, re.MULTILINE) == [path.stem for path in COMMANDS]
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored", "status"),
+    [
+        (signal.SIGTERM, False, 128 + signal.SIGTERM),
+        (signal.SIGHUP, False, 128 + signal.SIGHUP),
+        (signal.SIGHUP, True, 0),
+    ],
+)
+def test_a_signal_lets_a_command_clean_up(number: int, ignored: bool, status: int) -> None:
+    """Under nohup the end of the terminal is ignored."""
+    program = f"""
+import os, signal
+from tools.shared.command import end_on_signals
+signal.signal({number}, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
+end_on_signals()
+try:
+    os.kill(os.getpid(), {number})
+finally:
+    print("cleaned up")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "cleaned up\n"), done.stderr

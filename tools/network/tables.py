@@ -87,7 +87,7 @@ def repeated(points: Sequence[Point]) -> list[str]:
             dense = of_contender(run, "dense")
             for point in run if dense else ():
                 if point.contender != "dense" and not point.old:
-                    alike = point.commit, point.machine, len(point.window_seconds)
+                    alike = point.session[:3]  # all but the repetition
                     pairs.setdefault((by_rate(point.mbit), point.contender, alike), []).append((point, dense[0]))
         # runs are in the order of time, so that newer code takes the place of older
         newest = {
