@@ -1,12 +1,15 @@
 """A run with another tokenizer than its data's is refused; data that tells nothing of its tokenizer is not checked."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from megatron.core.datasets import utils
 
 from edgc.config import ConfigError
+from megatron.edgc.recipes import datasets
 from megatron.edgc.recipes.datasets import check_datasets
 from tests.unit.test_preprocess_data import DOCUMENTS, SPLIT, hf_tokenizer, megatron_arguments, run, write_jsonl
 from tools import preprocess_data
@@ -108,3 +111,15 @@ def test_data_of_unknown_tokenizer_is_not_checked(
             with (copy / f"sp_{name}_text_document.bin").open("ab") as file:
                 file.write(b"more")
     check(copy, "sp", f"{SP} other.model", monkeypatch)
+
+
+def test_the_wheels_own_index_builder_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron would call make, whose makefile the wheel lacks, and end the process."""
+    monkeypatch.setattr(utils, "compile_helpers", compile_helpers := lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        datasets.use_built_helpers()
+    assert utils.compile_helpers is compile_helpers, "an installation without one compiles it"
+    monkeypatch.setattr(utils, "compile_helpers", lambda: pytest.fail("make was called"))
+    datasets.use_built_helpers()
+    utils.compile_helpers()

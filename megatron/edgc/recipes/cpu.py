@@ -170,17 +170,15 @@ def _redirect_torch() -> None:
 
 def _redirect_megatron() -> None:
     """The few places where Megatron itself, not ``torch.cuda``, insists on a GPU."""
-    import megatron.core.datasets.utils as dataset_utils
     import megatron.training.training as training
 
+    from megatron.edgc.recipes.datasets import use_built_helpers
+
+    use_built_helpers()  # a script that is not the recipe needs them, too
     _redirect_random_states()
     _redirect_norm()
     _redirect_attention()
     _redirect_optimizer()
-    with contextlib.suppress(ImportError):  # without the prebuilt helper Megatron compiles its own, as it always does
-        import megatron.core.datasets.helpers_cpp  # noqa: F401
-
-        dataset_utils.compile_helpers = lambda: None
     training.set_jit_fusion_options = lambda tp_size=None: None
 
 

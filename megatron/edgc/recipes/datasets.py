@@ -1,10 +1,12 @@
 """Checks of the indexed datasets on the command line, before any device is touched."""
 
+import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import megatron.core.datasets.utils
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -37,6 +39,15 @@ def check_datasets(args: Namespace) -> None:
                     f"dataset {prefix}: encoded with {meta['tokenizer_type']} {meta['tokenizer_model']}, but "
                     f"{_tokenizer_flags(args)} is another tokenizer, whose ids mean other text"
                 )
+
+
+def use_built_helpers() -> None:
+    """Keep Megatron from compiling its index builder anew where the installed package has it.
+
+    The wheel has the compiled module but no makefile, so that compiling it would end the process.
+    """
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        megatron.core.datasets.utils.compile_helpers = lambda: None
 
 
 def _check_files(prefix: str) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Module
 from megatron.edgc.arguments import add_arguments
 from megatron.edgc.entry import compressing
 from megatron.edgc.recipes import cpu, gpt
-from megatron.edgc.recipes.datasets import check_datasets
+from megatron.edgc.recipes.datasets import check_datasets, use_built_helpers
 from megatron.edgc.session import Session
 
 Hook = Callable[[list[Module]], list[Module]]
@@ -48,6 +48,7 @@ def train(on_cpu: bool, hooks: Sequence[Hook] = ()) -> Session | None:
     """
     args = parse(on_cpu)
     check_datasets(args)
+    use_built_helpers()
     model = gpt_config_from_args(args)
     with compressing(args, model) as session:
         model.post_wrap_hooks.extend(hooks)
