@@ -125,17 +125,17 @@ def exactness(stage: Stage, rank: int, device: torch.device) -> dict[str, dict[s
         reducer.set_rank(rank, {matrix.name: rank for matrix in some})
         worst = {"result": 0.0, "result_and_error": 0.0}
         for matrix in some:
-            given = torch.randn(matrix.rows, matrix.cols, generator=torch.Generator().manual_seed(1))
+            given = torch.randn(matrix.rows, matrix.cols, generator=torch.Generator().manual_seed(1)).to(device)
             engine: Any = reducer.router.engine
-            start = engine.basis(matrix, rank, 1).values().double().cpu()
+            start = engine.basis(matrix, rank, 1).values().double()
             tall = given.double().T if engine.transposes(matrix, 1) else given.double()
             basis = torch.linalg.qr(tall @ start).Q
             expected = basis @ (basis.T @ tall)
             expected = expected.T if engine.transposes(matrix, 1) else expected
-            found = given.to(device, copy=True)
+            found = given.clone()
             run_to_end(reducer.reduce({matrix.name: found}, 1))
-            error = reducer.state.feedback.packed[matrix.name].values().double().cpu().view_as(given)
-            result = found.double().cpu()
+            error = reducer.state.feedback.packed[matrix.name].values().double().view_as(given)
+            result = found.double()
             worst["result"] = max(worst["result"], float((result - expected).norm() / expected.norm()))
             both = float((result + error - given.double()).norm() / given.double().norm())
             worst["result_and_error"] = max(worst["result_and_error"], both)
