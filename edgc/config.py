@@ -129,6 +129,12 @@ class Study:
         "fraction",
         "as in EControl: arXiv 2311.05645",
     )
+    whole_error_fraction: float = _knob(
+        0.0,
+        "share of the run, from its start, in which every step adds the whole error feedback, whatever the error_gain",
+        "fraction of iterations",
+        "docs/algorithm.md, 5",
+    )
     transpose: bool = _knob(
         True,
         "powersgd transposes wide matrices, so that its first factor lies on the longer side",
@@ -186,6 +192,8 @@ class Study:
         _require(0 < self.stage_share <= 1, "stage_share", self.stage_share, "must lie in (0, 1]")
         _require(self.entropy_stability > 0, "entropy_stability", self.entropy_stability, "must be positive")
         _require(0 < self.error_gain <= 1, "error_gain", self.error_gain, "must lie in (0, 1]")
+        share = self.whole_error_fraction
+        _require(0 <= share <= 1, "whole_error_fraction", share, "must lie in [0, 1]")
         _require(-1 < self.rank_tilt < 1, "rank_tilt", self.rank_tilt, "must lie between -1 and 1")
         _require(self.spike_limit > 1, "spike_limit", self.spike_limit, "must be above 1")
         _require(self.min_saving >= 1, "min_saving", self.min_saving, "must be at least 1")
@@ -622,10 +630,14 @@ class EDGCConfig:
 
     def warmup(self, iterations: int) -> int:
         """Iterations of the warm-up of a run of so many."""
-        steps = math.ceil(self.ranks.warmup_fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
+        steps = _share(self.ranks.warmup_fraction, iterations)
         if not self.equalise or self.formats.dense_wire == "fp32" or not steps:
             return steps
         return max(steps, min(LEAST_WARMUP, iterations // 15))
+
+    def whole_errors(self, iterations: int) -> int:
+        """Iterations, from the start of a run of so many, in which a step adds the whole error feedback."""
+        return _share(self.study.whole_error_fraction, iterations)
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
@@ -668,6 +680,11 @@ SECTIONS: Mapping[str, type[Any]] = {
     "job": Job,
     "study": Study,
 }
+
+
+def _share(fraction: float, iterations: int) -> int:
+    """Of so many iterations, rounded up."""
+    return math.ceil(fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
 
 
 def _beside(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from typing import Any
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
-# equalised, errors of which a half waits, a short warm-up in few bits, and gradients rounded on their way from stage to
+# equalised, errors of which a half waits later in the run, a short warm-up in few bits, and gradients rounded on their way from stage to
 # stage. What they say of embeddings and other parameters, and of how matrices share a rank, holds where ranks are given
 # or set by entropy. Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 8,
     "error_gain": 0.5,
+    "whole_error_fraction": 0.4,
     "allocation": "waterfill",
     "learning_rate_power": 0.7,
 }

@@ -13,6 +13,7 @@ from edgc.compress.routes import ReductionContext, agree
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver
+from edgc.plan.run import Run
 from edgc.plan.selection import Selection, select
 from edgc.specs import Parameter, ShardBounds
 from edgc.stacking import all_finite
@@ -27,6 +28,7 @@ class GradientReducer:
         communicator: the data-parallel process group.
         device: where the gradients live.
         repeatable: whether a reduction may be repeated or rolled back; a second copy of the state is kept for it.
+        whole_errors: iterations, from the start of the run, in which the whole error feedback is added.
     """
 
     def __init__(
@@ -36,13 +38,14 @@ class GradientReducer:
         communicator: Communicator,
         device: torch.device,
         repeatable: bool = False,
+        whole_errors: int = 0,
     ):
         self.communicator = communicator
         self.router = Router(selection, config, device)
         sparse = [name for name, spec in self.router.specs.items() if spec.sparse_rows]
         self.state = CompressionState(config, self.router.engine, device, communicator.process, sparse)
         self.observer = GradientObserver(selection.matrices, config)
-        self.repeatable = repeatable
+        self.repeatable, self.whole_errors = repeatable, whole_errors
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
         self._digests: dict[str, Tensor] = {}  # of sums, by name
@@ -54,10 +57,17 @@ class GradientReducer:
         config: EDGCConfig,
         communicator: Communicator,
         device: torch.device,
-        repeatable: bool = False,
+        run: Run | None = None,
     ) -> "GradientReducer":
-        """A reducer of these parameters, of which the engine takes what pays at the smallest rank of the settings."""
-        return cls(select(parameters, config), config, communicator, device, repeatable)
+        """A reducer of these parameters, of which the engine takes what pays at the smallest rank of the settings.
+
+        ``run``: the training run that it is for; None where what is reduced is of no run.
+        """
+        selection = select(parameters, config)
+        if run is None:
+            return cls(selection, config, communicator, device)
+        whole_errors = config.whole_errors(run.iterations)
+        return cls(selection, config, communicator, device, run.repeatable, whole_errors)
 
     def set_rank(
         self,
@@ -83,6 +93,10 @@ class GradientReducer:
     def plain(self) -> bool:
         """Whether the next reduction is a plain sum with no error to feed back: the host's own will do."""
         return self.router.exact and not self.state.feedback.packed
+
+    def error_gain(self, iteration: int) -> float:
+        """The share of an error that this iteration's reduction adds to a gradient."""
+        return 1.0 if iteration < self.whole_errors else self.router.config.study.error_gain
 
     def reduce(
         self,
@@ -119,7 +133,7 @@ class GradientReducer:
             self.communicator,
             state.feedback,
             state.equaliser if config.equalise else None,
-            config.study.error_gain,
+            self.error_gain(iteration),
         )
         measuring = Measuring(self.router, state, self.observer, context)
         routes = self.router.route(gradients, context, measuring.of_compression)

@@ -190,7 +190,7 @@ class EDGCState:
             warn_of_budget(self.windows.controller, self.group)
 
     def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
-        return Unit(names, GradientReducer.of(parameters, self.config, communicator, self.device))
+        return Unit(names, GradientReducer.of(parameters, self.config, communicator, self.device, self.run))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:

@@ -126,7 +126,7 @@ class Session:
         )
         overlap = Overlap(device)
         for stage in self.stages:
-            stage.attach(self.config, overlap, self.driver.step, self.run.repeatable)
+            stage.attach(self.config, overlap, self.driver.step, self.run)
         backward = self._timed_backward(device)
         self._wrap_finalize()
 

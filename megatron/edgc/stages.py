@@ -22,6 +22,7 @@ from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 from edgc.plan.rank_plan import RankPlan
+from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
 from megatron.edgc.bucket_groups import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
@@ -90,13 +91,13 @@ class MegatronStage(Stage):
     def process_group(self) -> dist.ProcessGroup:
         return process_group(self.named[0].group)
 
-    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
+    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], run: Run) -> None:
         """Take over the collectives of every bucket group."""
         param_wire = None if config.formats.param_wire is None else wire(config.formats.param_wire)
         communicator = Communicator(self.process_group, self.traffic)
         units = []
         for parameters in self.units_of_parameters:
-            reducer = GradientReducer.of(parameters, config, communicator, self.device, repeatable)
+            reducer = GradientReducer.of(parameters, config, communicator, self.device, run)
             units.append(Unit([parameter.name for parameter in parameters], reducer))
         self.units = Units(units)
         sums = StageSums(self.units, communicator, self.spans, overlap, step)
@@ -133,10 +134,10 @@ class EmbeddingStage(MegatronStage):
     def process_group(self) -> dist.ProcessGroup:
         return self.tied.process_group
 
-    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], repeatable: bool) -> None:
+    def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], run: Run) -> None:
         """Build the reducer; Megatron's own loop asks for the sum (``TiedEmbedding.install``)."""
         communicator = Communicator(self.process_group, self.traffic)
-        reducer = GradientReducer.of(self.parameters, config, communicator, self.device, repeatable)
+        reducer = GradientReducer.of(self.parameters, config, communicator, self.device, run)
         self.tied.attach(reducer, self.spans, step)
 
     def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:

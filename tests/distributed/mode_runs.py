@@ -86,7 +86,7 @@ class Watch:
             scale = 1.0 if loss_scale is None else float(loss_scale)
             excess = _excess(reducer, gradients, loss_scale)
             put_in = {name: gradient.double() / scale for name, gradient in gradients.items()}
-            owed, waiting = _summed(reducer, put_in), _waiting(reducer, put_in)
+            owed, waiting = _summed(reducer, put_in), _waiting(reducer, put_in, iteration)
             yield from reduce(reducer, gradients, iteration, loss_scale, shards)
             self.reductions += 1
             nothing = {name: torch.zeros_like(gradient) for name, gradient in put_in.items()}
@@ -209,9 +209,9 @@ def _excess(reducer: GradientReducer, gradients: Mapping[str, Tensor], loss_scal
     return {name: float(one) for name, one in reducer.state.norms.spikes(fed_back, loss_scale).by_name().items()}
 
 
-def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _waiting(reducer: GradientReducer, gradients: Mapping[str, Tensor], iteration: int) -> dict[str, Tensor]:
     """The part of each error that the next reduction does not send, in float64."""
-    share = 1 - reducer.router.config.study.error_gain
+    share = 1 - reducer.error_gain(iteration)
     packed = reducer.state.feedback.packed
     return {
         name: share * packed[name].values().view_as(gradient).double()

@@ -14,6 +14,7 @@ from edgc.compress.engines import sparse
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig, Study
 from edgc.errors import ReplicaMismatch
+from edgc.plan.run import Run
 from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
@@ -28,7 +29,8 @@ def reducer(*parameters: Parameter, repeatable: bool = False, **settings: Any) -
     config = EDGCConfig.of(**{"iteration_sampling_rate": 1e-6, **settings})
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, Traffic())
-    return GradientReducer.of(parameters, config, communicator, CPU, repeatable)
+    run = Run(iterations=4, replicas=2, repeatable=repeatable)  # with the presets two steps add the whole error
+    return GradientReducer.of(parameters, config, communicator, CPU, run)
 
 
 def of_preset(name: str) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def what_is_lost(rank: int) -> tuple[float, float]:
         gradient = noisy(step, rank)
         kept = under_test.state.feedback.packed.get("w")
         older = torch.zeros_like(gradient).double() if kept is None else kept.values().double()
-        owed, waiting = gradient.double() + older, (1 - under_test.router.config.study.error_gain) * older
+        owed, waiting = gradient.double() + older, (1 - under_test.error_gain(step)) * older
         excess = 1.0
         if step == 2 and rank == 1:
             norms = under_test.state.norms.values()

@@ -74,6 +74,7 @@ from edgc.presets import PRESETS
         ({"pp": None}, "--edgc-pp = None: must be text"),
         ({"basis_cycle": 0}, r"--edgc-basis-cycle = 0: must be at least 1"),
         ({"error_gain": 0.0}, r"--edgc-study error_gain = 0.0: must lie in \(0, 1\]"),
+        ({"whole_error_fraction": 1.5}, r"--edgc-study whole_error_fraction = 1.5: must lie in \[0, 1\]"),
         ({"rank_tilt": 1.0, "static_rank": 8}, r"--edgc-study rank_tilt = 1.0: must lie between -1 and 1"),
         ({"rank_tilt": 0.5}, r"--edgc-study rank_tilt = 0.5: tilts only a static rank"),
         (
@@ -140,6 +141,11 @@ def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
     for other in (balanced.but(dense_wire="fp32"), balanced.but(equalise=False)):
         assert other.warmup(40) == 1, "nothing is taken for a scale that rounding has made zero"
     assert balanced.but(warmup_fraction=0.0).warmup(60) == 0
+
+
+def test_a_share_of_the_run_adds_whole_errors() -> None:
+    assert [EDGCConfig.from_preset({}).whole_errors(iterations) for iterations in (1, 500, 1001)] == [1, 200, 401]
+    assert EDGCConfig.from_preset({"preset": "paper"}).whole_errors(500) == 0
 
 
 def test_what_is_refused_beside_a_volume_says_what_to_give() -> None:

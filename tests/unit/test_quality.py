@@ -399,3 +399,25 @@ def test_a_sum_that_overflows_its_16_bits_alone_is_no_sum() -> None:
     run_to_end(reducer.reduce({MATRIX.name: gradient}, 1, torch.tensor(2.0**17)))
     assert not bool(reducer.finite) and bool(gradient.isnan().all())
     assert torch.equal(reducer.state.feedback.packed[MATRIX.name].values(), before)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+@pytest.mark.parametrize("plan", [(RANK, {MATRIX.name: RANK}), (RANK, {}, {MATRIX.name: "int4"})], ids=["rank", "int4"])
+def test_the_whole_error_is_added_early_in_the_run(plan: tuple[Any, ...], kernels: str) -> None:
+    def sums(gain: float, fraction: float) -> list[Tensor]:
+        config = EDGCConfig.of(error_gain=gain, whole_error_fraction=fraction, kernels=kernels)
+        parameter, run = Parameter(MATRIX.name, (MATRIX.rows, MATRIX.cols)), Run(iterations=8, replicas=1)
+        reducer = GradientReducer.of([parameter], config, communicator(), CPU, run)
+        reducer.set_rank(*plan)
+        torch.manual_seed(0)
+        found = []
+        for step in range(6):
+            gradient = signal(0.5)
+            run_to_end(reducer.reduce({MATRIX.name: gradient}, step))
+            found.append(gradient)
+        return found
+
+    whole, half, both = sums(1.0, 0.0), sums(0.5, 0.0), sums(0.5, 0.4)
+    same = [torch.equal(one, other) for one, other in zip(both, whole, strict=True)]
+    assert same[:4] == [True] * 4 and not any(same[4:]), "0.4 of 8 iterations, rounded up"
+    assert not torch.equal(half[1], whole[1])
