@@ -175,7 +175,7 @@ class Study:
     kernels: str = _knob(
         "plain",
         "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations (fused), which need "
-        "fewer passes over a gradient; no GPU has run them yet",
+        "fewer passes over a gradient; on an H100 plain torch took less time for most ranks",
         "name",
         "docs/gpu.md",
         ("plain", "fused"),

@@ -3,9 +3,9 @@
 from typing import Any
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
-# equalised, errors of which a half waits later in the run, a short warm-up in few bits, and gradients rounded on their way from stage to
-# stage. What they say of embeddings and other parameters, and of how matrices share a rank, holds where ranks are given
-# or set by entropy. Evidence: docs/frontier, docs/convergence.md.
+# equalised, errors of which a half waits after the first part of the run, a short warm-up in few bits, and gradients
+# rounded on their way from stage to stage. What they say of embeddings and other parameters, and of how matrices share
+# a rank, holds where ranks are given or set by entropy. Evidence: docs/frontier, docs/convergence.md.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 8,

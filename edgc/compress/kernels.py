@@ -2,11 +2,13 @@
 
 Plain torch reads and writes a gradient several times for the same: unscaling, error feedback, a product with a factor;
 later what was left, its rounding, and the average. Results are those of the plain path up to the order of sums (and to
-what is drawn for rounding). No GPU has run these kernels, so they are not the default. Triton's interpreter
-(TRITON_INTERPRET=1, set before triton is imported) runs them on a CPU, for tests.
+what is drawn for rounding). On an H100 plain torch took less time (docs/gpu.md), so they are not the default. Triton's
+interpreter (TRITON_INTERPRET=1, set before triton is imported) runs them on a CPU, for tests.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import functools
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -89,7 +91,7 @@ def project(
     _check("divisor", divisor, ())
     if not 1 <= rank <= LARGEST_RANK:
         raise ValueError(f"rank {rank}: must be from 1 to {LARGEST_RANK}")
-    blocks = project_blocks(rank)
+    blocks = project_blocks(rank, _hopper(matrix.device))
     col_blocks, row_blocks = triton.cdiv(cols, blocks["COLS"]), triton.cdiv(rows, blocks["ROWS"])
     # Few blocks of columns: the rows are shared out too, as far as partial sums stay small against the matrix.
     parts = max(1, min(_PROGRAMS // col_blocks, rows // (8 * blocks["RANK"])))
@@ -103,9 +105,11 @@ def project(
     return partials[0] if parts == 1 else partials.sum(dim=0)
 
 
-def project_blocks(rank: int) -> dict[str, int]:
-    """How ``project`` is compiled at a rank."""
+def project_blocks(rank: int, hopper: bool) -> dict[str, int]:
+    """How ``project`` is compiled at a rank. Those for Hopper were the fastest of many on an H100 (docs/gpu.md)."""
     padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
+    if hopper and padded in (64, 128):
+        return {"RANK": padded, "ROWS": 32, "COLS": 64, "num_warps": 4, "num_stages": 3}
     return {"RANK": padded, "ROWS": 32, "COLS": min(128, max(32, 4096 // padded)), "num_warps": 8, "num_stages": 2}
 
 
@@ -227,7 +231,7 @@ def write_back(
         raise ValueError(f"rows {rows}: must have step 1")
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed {seed}: must be from 0 to 2^31 - 1")
-    blocks = write_back_blocks(rank)
+    blocks = write_back_blocks(rank, _hopper(matrix.device))
     _write_back_kernel[(triton.cdiv(row_count, blocks["ROWS"]) * triton.cdiv(col_count, blocks["COLS"]),)](
         _view(matrix), _view(share.left), _view(share.right), _view(product.left), _view(product.right),
         finite, _view(older), _view(error), loss_scale, excess, float(waiting),
@@ -236,9 +240,16 @@ def write_back(
     )  # fmt: skip
 
 
-def write_back_blocks(rank: int) -> dict[str, int]:
-    """How ``write_back`` is compiled at a rank."""
+def write_back_blocks(rank: int, hopper: bool) -> dict[str, int]:
+    """How ``write_back`` is compiled at a rank. Those for Hopper were the fastest of many on an H100 (docs/gpu.md)."""
+    if hopper and rank > 32:
+        return {"RANKS": 64, "ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
     return {"RANKS": 16 if rank <= 16 else 32, "ROWS": 64, "COLS": 64, "num_warps": 8, "num_stages": 2}
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], *types: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def test_no_kernel_spills_registers_and_memory_is_moved_by_16_bytes(tmp_path: Pa
 SPILLING = """
 from edgc.compress import kernels
 own = kernels.write_back_blocks
-kernels.write_back_blocks = lambda rank: {**own(rank), "num_warps": 1}
+kernels.write_back_blocks = lambda rank, hopper: {**own(rank, hopper), "num_warps": 1}
 from tools.benchmarks.compiled import compile_kernels
 print([one.spilled_bytes for one in compile_kernels(80, 64)])
 """

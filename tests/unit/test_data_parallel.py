@@ -42,6 +42,15 @@ def test_a_hook_that_never_saw_a_gradient_closes_without_an_error() -> None:
     edgc.EDGCState(torch.nn.Linear(8, 8), CONFIG, iterations=20).close()
 
 
+def test_reducers_know_for_how_long_to_add_the_whole_error() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, edgc.EDGCConfig.from_preset({}), iterations=20)
+    net(torch.randn(3, 32)).sum().backward()
+    state.step()
+    assert [reducer.whole_errors for reducer in state.stage.reducers] == [8]
+    state.close()
+
+
 def test_a_run_that_goes_on_after_its_last_iteration_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
     state = edgc.attach(net, CONFIG, iterations=5)

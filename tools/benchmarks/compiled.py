@@ -65,6 +65,7 @@ def compile_kernels(capability: int, rank: int) -> list[Compiled]:
     Triton must not be told to interpret.
     """
     driver.set_active(_Driver(capability))
+    hopper = capability >= 90
     number = MockTensor(torch.float32)
 
     def matrix(cols: int, dtype: torch.dtype = torch.float32) -> tuple[Any, int, int]:
@@ -72,12 +73,12 @@ def compile_kernels(capability: int, rank: int) -> list[Compiled]:
 
     project = kernels._project_kernel.warmup(
         matrix(COLS), matrix(ROWS), matrix(COLS, torch.bfloat16), number, 0.5, number, ROWS, COLS, rank, ROWS,
-        CHANGED=True, grid=(1,), **kernels.project_blocks(rank),
+        CHANGED=True, grid=(1,), **kernels.project_blocks(rank, hopper),
     )  # fmt: skip
     write_back = kernels._write_back_kernel.warmup(
         matrix(COLS), matrix(rank), matrix(COLS), matrix(rank), matrix(COLS), MockTensor(torch.bool),
         matrix(COLS, torch.bfloat16), matrix(COLS, torch.bfloat16), number, number, 0.5, ROWS, COLS, rank, 0, ROWS, 1,
-        WAITS=True, grid=(1,), **kernels.write_back_blocks(rank),
+        WAITS=True, grid=(1,), **kernels.write_back_blocks(rank, hopper),
     )  # fmt: skip
     return [
         _described(name, capability, rank, made) for name, made in (("project", project), ("write_back", write_back))
