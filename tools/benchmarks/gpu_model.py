@@ -8,8 +8,8 @@ from tools.shared.gpus import GPU
 
 # Of a launch: measured on an H100's virtual machine, in steps too short for the GPU to be busy (docs/gpu.md).
 HOST_SECONDS = 40e-6
-# Assumptions. Kernels reach these shares of the memory's speed and of the arithmetic's. With them the model computes for
-# a stage of GPT2-12.1B on an H100 what was measured there.
+# Assumptions. Kernels reach these shares of the memory's speed and of the arithmetic's. With them the model computes
+# for a stage of GPT2-12.1B on an H100 what was measured there.
 LEAST_SECONDS = 2.5e-6
 MEMORY_SHARE, FLOPS_SHARE = 0.75, 0.6
 COLUMN_SECONDS = 2e-6  # of a batched factorisation, each of whose columns needs the one before
