@@ -106,7 +106,9 @@ def project(
 
 
 def project_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``project`` is compiled at a rank. Those for Hopper are among the three fastest on an H100 (docs/bench/kernel_blocks.md)."""
+    """How ``project`` is compiled at a rank. On an H100 those for Hopper are among the three fastest that were timed
+    (docs/bench/kernel_blocks.md).
+    """
     padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
     if hopper and padded in (64, 128):
         return {"RANK": padded, "ROWS": 32, "COLS": 64, "num_warps": 4, "num_stages": 3}
@@ -241,7 +243,9 @@ def write_back(
 
 
 def write_back_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``write_back`` is compiled at a rank. Those for Hopper are among the three fastest on an H100 (docs/bench/kernel_blocks.md)."""
+    """How ``write_back`` is compiled at a rank. On an H100 those for Hopper are among the three fastest that were timed
+    (docs/bench/kernel_blocks.md).
+    """
     if hopper and rank > 32:
         return {"RANKS": 64, "ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
     return {"RANKS": 16 if rank <= 16 else 32, "ROWS": 64, "COLS": 64, "num_warps": 8, "num_stages": 2}
