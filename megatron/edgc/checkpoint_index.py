@@ -1,5 +1,6 @@
 """The index of EDGC's state in a checkpoint: what a run has to know of the state before it reads any of it."""
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,11 +80,17 @@ class Index:
     saved: dict[str, SavedStage]  # by ``stage_key``
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved: plain values."""
+        """As it is saved: plain values.
+
+        Those of controllers are a text, in which NaN equals itself: Megatron warns where two processes have values that
+        differ.
+        """
+        messages = self.messages
         return {
             "version": STATE_VERSION,
             **vars(self),
-            "messages": None if self.messages is None else vars(self.messages),
+            "controller": json.dumps(self.controller),
+            "messages": messages and {**vars(messages), "controller": json.dumps(messages.controller)},
             "bytes": {key: asdict(counts) for key, counts in self.bytes.items()},
             "saved": {key: vars(one) for key, one in self.saved.items()},
         }
@@ -92,10 +99,12 @@ class Index:
     def from_dict(cls, found: Mapping[str, Any]) -> "Index":
         """What ``to_dict`` was made from, in this version."""
         entries = {name: value for name, value in found.items() if name != "version"}
-        messages = None if found["messages"] is None else SavedMessages(**found["messages"])
+        controller, messages = json.loads(found["controller"]), found["messages"]
+        if messages is not None:
+            messages = SavedMessages(**{**messages, "controller": json.loads(messages["controller"])})
         counted = {key: RunBytes.of(counts) for key, counts in found["bytes"].items()}
         saved = {key: SavedStage(**one) for key, one in found["saved"].items()}
-        return cls(**{**entries, "messages": messages, "bytes": counted, "saved": saved})
+        return cls(**{**entries, "controller": controller, "messages": messages, "bytes": counted, "saved": saved})
 
 
 def gathered_index(

@@ -1,6 +1,8 @@
 """What a checkpoint says of a run, without Megatron's part."""
 
 import json
+import math
+import pickle
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,15 @@ def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
     index = index_of(EDGCConfig(), stages=["stage0"], bytes=counts, messages=messages, saved=saved)
     found = json.loads(json.dumps(index.to_dict()))
     assert found["version"] == STATE_VERSION and Index.from_dict(found) == index
+
+
+def test_processes_hold_equal_indexes() -> None:
+    """Entropy is NaN where a window has measured nothing."""
+    from megatron.edgc.checkpoint_index import SavedMessages
+
+    messages = SavedMessages(["1-2"], {}, {}, {"history": [[math.nan]]})
+    own = index_of(EDGCConfig(), controller={"history": [[math.nan, 1.5]]}, messages=messages).to_dict()
+    assert pickle.loads(pickle.dumps(own)) == own
 
 
 def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_errors_are_taken_that_fit(
