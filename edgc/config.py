@@ -23,6 +23,7 @@ NOT_BY_ENTROPY = {"static_rank", "volume"}  # either of them sets ranks in the p
 OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}  # settings that do nothing without one
 BY_ENTROPY = {"rank_model", "rmin", "rmax", "rank_step", "align"}  # settings that do nothing beside a static rank
 OF_LOW_RANK = {"allocation", "wire", "basis_wire", "basis_cycle", "rest_wire", *BY_ENTROPY}  # or without a rank
+OF_BASES = {"basis_wire", "basis_cycle", "transpose", "warm_start"}  # of the engine powersgd alone
 # Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
 # step to step in some runs (docs/algorithm.md, 5).
 LEAST_WARMUP = 2
@@ -709,6 +710,10 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
     if not has_rank(engine := given.get("engine", EDGCConfig.engine)):
         rule = f"does nothing beside the engine {engine}, which has no rank"
         for knob in (one for one in knobs() if one.name in OF_LOW_RANK & given.keys()):
+            _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
+    elif engine != "powersgd":
+        for knob in (one for one in (*knobs(), *fields(Study)) if one.name in OF_BASES & given.keys()):
+            rule = f"does nothing beside the engine {engine}"
             _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
     if (volume := given.get("volume", volume)) is not None:
         instead = "in its place" if "volume" in given else "as well"

@@ -280,6 +280,14 @@ def test_alignment_is_not_for_a_volume_and_does_not_take_its_place() -> None:
     assert EDGCConfig.from_preset({"align": False, "rmin": 8}).ranks.volume is None
 
 
+@pytest.mark.parametrize("unused", [{"basis_wire": "int8"}, {"basis_cycle": 2}, {"warm_start": False}])
+def test_bases_of_powersgd_cannot_be_set_for_another_engine(unused: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="does nothing beside the engine alternating"):
+        EDGCConfig.from_preset({"engine": "alternating", **unused})
+    EDGCConfig.from_preset({"engine": "alternating", "basis_cycle": 1})
+    EDGCConfig.from_preset({"engine": "alternating", "preset": "balanced"})  # sets them
+
+
 @pytest.mark.parametrize("unused", [{"rmax": 16}, {"align": False}, {"rank_step": 4}, {"allocation": "lgreco"}])
 def test_what_sets_a_rank_cannot_be_given_to_an_engine_without_one(unused: dict[str, object]) -> None:
     for engine in ("int4", "dense"):
