@@ -2,8 +2,8 @@
 
 Plain torch reads and writes a gradient several times for the same: unscaling, error feedback, a product with a factor;
 later what was left, its rounding, and the average. Results are those of the plain path up to the order of sums (and to
-what is drawn for rounding). On an H100 plain torch took less time (docs/gpu.md), so they are not the default. Triton's
-interpreter (TRITON_INTERPRET=1, set before triton is imported) runs them on a CPU, for tests.
+what is drawn for rounding). On an H100 plain torch took less time with large matrices (docs/gpu.md), so they are not
+the default. Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) runs them on a CPU, for tests.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -106,12 +106,14 @@ def project(
 
 
 def project_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``project`` is compiled at a rank. On an H100 those for Hopper are among the three fastest that were timed
-    (docs/bench/kernel_blocks.md).
+    """How ``project`` is compiled at a rank. For Hopper: blocks that were among the three fastest on an H100 and spill no
+    registers (docs/bench/kernel_blocks.md).
     """
     padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
-    if hopper and padded in (64, 128):
+    if hopper and padded == 64:
         return {"RANK": padded, "ROWS": 32, "COLS": 64, "num_warps": 4, "num_stages": 3}
+    if hopper and padded == 128:
+        return {"RANK": padded, "ROWS": 32, "COLS": 128, "num_warps": 8, "num_stages": 3}
     return {"RANK": padded, "ROWS": 32, "COLS": min(128, max(32, 4096 // padded)), "num_warps": 8, "num_stages": 2}
 
 
@@ -243,17 +245,17 @@ def write_back(
 
 
 def write_back_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``write_back`` is compiled at a rank. On an H100 those for Hopper are among the three fastest that were timed
-    (docs/bench/kernel_blocks.md).
+    """How ``write_back`` is compiled at a rank. For Hopper: blocks that were fast on an H100 at ranks 64 and 128, and that
+    spill no registers (docs/bench/kernel_blocks.md).
     """
     if hopper and rank > 32:
-        return {"RANKS": 64, "ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
-    return {"RANKS": 16 if rank <= 16 else 32, "ROWS": 64, "COLS": 64, "num_warps": 8, "num_stages": 2}
+        return {"RANKS": 32, "ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
+    return {"RANKS": 16, "ROWS": 64, "COLS": 64, "num_warps": 8, "num_stages": 2}
 
 
 @functools.cache
 def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], *types: torch.dtype) -> None:

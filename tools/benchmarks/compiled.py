@@ -16,7 +16,7 @@ from triton.runtime.jit import MockTensor  # type: ignore[import-untyped]
 from edgc.compress import kernels
 
 ROWS, COLS = 6720, 4480  # the QKV weight of GPT2-12.1B on one of two tensor-parallel GPUs
-RANKS = (16, 32, 64, 128, 256)
+RANKS = (16, 32, 64, 68, 128, 200, 256)
 GPUS = {80: "A100", 90: "H100, H200"}  # by compute capability
 # Of PTX: what loads from global memory, what stores there, and products on tensor cores.
 _LOAD, _STORE = r"(?:ld\.global|cp\.async\.c[ag]\.shared\.global)\S*", r"st\.global\S*"
@@ -65,7 +65,7 @@ def compile_kernels(capability: int, rank: int) -> list[Compiled]:
     Triton must not be told to interpret.
     """
     driver.set_active(_Driver(capability))
-    hopper = capability >= 90
+    hopper = capability // 10 == 9
     number = MockTensor(torch.float32)
 
     def matrix(cols: int, dtype: torch.dtype = torch.float32) -> tuple[Any, int, int]:
