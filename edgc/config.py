@@ -631,14 +631,14 @@ class EDGCConfig:
 
     def warmup(self, iterations: int) -> int:
         """Iterations of the warm-up of a run of so many."""
-        steps = _share(self.ranks.warmup_fraction, iterations)
+        steps = _part(self.ranks.warmup_fraction, iterations)
         if not self.equalise or self.formats.dense_wire == "fp32" or not steps:
             return steps
         return max(steps, min(LEAST_WARMUP, iterations // 15))
 
-    def whole_errors(self, iterations: int) -> int:
+    def whole_error_iterations(self, iterations: int) -> int:
         """Iterations, from the start of a run of so many, in which a step adds the whole error feedback."""
-        return _share(self.study.whole_error_fraction, iterations)
+        return _part(self.study.whole_error_fraction, iterations)
 
     def check_run(self, iterations: int) -> None:
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
@@ -683,7 +683,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 }
 
 
-def _share(fraction: float, iterations: int) -> int:
+def _part(fraction: float, iterations: int) -> int:
     """Of so many iterations, rounded up."""
     return math.ceil(fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -21,10 +22,11 @@ from tools._root import REPOSITORY
 from tools.shared.command import command_parser, end_on_signals, say_error
 
 LAST_LINES = 40  # of the output of a process that has failed and was not shown
+GRACE_SECONDS = 10.0  # for processes to end when asked
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the exit status, that of the first process that fails."""
+    """Train; returns the exit status: 0 if all processes end well, else that of the first one that has not."""
     parser = command_parser(__doc__, passes_on=True)
     parser.add_argument("processes", type=int, metavar="PROCESSES")
     options, flags = parser.parse_known_args(argv)
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
                     started.append(
                         subprocess.Popen(
                             command,
+                            stdin=subprocess.DEVNULL,
                             env={**os.environ, **_environment(rank, count, port)},
                             stdout=None if shown else output,
                             stderr=None if shown else subprocess.STDOUT,
@@ -57,14 +60,25 @@ def main(argv: list[str] | None = None) -> int:
                     break
                 time.sleep(0.2)
         finally:
-            for process in started:  # one that fails leaves the others waiting
-                process.kill()
-                process.wait()
+            _end(started)  # one that fails leaves the others waiting
         for rank, status in enumerate(statuses):
             if status:
-                last = logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:]
-                say_error("one_gpu", "\n".join([f"process {rank} ended with status {status}", *last]))
+                print(*logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+                say_error("one_gpu", f"process {rank} ended with status {status}")
     return next((status if status > 0 else 1 for status in statuses if status), 0)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run: gently at first, so that they can say what they have to say."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

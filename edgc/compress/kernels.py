@@ -106,8 +106,8 @@ def project(
 
 
 def project_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``project`` is compiled at a rank. For Hopper: blocks that were among the three fastest on an H100 and spill no
-    registers (docs/bench/kernel_blocks.md).
+    """How ``project`` is compiled at a rank. Those for Hopper were among the three fastest on an H100 at ranks 64 and
+    128, and spill no registers (docs/bench/kernel_blocks.md).
     """
     padded = max(16, triton.next_power_of_2(rank))  # 16 is the least that tl.dot takes
     if hopper and padded == 64:
@@ -245,8 +245,8 @@ def write_back(
 
 
 def write_back_blocks(rank: int, hopper: bool) -> dict[str, int]:
-    """How ``write_back`` is compiled at a rank. For Hopper: blocks that were fast on an H100 at ranks 64 and 128, and that
-    spill no registers (docs/bench/kernel_blocks.md).
+    """How ``write_back`` is compiled at a rank. Those for Hopper were fast on an H100 at ranks 64 and 128, and spill no
+    registers (docs/bench/kernel_blocks.md).
     """
     if hopper and rank > 32:
         return {"RANKS": 32, "ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}

@@ -28,7 +28,7 @@ class GradientReducer:
         communicator: the data-parallel process group.
         device: where the gradients live.
         repeatable: whether a reduction may be repeated or rolled back; a second copy of the state is kept for it.
-        whole_errors: iterations, from the start of the run, in which the whole error feedback is added.
+        whole_error_iterations: iterations, from the start of the run, in which the whole error feedback is added.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class GradientReducer:
         communicator: Communicator,
         device: torch.device,
         repeatable: bool = False,
-        whole_errors: int = 0,
+        whole_error_iterations: int = 0,
     ):
         self.communicator = communicator
         self.router = Router(selection, config, device)
         sparse = [name for name, spec in self.router.specs.items() if spec.sparse_rows]
         self.state = CompressionState(config, self.router.engine, device, communicator.process, sparse)
         self.observer = GradientObserver(selection.matrices, config)
-        self.repeatable, self.whole_errors = repeatable, whole_errors
+        self.repeatable, self.whole_error_iterations = repeatable, whole_error_iterations
         self.finite: Tensor | None = None  # whether this iteration's reduction was, on the device; None without one
         self.verify = False  # whether reductions leave digests for ``compare_replicas``
         self._digests: dict[str, Tensor] = {}  # of sums, by name
@@ -66,8 +66,8 @@ class GradientReducer:
         selection = select(parameters, config)
         if run is None:
             return cls(selection, config, communicator, device)
-        whole_errors = config.whole_errors(run.iterations)
-        return cls(selection, config, communicator, device, run.repeatable, whole_errors)
+        whole_error_iterations = config.whole_error_iterations(run.iterations)
+        return cls(selection, config, communicator, device, run.repeatable, whole_error_iterations)
 
     def set_rank(
         self,
@@ -96,7 +96,7 @@ class GradientReducer:
 
     def error_gain(self, iteration: int) -> float:
         """The share of an error that this iteration's reduction adds to a gradient."""
-        return 1.0 if iteration < self.whole_errors else self.router.config.study.error_gain
+        return 1.0 if iteration < self.whole_error_iterations else self.router.config.study.error_gain
 
     def reduce(
         self,

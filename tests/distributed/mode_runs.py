@@ -293,7 +293,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         session = train(True, [capture])
     stages = [] if session is None else session.stages
     for reducer in (one for stage in stages for one in stage.reducers):
-        assert reducer.whole_errors == reducer.router.config.whole_errors(session.args.train_iters)
+        assert reducer.whole_error_iterations == reducer.router.config.whole_error_iterations(session.args.train_iters)
     counts = sum((stage.byte_counts() for stage in stages), RunBytes())
     if session is not None and session.messages is not None:
         counts += RunBytes(messages=session.messages.byte_count())

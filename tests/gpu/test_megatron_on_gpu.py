@@ -36,17 +36,20 @@ PIPELINE = shlex.split("--pipeline-model-parallel-size 2 --global-batch-size 32 
 def train(processes: int, *arguments: str) -> str:
     """A run that must succeed; returns what its first and its last process have printed."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    run = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "tools/one_gpu.py"), str(processes), *SMALL, *arguments],
         env={**own, "PYTHONWARNINGS": "ignore"},
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=TIMEOUT,
         text=True,
     )
-    assert done.returncode == 0, "\n".join(done.stdout.splitlines()[-LAST_LINES:])
-    return done.stdout
+    try:
+        output, _ = run.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        run.terminate()  # then it ends its processes
+        output, _ = run.communicate()
+    assert run.returncode == 0, "\n".join(output.splitlines()[-LAST_LINES:])
+    return output
 
 
 def validation_loss(output: str) -> float:

@@ -143,9 +143,13 @@ def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
     assert balanced.but(warmup_fraction=0.0).warmup(60) == 0
 
 
-def test_a_share_of_the_run_adds_whole_errors() -> None:
-    assert [EDGCConfig.from_preset({}).whole_errors(iterations) for iterations in (1, 500, 1001)] == [1, 200, 401]
-    assert EDGCConfig.from_preset({"preset": "paper"}).whole_errors(500) == 0
+def test_a_share_of_the_run_adds_whole_error_iterations() -> None:
+    assert [EDGCConfig.from_preset({}).whole_error_iterations(iterations) for iterations in (1, 500, 1001)] == [
+        1,
+        200,
+        401,
+    ]
+    assert EDGCConfig.from_preset({"preset": "paper"}).whole_error_iterations(500) == 0
 
 
 def test_what_is_refused_beside_a_volume_says_what_to_give() -> None:

@@ -47,7 +47,7 @@ def test_reducers_know_for_how_long_to_add_the_whole_error() -> None:
     state = edgc.attach(net, edgc.EDGCConfig.from_preset({}), iterations=20)
     net(torch.randn(3, 32)).sum().backward()
     state.step()
-    assert [reducer.whole_errors for reducer in state.stage.reducers] == [8]
+    assert [reducer.whole_error_iterations for reducer in state.stage.reducers] == [8]
     state.close()
 
 

@@ -1,8 +1,8 @@
 """A run with another tokenizer than its data's is refused; data that tells nothing of its tokenizer is not checked."""
 
-import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,7 +117,7 @@ def test_the_wheels_own_index_builder_is_used(monkeypatch: pytest.MonkeyPatch) -
     """Megatron would call make, whose makefile the wheel lacks, and end the process."""
     monkeypatch.setattr(utils, "compile_helpers", compile_helpers := lambda: None)
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        patch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
         datasets.use_built_helpers()
     assert utils.compile_helpers is compile_helpers, "an installation without one compiles it"
     monkeypatch.setattr(utils, "compile_helpers", lambda: pytest.fail("make was called"))

@@ -1,12 +1,11 @@
 """Checks of the indexed datasets on the command line, before any device is touched."""
 
-import importlib.util
 import json
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import megatron.core.datasets.utils
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.tokenizers.utils.build_tokenizer import SP_TOKENIZERS
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -46,7 +45,9 @@ def use_built_helpers() -> None:
 
     The wheel has the compiled module but no makefile, so that compiling it would end the process.
     """
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+    with suppress(ImportError):
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+
         megatron.core.datasets.utils.compile_helpers = lambda: None
 
 
