@@ -176,7 +176,7 @@ class Study:
     kernels: str = _knob(
         "plain",
         "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations (fused), which need "
-        "fewer passes over a gradient; on an H100 plain torch took less time for most ranks",
+        "fewer passes over a gradient; on an H100 plain torch took less time with large matrices",
         "name",
         "docs/gpu.md",
         ("plain", "fused"),

@@ -434,8 +434,9 @@ def page(seen: dict[str, Seen]) -> str:
         "",
         "Not tried: Transformer Engine, training in FP8 (`--fp8-format`), the precision-aware optimizer.",
         "",
-        "Nothing here ran on a GPU. Context parallelism ran with an attention of `megatron/edgc/recipes/cpu.py`, since "
-        "Megatron has none for a CPU; gradients are reduced over the data- and context-parallel ranks together.",
+        "All of this ran on a CPU; some of it also ran on [one GPU](gpu.md#real-runs-on-one-gpu). Context parallelism "
+        "ran with an attention of `megatron/edgc/recipes/cpu.py`, since Megatron has none for a CPU; gradients are "
+        "reduced over the data- and context-parallel ranks together.",
         "",
     ]
     return "\n".join(lines)

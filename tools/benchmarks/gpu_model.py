@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from tools.benchmarks.step_counts import Operation, StepCounts
 from tools.shared.gpus import GPU
 
-# Of a launch: measured on an H100's virtual machine, in steps too short for the GPU to be busy (docs/gpu.md).
+# Of the CPU for each launch of EDGC: 33 to 48 µs on a virtual machine with an H100, in steps too short for the GPU to
+# be busy (docs/gpu.md). Taken for other machines as well.
 HOST_SECONDS = 40e-6
-# Assumptions. Kernels reach these shares of the memory's speed and of the arithmetic's. With them the model computes
-# for a stage of GPT2-12.1B on an H100 what was measured there.
+# Assumptions. Kernels reach these shares of the memory's speed and of the arithmetic's. With them the device's time of
+# a stage of GPT2-12.1B comes close to what was measured on an H100 at ranks 64 and 128.
 LEAST_SECONDS = 2.5e-6
 MEMORY_SHARE, FLOPS_SHARE = 0.75, 0.6
 COLUMN_SECONDS = 2e-6  # of a batched factorisation, each of whose columns needs the one before

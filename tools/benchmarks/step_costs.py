@@ -18,6 +18,7 @@ from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Mode
 from tools.shared.gpus import GPU, GPU_OF
 
 RANK = 64
+SINGLE = (32, RANK, 128)  # those of the benchmark on a GPU
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
 PAPER_AT_RANK = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
 BALANCED_AT_RANK = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
@@ -63,8 +64,8 @@ def all_ways(name: str) -> Iterator[Count]:
     count = partial(_count, replace(stage, title=model.title), GPU_OF[cluster.compute_capability], cluster.link_gbps)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (
-        ("paper", PAPER_AT_RANK, (RANK,)),
-        ("balanced", BALANCED_AT_RANK, (RANK,)),
+        *(("paper", PAPER_AT_RANK, (rank,)) for rank in SINGLE),
+        *(("balanced", BALANCED_AT_RANK, (rank,)) for rank in SINGLE),
         ("balanced", BALANCED_AT_RANK, MIXED),
         ("balanced", BALANCED_AT_RANK, (max(MIXED),)),
         ("balanced", BALANCED_AT_RANK, (balanced_rank(stage),)),

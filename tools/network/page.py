@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tools.network.pictures import SMOOTH
-from tools.network.runs import CHANGING, EVEN, LINKS, MODES, SEQUENCES, WINDOW, Curve, Point, has_volume
+from tools.network.runs import CHANGING, EVEN, LINKS, MODES, SEQUENCES, UNRECORDED, WINDOW, Curve, Point, has_volume
 from tools.network.tables import changing_table, curve_table, newest, repeated, speed_table, table
 
 GLOO = (
@@ -117,9 +117,13 @@ def of_older_presets(runs: Sequence[Point | Curve]) -> list[str]:
     today = sorted({run.commit for run in own if not run.older_preset})
     which = f"Rows of presets with a volume ({names}) are of older presets"
     which = f"{which}, except those of {', '.join(today)}" if today else f"All {which[0].lower()}{which[1:]}"
+    differences = []
+    for one in sorted({run.older_preset for run in own if run.older_preset}):
+        commits = ", ".join(sorted({run.commit for run in own if run.older_preset == one}))
+        differences.append(one if one == UNRECORDED else f"`{one}` at {commits}")
     return [
         f"**{which}.**",
-        f"What differs there: {'; '.join(sorted({run.older_preset for run in own if run.older_preset}))}.",
+        f"What differs there: {'; '.join(differences)}.",
         *([] if today else ["Whether a step of today's presets takes as long was not timed."]),
         "",
     ]

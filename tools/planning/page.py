@@ -182,7 +182,7 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
     lines = [
         "# What a step would take on a cluster",
         "",
-        "Made by `tools/plan.py`. **Everything here is computed, nothing was measured**: no GPU was there. A",
+        "Made by `tools/plan.py`. **Everything here is computed, no step was measured.** A",
         "discrete-event model works through one step: the passes of the pipeline's schedule, messages between stages,",
         "reductions in three units, the optimizer. Assumptions:",
         "",
