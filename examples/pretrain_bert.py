@@ -29,6 +29,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 import megatron.edgc  # noqa: E402  # 1
+from megatron.edgc.recipes.datasets import use_built_helpers  # noqa: E402
 
 SMALL = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -108,6 +109,7 @@ def flags(parser):
 def main():
     sys.argv[1:] = sys.argv[1:] or SMALL.split()
     args = parse_and_validate_args(flags)  # 2
+    use_built_helpers()  # Megatron would ask make for what its wheel has, and end
     with megatron.edgc.compressing(args):  # 3
         pretrain(
             pretrain_cfg_container_from_args(args),
