@@ -468,7 +468,7 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     raw = json.loads(output.with_suffix(".json").read_text())
     assert {row["gbps"] for row in raw["rows"]} == {1.0, 12.5}, "the cluster's own link as well"
     page = output.with_suffix(".md").read_text()
-    assert "nothing was measured" in page and "clusters_step.png" in page
+    assert "no step was measured" in page and "clusters_step.png" in page
     assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
     assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
     # 1 Gbit/s was asked for; on the cluster's link of 400 nothing would be compressed

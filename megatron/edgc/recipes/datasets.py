@@ -41,14 +41,17 @@ def check_datasets(args: Namespace) -> None:
 
 
 def use_built_helpers() -> None:
-    """Keep Megatron from compiling its index builder anew where the installed package has it.
+    """Keep Megatron from compiling its index builder anew where the installed package has it, for the rest of the process.
 
     The wheel has the compiled module but no makefile, so that compiling it would end the process.
     """
     with suppress(ImportError):
         import megatron.core.datasets.helpers_cpp  # noqa: F401
 
-        megatron.core.datasets.utils.compile_helpers = lambda: None
+        megatron.core.datasets.utils.compile_helpers = _already_built
+
+
+def _already_built() -> None: ...
 
 
 def _check_files(prefix: str) -> None:
