@@ -41,9 +41,10 @@ def check_datasets(args: Namespace) -> None:
 
 
 def use_built_helpers() -> None:
-    """Keep Megatron from compiling its index builder anew where the installed package has it, for the rest of the process.
+    """Keep Megatron from compiling its index builder anew where the installed package has it.
 
-    The wheel has the compiled module but no makefile, so that compiling it would end the process.
+    The wheel has the compiled module but no makefile, so that compiling it would end the process. It holds for the rest
+    of the process.
     """
     with suppress(ImportError):
         import megatron.core.datasets.helpers_cpp  # noqa: F401
