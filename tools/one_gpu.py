@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -20,9 +19,9 @@ if __name__ == "__main__":
 
 from tools._root import REPOSITORY
 from tools.shared.command import command_parser, end_on_signals, say_error
+from tools.shared.processes import end, under_way
 
 LAST_LINES = 40  # of the output of a process that has failed and was not shown
-GRACE_SECONDS = 10.0  # for processes to end when asked
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,31 +53,16 @@ def main(argv: list[str] | None = None) -> int:
                             stderr=None if shown else subprocess.STDOUT,
                         )
                     )
-            while True:
-                statuses = [process.poll() for process in started]
-                if any(statuses) or None not in statuses:
-                    break
+            while under_way(started):
                 time.sleep(0.2)
+            statuses = [process.poll() for process in started]
         finally:
-            _end(started)  # one that fails leaves the others waiting
+            end(started)
         for rank, status in enumerate(statuses):
             if status:
                 print(*logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
                 say_error("one_gpu", f"process {rank} ended with status {status}")
     return next((status if status > 0 else 1 for status in statuses if status), 0)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run: gently at first, so that they can say what they have to say."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

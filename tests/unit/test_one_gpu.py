@@ -12,14 +12,16 @@ SCRIPT = """
 import os, pathlib, signal, sys, time
 ready = lambda rank: pathlib.Path(__file__).with_name(f"ready-{rank}")
 rank = int(os.environ["RANK"])
-print("rank", rank, "of", os.environ["WORLD_SIZE"], os.environ["NCCL_HOSTID"], *sys.argv[1:], flush=True)
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once, as other processes write to the same file
+say("rank", rank, "of", os.environ["WORLD_SIZE"], os.environ["NCCL_HOSTID"], *sys.argv[1:])
 if "fail" in sys.argv and rank == 1:
     while not (ready(0).exists() and ready(2).exists()):
         time.sleep(0.01)
     print("what went wrong", file=sys.stderr)
     sys.exit(3)
 if "fail" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", rank, flush=True), sys.exit(0)))
+    signal.signal(signal.SIGTERM, lambda *_: (say("asked to end", rank), sys.exit(0)))
     ready(rank).touch()
     time.sleep(600)
 """

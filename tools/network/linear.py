@@ -21,9 +21,10 @@ from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost
 from edgc.specs import Parameter
 from tools.network.links import Links
-from tools.network.runs import failed, started, under_way
+from tools.network.runs import failed, started
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
+from tools.shared.processes import under_way
 
 RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
 REPETITIONS = 7  # of which the median counts; one more comes before them

@@ -24,9 +24,9 @@ from tools.network.runs import (
     meaning,
     older_preset,
     training,
-    under_way,
 )
 from tools.shared.markdown import header, row
+from tools.shared.processes import under_way
 
 MODE = "plain"
 ALONE = "Megatron alone"

@@ -20,6 +20,7 @@ from tools._root import REPOSITORY
 from tools.network.links import INTERFACE, Links
 from tools.shared.changes import changed, other_preset, preset
 from tools.shared.machine import device_name
+from tools.shared.processes import end, under_way
 from tools.shared.runs import load_run
 
 CORPUS = REPOSITORY / "runs" / "data" / "network"
@@ -354,9 +355,7 @@ def started(
                 )
         yield processes
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
+        end(processes)
 
 
 def training(
@@ -365,11 +364,6 @@ def training(
     """The processes of a run, each in its namespace."""
     command = ["pretrain_gpt.py", *given]
     return started(links, [(number // mode.sharing, command) for number in range(mode.processes)], folder)
-
-
-def under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Whether any goes on, and none has failed: the others would wait for it."""
-    return any(process.poll() is None for process in processes) and not any(process.poll() for process in processes)
 
 
 def failed(what: str, folder: Path) -> RunFailed:

@@ -9,8 +9,9 @@ from statistics import fmean, median
 
 from edgc.observe.events import read_events
 from tools.network.links import Links
-from tools.network.runs import CONTENDERS, MODES, WINDOW, arguments, failed, started, under_way
+from tools.network.runs import CONTENDERS, MODES, WINDOW, arguments, failed, started
 from tools.shared.markdown import header, row
+from tools.shared.processes import under_way
 
 COMPARED = ("dense", "paper-not-aligned", "paper-begun")
 RATE = 20.0  # Mbit/s
