@@ -1,7 +1,7 @@
 """EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc
 from edgc.compress.reducer import GradientReducer
+from edgc.compress.router import Router
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
@@ -716,10 +717,31 @@ def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:
     assert before == after > 0
 
 
-# seconds that a reduction takes longer, by whether it compresses
-SLOW_COMPRESSION, SLOW_HOST = {True: 0.25, False: 0.0}, {True: 0.0, False: 0.4}
+# seconds that a reduction takes, by whether it compresses
+SLOW_COMPRESSION, SLOW_HOST = {True: 0.25, False: 0.01}, {True: 0.01, False: 0.4}
 NEW_LINK, STEPS_OF_RUN = 48, 100  # the step from which on the delays are others
 TRIED = BUDGET.but(link_gbps=None)
+
+
+@contextmanager
+def made_up_times(taken: Callable[[Router], float]) -> Iterator[Callable[[], None]]:
+    """The clocks of the steps and of their reductions say what ``taken`` does, in seconds, of a reduction's router; a
+    step takes 0.1 s besides. What this yields is called after each step.
+    """
+    reduce, clock, reduction = GradientReducer.reduce, [0.0], [0.0]
+
+    def timed(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
+        reduction[0] = taken(self.router)
+        yield from reduce(self, *args, **kwargs)
+
+    def step_ends() -> None:
+        clock[0] += 0.1 + reduction[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReducer, "reduce", timed)
+        patch.setattr(Spans, "take_seconds", lambda self: list(reduction))
+        patch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        yield step_ends
 
 
 DOUBT, NONE_PAYS = (StageCost(CommCost(intercept, 1e-9), 1e-4, 1e-4) for intercept in (0.0, 1.0))  # of any rank
@@ -727,14 +749,11 @@ DOUBT, NONE_PAYS = (StageCost(CommCost(intercept, 1e-9), 1e-4, 1e-4) for interce
 
 def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[bool, float], folder: str) -> float:
     """A run that decides by its steps who sums; the most that is lost in a step. ``cost``: as probed."""
-    reduce = GradientReducer.reduce
 
-    def slow(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
-        time.sleep((first if training.step_number < NEW_LINK else then)[self.router.compressed])
-        yield from reduce(self, *args, **kwargs)
+    def taken(router: Router) -> float:
+        return (first if training.step_number < NEW_LINK else then)[router.compressed]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReducer, "reduce", slow)
+    with made_up_times(taken) as step_ends, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reduction_cost", lambda *_: cost)
         patch.setattr(trials, "LARGEST_SHARE_OF_RUN", 0.1)  # half a percent of so short a run is no step at all
         training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
@@ -742,6 +761,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
         for step in range(STEPS_OF_RUN):
             most = max(most, lost_in_step(training, alone))
             training.optimizer.step()
+            step_ends()
             assert training.state is not None
             if training.state.stage.reducers[0].router.by_host:
                 by_host += 1
@@ -786,27 +806,22 @@ ROUNDING_PAYS = StageCost(CommCost(0.11, 0.005), 0.5, 0.5, rounded_seconds=0.1, 
 
 def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
     """A run that rounds, whose link becomes slow: the most that is lost in a step, and whether all is rounded and low
-    rank is used from step to step. Its times are made up.
+    rank is used from step to step.
     """
-    reduce, clock, reduction = GradientReducer.reduce, [0.0], [0.0]
 
-    def timed(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
+    def taken(router: Router) -> float:
         low_rank, rounded, host = (0.05, 0.05, 0.2) if training.step_number < NEW_LINK else (0.15, 0.3, 0.8)
-        way = low_rank if self.router.ranks else rounded
-        reduction[0] = way if self.router.compressed else host
-        yield from reduce(self, *args, **kwargs)
+        way = low_rank if router.ranks else rounded
+        return way if router.compressed else host
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReducer, "reduce", timed)
+    with made_up_times(taken) as step_ends, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reduction_cost", lambda *_: ROUNDING_PAYS)
-        patch.setattr(Spans, "take_seconds", lambda self: list(reduction))
-        patch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         training, alone = Training(rank, TRIED.but(log_dir=folder, volume=16.0), iterations=STEPS_OF_RUN), net()
         most, rounded, in_low_rank = 0.0, [], []
         for _ in range(STEPS_OF_RUN):
             most = max(most, lost_in_step(training, alone))
             training.optimizer.step()
-            clock[0] += 0.1 + reduction[0]
+            step_ends()
             assert training.state is not None
             reducers = training.state.stage.reducers
             rounded.append(all(one.router.compressed and not one.router.ranks for one in reducers))
