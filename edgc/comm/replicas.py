@@ -16,16 +16,16 @@ from edgc.comm.packed import Packed
 from edgc.errors import ReplicaMismatch
 
 KINDS = "rank", "factors", "scales", "sum"  # of a parameter: what is compared
-HASHED_VALUES = 2**20  # of one tensor: hashing takes several times the memory of what is hashed. Not tuned.
+HASHED_BYTES = 2**22  # of one tensor: hashing takes several times the memory of what is hashed. Not tuned.
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio as int64: neighbouring places get unlike weights
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A hash of the bits of the first ``HASHED_VALUES`` values, 0-dimensional int64 on the tensor's device.
+    """A hash of the first ``HASHED_BYTES`` bytes, 0-dimensional int64 on the tensor's device.
 
     It is a sum of 32-bit words times odd weights, modulo 2^64: a change of one word always changes it.
     """
-    octets = tensor.detach().reshape(-1)[:HASHED_VALUES].contiguous().view(torch.uint8)
+    octets = tensor.detach().reshape(-1)[: HASHED_BYTES // tensor.itemsize].contiguous().view(torch.uint8)
     octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
     words = octets.view(torch.int32).long()
     weights = (torch.arange(1, len(words) + 1, device=words.device) * _MULTIPLIER) | 1

@@ -163,7 +163,9 @@ class RowDraws:
 
 
 def _drawn(draw: Callable[..., Tensor], like: Tensor, generator: torch.Generator | RowDraws | None) -> Tensor:
-    """Random values of the shape of (rows, ...), on its device."""
+    """Random values of the shape of (rows, ...), on its device. The generator of training stays as it is."""
+    if generator is None:
+        raise ValueError("stochastic rounding needs a generator")
     if not isinstance(generator, RowDraws):
         return draw(like.shape, generator=generator, device=like.device)
     rows = []

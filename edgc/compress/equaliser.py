@@ -77,7 +77,8 @@ class Equaliser:
         # Squares may overflow, in sums of rows, of columns or of both, and so may ``LARGEST_GROWTH`` times them below.
         taken = finite & (of_rows + of_cols < torch.finfo(torch.float32).max / LARGEST_GROWTH)
         # Only ratios matter: there is no bias of a start at the first value to correct.
-        known, most = before > 0, LARGEST_GROWTH * before
+        # After very many zeros moments are so small that no square would count beside them: they begin anew.
+        known, most = before > torch.finfo(torch.float32).tiny, LARGEST_GROWTH * before
         fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
         weights = [taken, fresh, known * SCALE_DECAY]
         per_group = zip(*(torch.split(one.unsqueeze(-1), [len(g) for g in groups]) for one in weights), strict=True)

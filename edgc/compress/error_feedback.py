@@ -102,8 +102,11 @@ class ErrorFeedback:
 
     def _older(self, name: str, error: Tensor, wire: Wire) -> Packed:
         """The error that is kept, or zeros, in this format."""
-        older = self.packed.get(name) or Packed(torch.zeros_like(error), wire)
-        return older if older.wire == wire else Packed(older.values(), wire)
+        older = self.packed.get(name)
+        if older is not None and older.wire == wire:
+            return older
+        values = torch.zeros_like(error) if older is None else older.values()
+        return self._packed([name], [values], wire, "older")[0]
 
     def share(self, name: str, total: Tensor, processes: int, iteration: int) -> None:
         """Keep this process's equal part of a sum over the group."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from edgc.seeding import stable_seed
 from edgc.stacking import map_stacked
 
+LARGEST_NORM = 1e36  # of a column that is orthonormalised; QR overflowed at 1.7e38, and not at 1e38
+
 
 @dataclass(frozen=True)
 class Product:
@@ -104,6 +106,16 @@ def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = or
     """
     strengths, order = torch.linalg.vector_norm(factor.float(), dim=-2).sort(descending=True, stable=True)
     return orthonormalise(factor.gather(-1, order.unsqueeze(-2).expand_as(factor))), strengths
+
+
+def teaches(strengths: Tensor) -> Tensor:
+    """Whether a factor whose columns have these norms, (... x rank), the strongest first, is good for a basis: (...).
+
+    One of zeros, as of a step without gradient, would teach unit vectors. Near the largest number of fp32 Householder
+    QR overflows, although the factor is finite.
+    """
+    strongest = strengths[..., 0]
+    return (strongest > 0) & (strongest < LARGEST_NORM)
 
 
 def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:

@@ -1,5 +1,6 @@
 """What one process reduces under one rank of the plan: its reducers, and what they send, take and see."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.units import Units
+from edgc.observe.measurements import Measurements
 from edgc.observe.moments import mean_of_finite
 from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_layer_kind, median_or_nan
@@ -61,7 +63,7 @@ class Stage:
         counted = self.gradient_bytes
         window = StageWindow(
             stage=self.key,
-            entropy=mean_of_finite([value for m in measurements for value in m.entropy]),
+            entropy=self._entropy(measurements),
             residual=mean_of_finite([value for m in measurements for value in m.residual]),
             reduce_seconds=median_or_nan(self.spans.take_seconds()),
             micro_backward_seconds=micro_backward_seconds,
@@ -76,6 +78,14 @@ class Stage:
         )
         self._window_start = counted
         return window
+
+    def _entropy(self, measurements: Sequence[Measurements]) -> float:
+        """The mean over measured iterations, and over units by the number of their entries; NaN if there is none."""
+        sizes = [sum(matrix.elements for matrix in reducer.observer.matrices) for reducer in self.reducers]
+        means = [mean_of_finite(one.entropy) for one in measurements]
+        known = [(mean, size) for mean, size in zip(means, sizes, strict=True) if math.isfinite(mean)]
+        whole = sum(size for _, size in known)
+        return sum(mean * (size / whole) for mean, size in known) if known else math.nan
 
     @property
     def gradient_bytes(self) -> ByteCount:

@@ -146,7 +146,7 @@ class BudgetPlanner:
             self.guard.relief = 1.0
             self.choices, self.limit = self._best(iteration)
         else:
-            self.guard.update(self.fidelity, iteration)
+            self.guard.update(self.fidelity, iteration, self.fidelity < self.guard.least and self._has_most(iteration))
             self.choices, self.limit = self._kept_or_best(iteration)
         self.changed = {
             place: [
@@ -192,6 +192,13 @@ class BudgetPlanner:
         if self._size(best) > budget:  # not even the smallest options fit
             return Spending(best, "the budget is too small")
         return Spending(best, "link" if budget == self.most else "budget")
+
+    def _has_most(self, iteration: int) -> bool:
+        """Whether more relief would add no byte to steps from ``iteration`` on."""
+        every = [candidate for stage in self.candidates.values() for candidate in stage]
+        return self.budget(iteration) >= min(
+            self.most, sum(options(one, self.bytes_per_value)[-1].size for one in every)
+        )
 
     def _at_rank(self, rank: int) -> float:
         """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-LARGEST_RELIEF = 64.0  # not tuned
 # Times the least fidelity: then steps get fewer bytes again. Fewer bytes lower the fidelity, so if this were about 1,
 # bytes would go up and down in turn. Not tuned.
 ENOUGH_FIDELITY = 3.0
@@ -20,12 +19,15 @@ class FidelityGuard:
         self.least, self.watched = least, watched
         self.relief = 1.0
 
-    def update(self, fidelity: float, iteration: int) -> float:
-        """The relief of steps from ``iteration`` on, after a window of this fidelity; NaN changes nothing."""
+    def update(self, fidelity: float, iteration: int, most: bool = False) -> float:
+        """The relief of steps from ``iteration`` on, after a window of this fidelity; NaN changes nothing.
+
+        ``most``: steps have as many bytes as they can take already.
+        """
         if not self.watched[iteration]:
             self.relief = 1.0
         elif fidelity < self.least:
-            self.relief = min(2 * self.relief, LARGEST_RELIEF)
+            self.relief *= 1 if most else 2
         elif fidelity > ENOUGH_FIDELITY * self.least:
             self.relief = max(self.relief / 2, 1.0)
         return self.relief

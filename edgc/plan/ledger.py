@@ -68,7 +68,7 @@ class Ledger:
         self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
         self.worth = each / each.mean()
         self.counts = Counts()
-        self.relief_share = 0.0  # that relief has of the bytes of this window's steps
+        self.granted: StepBytes | None = None  # to the steps of this window; None: no relief
         self.host_share_hidden = False  # whether a resume has hidden which of this window's steps the host has summed
         # whether this window is no part of the budget, because a resume has changed who sums, or how, or because the
         # link asks for what it sends
@@ -86,7 +86,10 @@ class Ledger:
         sent_by_host = taken.sent if host_share == 1 else host_share * taken.host
         if idle:
             counts.idle += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
-        counts.sent_by_relief += self.relief_share * (taken.sent - sent_by_host)
+        if self.granted is not None:  # steps may have taken less than relief offers, at first from their budget
+            steps = (1 - host_share) * taken.fp32 / self.fp32_bytes
+            beyond = taken.sent - sent_by_host - max(self.granted.by_budget, 0.0) * steps
+            counts.sent_by_relief += min(max(beyond, 0.0), self.granted.by_relief * steps)
         # of a window with both it is not known: the first of the host's steps also sends errors
         unknown = host_share or self.host_share_hidden or not taken.fp32 > 0
         unknown = unknown or not self.fp32_bytes  # without messages nothing is learnt
@@ -133,13 +136,13 @@ class Ledger:
     def grant(self, iteration: int, relief: float) -> None:
         """Steps from ``iteration`` on get what ``step`` says."""
         step = self.step(iteration, relief)
-        self.relief_share = step.by_relief / (max(step.by_budget, 0.0) + step.by_relief) if step.by_relief else 0.0
+        self.granted = step if step.by_relief else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
             "counts": asdict(self.counts),
-            "relief_share": self.relief_share,
+            "granted": self.granted and asdict(self.granted),
             "overhead": self.overhead,
             "mixed": self.host_share_hidden,
             "apart": self.unbudgeted,
@@ -151,5 +154,5 @@ class Ledger:
         if state.keys() != own.keys() or counts.keys() != own["counts"].keys():
             raise ValueError("the budget's counts are of another release of EDGC")
         self.counts = Counts(ByteCount(**counts["run"]), ByteCount(**counts["idle"]), counts["sent_by_relief"])
-        self.relief_share, self.overhead = state["relief_share"], state["overhead"]
+        self.granted, self.overhead = state["granted"] and StepBytes(**state["granted"]), state["overhead"]
         self.host_share_hidden, self.unbudgeted = state["mixed"], state["apart"]

@@ -64,7 +64,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
 
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
-    """Raises ``ConfigError`` where the warm-up alone sends more than the volume."""
+    """Raises ``ConfigError`` where the share of the run that the warm-up was given alone sends more than the volume."""
     volume, fraction = config.ranks.volume, config.ranks.warmup_fraction
     form = "fp32" if run.alone else config.formats.dense_wire  # as the run will have it
     assert volume is not None

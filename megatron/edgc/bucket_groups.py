@@ -28,6 +28,7 @@ from edgc.comm.collectives import (
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
+from edgc.errors import StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import Unit, Units
 from edgc.observe.timing import Spans
@@ -42,20 +43,37 @@ class StageSums:
     """
 
     def __init__(
-        self, units: Units, communicator: Communicator, spans: Spans, overlap: Overlap, step: Callable[[], Step]
+        self,
+        units: Units,
+        communicator: Communicator,
+        spans: Spans,
+        overlap: Overlap,
+        step: Callable[[], Step],
+        repeatable: bool,
     ):
         self.units, self.communicator, self.spans, self.overlap = units, communicator, spans, overlap
         self.groups: list[EDGCBucketGroup] = []
         self.shards: dict[str, ShardBounds] = {}  # with the distributed optimizer: bounds of each gradient
         self.plain = False  # whether Megatron's own sums will do in this pass
-        self._step = step
+        self._step, self.repeatable = step, repeatable
+        self._begun: int | None = None  # the iteration of the last pass
         self._come: set[EDGCBucketGroup] = set()  # in this pass
         self._handles: dict[Unit, Handle] = {}
 
     def begin(self, group: "EDGCBucketGroup", gradients: Mapping[str, Tensor]) -> None:
-        """These gradients have come, not scaled yet; the first ones begin the pass."""
+        """These gradients have come, not scaled yet; the first ones begin the pass.
+
+        Raises ``StepError`` for a second pass of an iteration that the host does not run again: sums would be summed.
+        """
         step = self._step()
         if not self._come:
+            if step.iteration == self._begun and not self.repeatable:
+                raise StepError(
+                    f"iteration {step.iteration + 1}: gradients are reduced a second time. A loop on Megatron's parts "
+                    "sets args.curr_iteration in each step. It leaves the call of finalize_model_grads to "
+                    "config.finalize_model_grads_func, which EDGC has set"
+                )
+            self._begun = step.iteration
             self.units.begin()
             self._handles = {}
             for unit in self.units:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc.seam import changes, megatron_folder
@@ -66,6 +67,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "--moe-use-upcycling",
         "it builds and saves a second model",
         lambda a: getattr(a, "moe_use_upcycling", False),
+    ),
+    (
+        "--inprocess-restart",
+        "it builds a second model within the run",
+        lambda a: getattr(a, "inprocess_restart", False),
     ),
     (
         "--adlr-autoresume",
@@ -130,6 +136,29 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
             "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "
             "to compress"
         )
+
+
+# fields of DDP's own settings, by the argument of which Megatron makes them
+_OF_DDP = {
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
+}
+
+
+def check_ddp(ddp_config: Any, args: Namespace) -> None:
+    """Raise ``ConfigError`` where a script has built DDP with other settings than Megatron's arguments, from which EDGC
+    knows what the run does.
+    """
+    for field, argument in _OF_DDP.items():
+        built, given = getattr(ddp_config, field, None), getattr(args, argument, None)
+        if (built or None) != (given or None):
+            raise ConfigError(
+                f"DDP was built with {field} = {built}, and Megatron's arguments have {argument} = {given}: EDGC needs "
+                "both alike"
+            )
 
 
 def check_param_wire(config: EDGCConfig, args: Namespace) -> None:

@@ -42,6 +42,7 @@ from megatron.edgc.checkpoint_hooks import CheckpointHooks
 from megatron.edgc.checkpoint_index import RunState
 from megatron.edgc.checkpoint_saving import CheckpointSaver
 from megatron.edgc.compatibility import (
+    check_ddp,
     check_megatron,
     check_options,
     check_param_wire,
@@ -110,6 +111,8 @@ class Session:
         if len(self.chunks) < len(chunks):
             others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in self.chunks})
             raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
+        for chunk in self.chunks:
+            check_ddp(chunk.ddp_config, self.args)
         self.model_config = get_model_config(chunks[0])
         self.run = described_run(self.args)
         device = next(chunks[0].parameters()).device
@@ -169,8 +172,8 @@ class Session:
         return chunks
 
     def _plan(self, device: torch.device) -> RunPlan:
-        """The same plan on every process, and the stages of this one. A tied embedding is one of them unless the plan
-        has nothing to compress.
+        """The same plan on every process, and the stages of this one. A tied embedding is one of them unless the run
+        never compresses anything.
         """
         stage = parallel_state.get_pipeline_model_parallel_rank()
         tied = TiedEmbedding(self.chunks) if self.config.pipeline.fuse_embedding_sync else None
@@ -188,7 +191,8 @@ class Session:
         communicator = Communicator(layers.process_group, Traffic())
         cost = reduction_cost(layers.units_of_parameters, self.config, self.run, communicator, device)
         plan = plan_run(self.config, self.run, self._known(cost))
-        if not plan.compresses and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
+        given_back = not plan.compresses and not plan.tries  # else a resumed run has one stage more, or less
+        if given_back and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
             dense = plan_run(plan.config.but(fuse_embedding_sync=False), self.run, self._known(cost))

@@ -82,10 +82,17 @@ def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
     assert saved["edgc"]["index"]["iteration"] == 24, "its checkpoints have EDGC's state"
 
 
-def test_a_loop_that_sets_its_own_finalize_function_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LATE", "1")
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("LATE", "set config.finalize_model_grads_func before EDGC is attached"),
+        ("TWICE", "iteration 1: gradients are reduced a second time"),
+    ],
+)
+def test_a_loop_that_finalizes_in_its_own_way_is_told(mistake: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(mistake, "1")
     loop = REPOSITORY / "tests" / "distributed" / "own_loop_run.py"
     unchecked = ["--train-iters", "4", "--no-check-for-nan-in-loss-and-grad"]
     finished = launch(loop, [*BERT, *unchecked, "--edgc", "--edgc-engine", "int4", "--edgc-window", "2"], 2)
     assert finished.returncode != 0
-    assert "set config.finalize_model_grads_func before EDGC is attached" in finished.stdout
+    assert told in finished.stdout

@@ -19,7 +19,7 @@ from edgc.plan.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, Send
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.hull import options, spend
-from edgc.plan.ledger import Ledger
+from edgc.plan.ledger import Ledger, StepBytes
 from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -369,7 +369,27 @@ def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
         planner.observe(shown([seen({str(place): 20.0 for place in range(6)})], sent, dense, dense))
         planner.decide(20 * (window + 1))
     assert sent > 400 * planner.ledger.fp32_bytes / 24, "more than the whole run was to take"
-    assert planner.relief == 64 and sizes[-1] > 4 * sizes[0]
+    assert planner.relief == 8 and sizes[-1] > 4 * sizes[0], "with eight times the budget all parameters have int8"
+
+
+@pytest.mark.parametrize("rmax", [24, 72, 100, None])
+def test_relief_that_steps_cannot_take_is_not_charged_to_it(rmax: int | None) -> None:
+    """The link, or the finest format, bounds what relieved steps take; later ones have their budget all the same."""
+    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1, rmax=rmax)
+    sent, sizes, reliefs = 0.0, [], []
+    for window in range(20):
+        noise = 50.0 if window < 6 else 0.5
+        sizes.append(planner._size(planner.choices))
+        sent += 50 * sizes[-1]
+        dense = 50 * (window + 1) * planner.ledger.fp32_bytes
+        planner.observe(shown([seen({str(place): noise for place in range(6)})], sent, dense, dense))
+        planner.decide(50 * (window + 1))
+        reliefs.append(planner.relief)
+    usual = planner.ledger.fp32_bytes / 24
+    after = reliefs.index(1.0, 6) + 1
+    assert after < 12 and max(sizes[after:]) < 1.1 * usual
+    assert max(reliefs) * usual < 2 * max(*sizes, usual), "no doubling without bytes"
 
 
 def test_a_bound_on_the_rank_may_change() -> None:
@@ -405,15 +425,15 @@ def test_rounding_because_that_is_faster_ends_relief() -> None:
         assert planner.relief == relief
 
 
-def test_relief_takes_its_share_of_compressed_steps_alone_and_all_of_them_once_the_budget_is_spent() -> None:
+def test_relief_is_charged_with_compressed_steps_alone_and_with_all_of_them_once_the_budget_is_spent() -> None:
     ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=0.0)
     ledger.grant(0, 2.0)
-    assert ledger.relief_share == 0.5
+    assert ledger.granted == StepBytes(10, 10)
     ledger.observe(shown([], 60.0, 100.0, 100.0, host_share=0.5), idle=False)  # the host's half took 50
     assert ledger.counts.sent_by_relief == 5.0
     ledger.observe(shown([], 1060.0, 1100.0, 1100.0), idle=False)
     ledger.grant(11, 2.0)
-    assert ledger.step(11, 2.0).by_budget < 0 and ledger.relief_share == 1.0
+    assert ledger.step(11, 2.0).by_budget < 0, "steps took more than they were granted, at the cost of the budget"
 
 
 def test_what_later_steps_take_at_least_is_kept_for_them_with_their_overhead() -> None:
@@ -436,10 +456,8 @@ def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
     stages = [[candidate(str(place), 128, 256) for place in range(6)]]
     settings = {"learning_rate_power": 0.7, "least_fidelity": 0.1}
     planner = planned(24.0, 1000, 0, stages, 4.0, learning_rate=lambda iteration: 1 - iteration / 1000, **settings)
-    sent = 0.0
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
-        sent += 20 * planner._size(planner.choices)
-        dense = iteration * planner.ledger.fp32_bytes
+        sent, dense = iteration * planner._size(planner.choices), iteration * planner.ledger.fp32_bytes
         planner.observe(shown([seen({str(place): 12.0 for place in range(6)})], sent, dense, dense))
         planner.decide(iteration)
         assert planner.relief == relief, iteration

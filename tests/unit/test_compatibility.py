@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from edgc.config import ConfigError, EDGCConfig
 from megatron.edgc import compatibility, seam
@@ -145,6 +146,7 @@ UNSUPPORTED = {
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.0},
     "--optimizer-cuda-graph": {"optimizer_cuda_graph": True},
     "--moe-use-upcycling": {"moe_use_upcycling": True},
+    "--inprocess-restart": {"inprocess_restart": True},
     "--adlr-autoresume": {"adlr_autoresume": True},
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True},
 }
@@ -163,6 +165,16 @@ def test_an_unsupported_option_is_named(arguments: Namespace, flag: str) -> None
 
 def test_all_refused_options_are_tested() -> None:
     assert len(UNSUPPORTED) == len(compatibility.UNSUPPORTED)
+
+
+def test_ddp_with_other_settings_than_the_arguments_is_refused(arguments: Namespace) -> None:
+    compatibility.check_ddp(DistributedDataParallelConfig(), arguments)
+    built = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ConfigError, match="built with num_distributed_optimizer_instances = 2"):
+        compatibility.check_ddp(built, arguments)
+    built = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("router",))
+    with pytest.raises(ConfigError, match="param_name_patterns_for_fp32_local_accumulation"):
+        compatibility.check_ddp(built, arguments)
 
 
 def test_one_data_parallel_rank_is_refused_without_messages_to_compress(arguments: Namespace) -> None:

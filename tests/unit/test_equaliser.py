@@ -119,6 +119,17 @@ def test_squared_norms_of_parts_add_up_to_those_of_the_whole() -> None:
         assert torch.allclose(whole, matrix.square().sum(dim=1 - side))
 
 
+def test_a_matrix_that_wakes_after_thousands_of_zeros_is_scaled_anew() -> None:
+    equaliser, zeros = Equaliser(), (torch.zeros(64), torch.zeros(64))
+    update(equaliser, (torch.full((64,), 1e4), torch.full((64,), 1e4)))
+    for _ in range(2500):
+        update(equaliser, zeros)
+    rows = torch.cat([torch.full((32,), 1e4), torch.full((32,), 1e2)])
+    for _ in range(2):
+        update(equaliser, (rows, torch.full((64,), float(rows.mean()))))
+    assert torch.allclose(equaliser.scales(["w"])["w"][0].view(-1), (rows / rows.mean()).sqrt())
+
+
 def test_one_large_sum_does_not_set_the_scales() -> None:
     equaliser, usual, spike = Equaliser(), torch.ones(20, 30), torch.zeros(20, 30)
     spike[:2] = 1000

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from edgc.comm.wire import FP32, wire
@@ -112,3 +113,13 @@ def test_an_error_is_rounded_alike_whatever_is_stored_beside_it() -> None:
         alone = feedback_of(rule)
         alone.store({name: torch.full((size,), 1.001)}, YES, 5)
         assert torch.equal(alone.packed[name].values(), together.packed[name].values()), name
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "int8"])
+def test_the_random_numbers_of_training_stay_as_they_are(name: str) -> None:
+    feedback, before = feedback_of(ErrorRule(wire(name, stochastic=True))), torch.get_rng_state()
+    feedback.store({"w": torch.full((8, 16), 1.5)}, YES, 0)
+    feedback.store({"w": torch.ones(8, 16)}, YES, 1, ErrorRule(wire("int4", stochastic=True)))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match="needs a generator"):
+        wire(name, stochastic=True).encode(torch.ones(1, 128))

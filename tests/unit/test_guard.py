@@ -9,7 +9,8 @@ def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -
     guard = FidelityGuard(0.1, [True] * 10)
     fidelities = (0.5, 0.09, 0.05, math.nan, 0.1, 0.29, 0.31, 0.4, 0.5)
     assert [guard.update(one, 0) for one in fidelities] == [1, 2, 4, 4, 4, 4, 2, 1, 1]
-    assert [guard.update(0.0, 0) for _ in range(8)] == [2, 4, 8, 16, 32, 64, 64, 64]
+    assert [guard.update(0.0, 0, most) for most in (False, False, True, True)] == [2, 4, 4, 4]
+    assert guard.update(0.5, 0, most=True) == 2
 
 
 def test_iterations_that_are_not_watched_end_relief() -> None:

@@ -122,6 +122,33 @@ def test_what_was_learned_outlives_a_change_of_the_rank(engine: str, before: int
     assert float(gradient.square().sum() - (gradient - sent).square().sum()) > 0.95 * best
 
 
+@pytest.mark.parametrize("engine", ["powersgd", "alternating"])
+def test_a_step_near_the_largest_number_spoils_no_later_one(engine: str) -> None:
+    steps = Steps(8, MatrixSpec("w", 64, 192), engine=engine)
+    for seed in range(20):
+        gradient = torch.randn(64, 192, generator=torch.Generator().manual_seed(seed))
+        if seed == 9:
+            gradient[0, 3] = 2e38  # finite, and so is its norm
+        steps.sum(gradient)
+        assert all(basis.isfinite().all() for basis in bases(steps))
+
+
+def bases(steps: Steps) -> list[Tensor]:
+    return [packed.values() for packed in steps.reducer.state.state_dict()["engine"].values()]
+
+
+def test_a_basis_of_the_other_side_is_none() -> None:
+    """A run may go on with another ``transpose``."""
+    before, after = Steps(8, MatrixSpec("w", 64, 192)), Steps(8, MatrixSpec("w", 64, 192), transpose=False)
+    before.sum(torch.randn(64, 192))
+    after.reducer.state.load_state_dict(before.reducer.state.state_dict())
+    gradient = torch.randn(64, 8) @ torch.randn(8, 192)
+    after.iteration = before.iteration
+    for _ in range(4):
+        total = after.sum(gradient)
+    assert (total - gradient).norm() < 0.9 * gradient.norm()
+
+
 def test_factors_that_take_turns_leave_less_behind() -> None:
     assert late(basis_cycle=8) < 0.85 * late(basis_cycle=1)
 
@@ -254,7 +281,7 @@ def test_each_step_rounds_its_errors_with_random_numbers_of_its_own(
     steps = Steps(error_dtype="int8", **settings)
     for _ in range(3):
         steps.sum(signal(0.5))
-    assert len(seeds) == len(set(seeds)) == 3
+    assert len(seeds) == len(set(seeds)) == 4, "zeros before the first, too"
 
 
 def test_rows_with_most_energy_leave_at_once_and_the_others_in_turn() -> None:

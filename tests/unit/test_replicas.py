@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from edgc.comm.replicas import HASHED_VALUES, check, digest
+from edgc.comm.packed import Packed
+from edgc.comm.replicas import HASHED_BYTES, check, digest, digests_by_parameter
+from edgc.comm.wire import FP32
 from edgc.errors import ReplicaMismatch
 
 NAMES = ["a", "b"]
@@ -31,12 +33,17 @@ def test_a_view_has_the_digest_of_its_values() -> None:
 
 
 def test_what_lies_beyond_the_largest_size_is_not_read() -> None:
-    values = torch.zeros(HASHED_VALUES + 2)
-    before = int(digest(values))
+    values = torch.zeros(HASHED_BYTES // 4 + 2)
+
+    def digests() -> tuple[int, int]:
+        """Of the values, and of the same kept as a part of a state."""
+        return int(digest(values)), int(digests_by_parameter({"w:0": Packed(values, FP32)})["w"])
+
+    before = digests()
     values[-1] = 1.0
-    assert int(digest(values)) == before
-    values[HASHED_VALUES - 1] = 1.0
-    assert int(digest(values)) != before
+    assert digests() == before
+    values[HASHED_BYTES // 4 - 1] = 1.0
+    assert all(now != then for now, then in zip(digests(), before, strict=True))
 
 
 def test_equal_digests_pass() -> None:

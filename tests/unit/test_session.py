@@ -18,7 +18,18 @@ from megatron.edgc import session
 DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volume_rank=40)
 
 
-def test_a_run_that_gives_the_tied_embedding_back_still_follows_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requested", "kept"),
+    [
+        pytest.param(EDGCConfig.from_preset({"volume": 20.0}), True, id="steps try compression"),
+        pytest.param(EDGCConfig.of(window=10), False, id="dense to the end"),
+    ],
+)
+def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
+    requested: EDGCConfig, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that tries compression keeps it, whatever its probe says: a resumed one has the same stages."""
+
     def stages(chunks: Any, stage: int, device: torch.device, tied: Any = None) -> list[Any]:
         layers = Parameter("fc1.weight", (256, 64)), Parameter("fc1.bias", (256,))
         one: Any = SimpleNamespace(key=StageKey(StageKind.LAYERS, 0), parameters=layers, process_group=None)
@@ -29,17 +40,19 @@ def test_a_run_that_gives_the_tied_embedding_back_still_follows_its_link(monkeyp
         return [one] if tied is None else [one, embedding]
 
     monkeypatch.setattr(session, "stages_of", stages)
-    monkeypatch.setattr(session, "TiedEmbedding", lambda chunks: object())
+    monkeypatch.setattr(session, "TiedEmbedding", lambda chunks: SimpleNamespace(install=lambda seam: None))
     monkeypatch.setattr(session, "Communicator", lambda *arguments: None)
     monkeypatch.setattr(session, "reduction_cost", lambda *arguments: DEAR)
     monkeypatch.setattr(session, "all_gather_objects", lambda own: [own])
     monkeypatch.setattr(session.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     own = session.Session.__new__(session.Session)
-    own.args, own.chunks = Namespace(), []
-    own.requested = EDGCConfig.from_preset({"volume": 20.0})
+    own.args, own.chunks, own.seam = Namespace(), [], None
+    own.requested = requested
     own.config = own.requested.but(fuse_embedding_sync=True)
     own.run = Run(iterations=1000, replicas=4, pipeline_stages=2)
     plan = own._plan(torch.device("cpu"))
-    assert own.tied is None and plan.keys == [StageKey(StageKind.LAYERS, 0)]
-    assert not plan.compresses and plan.tries, "steps try it once the link becomes slower"
-    assert plan.link_times is not None, "and then compression may be rounding"
+    keys = [StageKey(StageKind.LAYERS, 0), StageKey(StageKind.EMBEDDING, 0)]
+    assert (own.tied is not None) == kept == plan.config.pipeline.fuse_embedding_sync
+    assert plan.keys == (keys if kept else keys[:1])
+    assert not plan.compresses and plan.tries == kept
+    assert (plan.link_times is not None) == kept, "compression that is tried may be rounding"

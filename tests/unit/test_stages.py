@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.module import EDGCState
 from edgc.hosts.steps import compressed_anew
+from edgc.observe.measurements import Measurements
 from edgc.observe.timing import Spans
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import Controller
@@ -111,6 +113,17 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
     controller.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)]))
     assert controller.times.costs[0] == cost
+
+
+def test_the_entropy_of_a_stage_is_a_mean_over_entries_however_they_are_cut_into_units() -> None:
+    stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
+    seen: list[Any] = []
+    for count, entropy in ((10, -3.0), (10, -3.0), (1, -3.5)):
+        observer: Any = SimpleNamespace(matrices=[MatrixSpec("w", 8, 8)] * count)
+        observer.take = partial(Measurements, entropy=[entropy, math.nan])
+        seen.append(SimpleNamespace(observer=observer, state=SimpleNamespace(bytes=lambda: 0)))
+    stage.units = [SimpleNamespace(reducer=one) for one in seen]  # type: ignore[assignment]
+    assert stage.take_window(math.nan).entropy == pytest.approx(-3 - 0.5 / 21)
 
 
 def test_a_word_embedding_has_sparse_rows_unless_it_is_the_output_layer_as_well() -> None:

@@ -75,6 +75,5 @@ class Alternating(LowRank):
         for name, vectors, strengths in zip(sums.sums, sums.learned, sums.strengths, strict=True):
             self.strengths[name] = strengths
             older = self.basis(self.matrices[name], len(strengths), not transposed)
-            # Coefficients of zeros, as of a step without gradient, would teach unit vectors.
-            kept = torch.where(finite & (strengths[0] > 0), vectors, older)
+            kept = torch.where(finite & lowrank.teaches(strengths), vectors, older)
             self.bases[name, not transposed] = kept.contiguous()  # as a resumed run has it: products round alike

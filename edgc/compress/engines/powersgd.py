@@ -79,8 +79,9 @@ class PowerSGD(LowRank):
             return Packed(fresh, FP32)
         turn = iteration % self.config.basis_cycle
         kept = self.bases.get((matrix.name, turn))
-        if kept is None or kept.shape[1] != rank:
-            learned = None if kept is None else kept.values()
+        if kept is None or kept.shape != (side, rank):
+            # a run that went on with another ``transpose`` has learned the other side
+            learned = kept.values() if kept is not None and kept.shape[0] == side else None
             start = lowrank.resize(learned, side, rank, self.device, self.config.seed, matrix.name, turn)
             kept = self.bases[matrix.name, turn] = Packed(start, STORED)
         return kept
@@ -107,8 +108,7 @@ class PowerSGD(LowRank):
         self.strengths.update(zip(sums.sums, sums.strengths, strict=True))
         if not self.config.study.warm_start:
             return
-        # A factor of zeros, as of a step without gradient, would teach unit vectors.
-        usable = finite & (torch.stack([strengths[0] for strengths in sums.strengths]) > 0)
+        usable = finite & lowrank.teaches(torch.stack([strengths[:1] for strengths in sums.strengths]))
         keys = [(name, iteration % self.config.basis_cycle) for name in sums.sums]
         kept = [self.bases[key] for key in keys]
         self.bases.update(zip(keys, choose_all(usable.unbind(), pack_all(sums.learned, STORED), kept), strict=True))
