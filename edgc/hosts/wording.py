@@ -9,6 +9,7 @@ from statistics import median
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
+from edgc.plan.choices import ROUNDED_FINE
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.stages import StagePlan
@@ -69,7 +70,7 @@ def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iter
     rest: dict[str, list[int]] = {}  # sizes by reason
     for parameter, why in selection.others:
         rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
-    how = "bits that the budget sets" if policy is RankPolicy.VOLUME else config.formats.rest_wire
+    how = ROUNDED_FINE if policy is RankPolicy.VOLUME else config.formats.rest_wire
     for why, sizes in rest.items():
         what = f"{len(sizes)} parameter{'s' * (len(sizes) > 1)}, {_bytes(sum(sizes))} a step"
         yield f"{key} in {how}: {what}: {why}"
