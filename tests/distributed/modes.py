@@ -249,6 +249,26 @@ class Seen:
     compressed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+# also with a volume (test_volume.py)
+WITH_VOLUME = (
+    "overlapped reduction",
+    "distributed optimizer, all overlapped",
+    "pipeline, embeddings untied",
+    "virtual pipeline, distributed optimizer, all overlapped",
+    "virtual pipeline, messages both ways in low rank",
+    "tensor and sequence parallel, distributed optimizer",
+    "experts",
+    "experts, distributed optimizer, overlapped reduction",
+    "context parallel",
+    "bf16, weights gathered in 8 bits",
+    "bf16, gradients reduced in bf16",
+    "fp16, loss scale that overflows at first",
+    "Llama shape, bf16, distributed optimizer, pipeline, gradients between stages in low rank",
+    "multi-token prediction, pipeline",
+    "Triton's kernels, distributed optimizer, fp16 that overflows at first, error kept in bf16",
+)
+
+
 def cases(name: str, mode: Mode, folder: Path) -> list[dict[str, Any]]:
     """The four runs of a mode: dense, full rank, compressed with a checkpoint midway, and on from that checkpoint."""
     # dropout: not even plain Megatron finds its random numbers again on a CPU
@@ -387,59 +407,70 @@ def page(seen: dict[str, Seen]) -> str:
     lines = [
         "# What EDGC works with",
         "",
-        "Written by `python -m tests.distributed.modes` from runs of four or eight gloo processes on a CPU (torch "
-        f"{version('torch')}, megatron-core {version('megatron-core')}, Python {sys.version.split()[0]}); the same "
-        "runs are tests. Each mode trains a 2-layer GPT, with `balanced` at a "
-        "fixed rank of 8 unless its flags say otherwise, for four steps: dense, at full rank, compressed with a "
-        "checkpoint after the second step, and on from that checkpoint.",
+        "With this page you can see which modes of Megatron EDGC was tested in, and which it refuses.",
         "",
-        "- *full rank*: distance of the parameters from those of plain Megatron, as a share of the way they went; "
-        "in this run errors of spikes are not scaled down.",
-        "- *lost*: the most of what was put in that neither the result nor the error feedback holds, relative, beside "
-        "what is taken off spikes.",
+        "## Refused before training",
+        "",
+        "| flag | why |",
+        "|---|---|",
+        *(f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED),
+        "",
+        "## Not tried",
+        "",
+        "- Transformer Engine, training in FP8 (`--fp8-format`), the precision-aware optimizer.",
+        "- Several GPUs. What follows ran on a CPU; some of it also ran on [one GPU](gpu.md#real-runs-on-one-gpu).",
+        "- Context parallelism with an attention of Megatron's, since Megatron has none for a CPU. It ran with one of "
+        "`megatron/edgc/recipes/cpu.py`.",
+        "",
+        "## Tested",
+        "",
+        "Written by `python -m tests.distributed.modes` from runs of four or eight gloo processes on a CPU (torch "
+        f"{version('torch')}, megatron-core {version('megatron-core')}, Python {sys.version.split()[0]}). The same "
+        "runs are tests. Each mode trains a 2-layer GPT, with `balanced` at a fixed rank of 8 unless its flags say "
+        "otherwise, for four steps: dense, at full rank, compressed with a checkpoint after the second step, and on "
+        "from that checkpoint.",
+        "",
+        "- *volume*: whether the mode is also tested with a volume, as the presets have one "
+        "(`tests/distributed/test_volume.py`).",
+        "- *full rank*: the distance of the parameters from those of plain Megatron, divided by the distance that "
+        "plain Megatron's moved. In this run errors of spikes are not scaled down.",
+        "- *lost*: the largest relative difference between gradients with their old errors and sums with the new ones, "
+        "without what the rule for spikes takes away.",
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
         "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",
         "- *state*: bytes a parameter that EDGC keeps from step to step, on the process that keeps most. They hold the "
         "error feedback (4 bytes in fp32), eight factors of each matrix in 4 bits, and scales of rows and columns. "
         "EDGC keeps them twice with a loss scale, and where Megatron may run a step again.",
-        "- Triton's kernels ran in its interpreter.",
-        "- *fewer bytes*: of these four steps, the first of them in `--edgc-dense-wire` "
-        "(int4 with `balanced`), against plain Megatron: gradients, with a "
-        "tied embedding's sum between stages, which EDGC fuses with the others unless a flag says no; *than bf16*: if "
-        "plain Megatron's were in bf16; *in all*: gradients, updated weights where they are gathered, and messages "
-        "where there are stages, then each of the latter two.",
+        "- *fewer bytes*: gradient bytes of plain Megatron over those of these four steps. The first step is in "
+        "`--edgc-dense-wire` (int4 with `balanced`). A tied embedding's sum between stages counts; EDGC fuses it with "
+        "the others unless a flag says no. *Than bf16*: the same if plain Megatron's gradients were in bf16. *In all*: "
+        "the same of gradients, of updated weights where they are gathered, and of messages where there are stages, "
+        "together; then of each of the latter two.",
+        "- Gradients are reduced over the data- and context-parallel ranks together. Triton's kernels ran in its "
+        "interpreter.",
         "",
-        "| mode | flags | full rank | lost | ranks agree | resumed | state | fewer bytes | than bf16 | in all |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| mode | volume | flags | full rank | lost | ranks agree | resumed | state | fewer bytes | than bf16 | in all "
+        "|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in seen.items():
         mode = MODES[name]
         pp = "" if mode.pp == "off" else f"--edgc-pp {mode.pp}"
+        volume = "yes" if name in WITH_VOLUME else ""
         flags = " ".join(part for part in (mode.flags, mode.edgc, pp, f"--ckpt-format {mode.format}") if part)
         if one.failed:
-            lines.append(f"| {name} | `{flags}` | failed | | | | | | | |")
+            lines.append(f"| {name} | {volume} | `{flags}` | failed | | | | | | | |")
             continue
         ratios = {"": one.total_ratio, "weights ": one.param_ratio, "messages ": one.message_ratio}
         in_all = ", ".join(f"{what}{ratio:.1f}x" for what, ratio in ratios.items() if ratio)
         fewer = [f"{ratio:.1f}x" if ratio else "-" for ratio in (one.ratio, one.bf16_ratio)]
         lines.append(
-            f"| {name} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
+            f"| {name} | {volume} | `{flags}` | {one.distance:.1e} | {one.lost:.0e} | {'no' if one.apart else 'yes'} | "
             f"{'same bits' if one.resumed_same else 'differs'} | {one.state:.2f} | {fewer[0]} | {fewer[1]} | "
             f"{in_all} |"
         )
-    lines += ["", "Refused before training:", "", "| flag | why |", "|---|---|"]
-    lines += [f"| `{flag}` | {why} |" for flag, why, _ in UNSUPPORTED]
-    lines += [
-        "",
-        "Not tried: Transformer Engine, training in FP8 (`--fp8-format`), the precision-aware optimizer.",
-        "",
-        "All of this ran on a CPU; some of it also ran on [one GPU](gpu.md#real-runs-on-one-gpu). Context parallelism "
-        "ran with an attention of `megatron/edgc/recipes/cpu.py`, since Megatron has none for a CPU; gradients are "
-        "reduced over the data- and context-parallel ranks together.",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from edgc.observe.events import read_events
 from tests.distributed.megatron_runs import TINY_GPT, train
-from tests.distributed.modes import MODES, different, results
+from tests.distributed.modes import MODES, WITH_VOLUME, different, results
 from tests.distributed.test_megatron_run import losses
 
 VOLUME = shlex.split(
@@ -63,23 +63,6 @@ def test_a_budget_is_kept_in_other_modes(mode: str, tmp_path: Path) -> None:
 
 # One of each way in which gradients come about, are cut up and travel. Not the steps that Megatron runs again: their
 # bytes count, and a resumed run has others of them.
-EACH_WAY = (
-    "overlapped reduction",
-    "distributed optimizer, all overlapped",
-    "pipeline, embeddings untied",
-    "virtual pipeline, distributed optimizer, all overlapped",
-    "virtual pipeline, messages both ways in low rank",
-    "tensor and sequence parallel, distributed optimizer",
-    "experts",
-    "experts, distributed optimizer, overlapped reduction",
-    "context parallel",
-    "bf16, weights gathered in 8 bits",
-    "bf16, gradients reduced in bf16",
-    "fp16, loss scale that overflows at first",
-    "Llama shape, bf16, distributed optimizer, pipeline, gradients between stages in low rank",
-    "multi-token prediction, pipeline",
-    "Triton's kernels, distributed optimizer, fp16 that overflows at first, error kept in bf16",
-)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +71,7 @@ def whole_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     folder = tmp_path_factory.mktemp("volume")
     volume = "--edgc-window 2 --edgc-iteration-sampling-rate 1 --edgc-study fidelity_share=0.01"
     runs = []
-    for name in EACH_WAY:
+    for name in WITH_VOLUME:
         mode = MODES[name]
         steps = [
             "--attention-dropout",
@@ -109,7 +92,7 @@ def whole_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH_WAY)
+@pytest.mark.parametrize("name", WITH_VOLUME)
 def test_a_budget_works_in_each_mode(whole_and_resumed: dict[str, list[dict[str, Any]]], name: str) -> None:
     whole, resumed = (whole_and_resumed[f"{name}.{run}"] for run in ("whole", "resumed"))
     for result in (*whole, *resumed):
