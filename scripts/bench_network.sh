@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Time real runs on limited links:
-#     bash scripts/bench_network.sh [--quick | --overhead | --stage-ends] [flags of tools/bench_network.py]
+#     bash scripts/bench_network.sh [--quick | --overhead | --stage-ends | --linear | --to-the-end] [--modes ...] [...]
+# The flags are those of tools/bench_network.py; --help lists them.
 # Needs root and iproute2: each process gets a network namespace whose link is limited.
 set -euo pipefail
 

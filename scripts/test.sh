@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests:  bash scripts/test.sh [pytest arguments]      (paths are relative to the repository root)
+# Run the tests:  bash scripts/test.sh [--slow] [pytest arguments]      (paths are relative to the repository root)
+# --slow adds the longest tests.
 # GPUs stay visible: the tests that need one run where there is one and are skipped, with the reason, elsewhere.
 set -euo pipefail
 

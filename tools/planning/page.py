@@ -144,12 +144,15 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     experts = ""
     if (own := training.experts) is not None:
         experts = f"EP {own.parallel}, {own.count} experts in each layer of which a token goes to {own.per_token}, "
+    optimizer = ", distributed optimizer" if training.scatters else ""
+    overlap = ", reductions beside the backward pass" if training.overlapped else ""
     lines = [
         f"## {training.title}",
         "",
         f"TP {training.tensor}, PP {training.pipeline}, DP {training.replicas}, {experts}"
         f"{training.micro_batches} micro-batches of {training.micro_batch} x {training.sequence} tokens; "
-        f"{3 * training.forward_seconds() * training.micro_batches * training.chunks:.2f} s of passes a step.",
+        f"{3 * training.forward_seconds() * training.micro_batches * training.chunks:.2f} s of passes a step"
+        f"{optimizer}{overlap}.",
         "",
         *table(predictions),
         "",
