@@ -5,7 +5,7 @@
 Every run has its own folder under ``runs/frontier/`` and is kept once it has finished with the same command, so an
 interrupted list goes on where it stopped. Each finished run adds a line to ``docs/frontier/results/MODEL.jsonl``; at
 the end ``docs/frontier/NAME.md`` and ``docs/frontier/NAME.png`` hold the list's table and plot, which ``--report``
-makes of these lines without training. The format of a list is described in docs/frontier/README.md.
+makes of these lines without training. The format of a list is described in docs/frontier/lists.md.
 """
 
 import json

@@ -93,7 +93,7 @@ def load_list(path: Path, gpu: bool = False) -> RunList:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ListError(f"{path}: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:  # a value of another kind than the format has
-        raise ListError(f"{path}: does not have the format of docs/frontier/README.md: {error}") from error
+        raise ListError(f"{path}: does not have the format of docs/frontier/lists.md: {error}") from error
 
 
 def _list_of(path: Path, content: Any, gpu: bool) -> RunList:

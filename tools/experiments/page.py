@@ -35,7 +35,7 @@ def markdown(
         "  interval (Student's t, paired by seed; none for one seed). *By seed*: the gap of each seed.",
         "- *State*, where it was logged: bytes a parameter that EDGC keeps on a process.",
         "- *s/step*: the median step time on shared CPU cores over loopback. It says nothing about a cluster.",
-        "- *Old*: why today's code would not give the row again ([labels](README.md#old-rows)).",
+        "- *Old*: why today's code would not give the row again ([labels](lists.md#old-rows)).",
         "",
         f"![Loss gap against {', '.join(trends or ['volume reduction'])}]({name}.png)",
         "",

@@ -1,4 +1,4 @@
-"""The result of a trial, and what it says of today's code; docs/frontier/README.md has the fields."""
+"""The result of a trial, and what it says of today's code; docs/frontier/lists.md has the fields."""
 
 import math
 import shlex
@@ -18,7 +18,7 @@ from tools.shared.runs import Run
 def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Collection[str]) -> dict[str, Any]:
     """A trial's line of results, with what each window saw for ``studies``, and training losses for that of losses.
 
-    docs/frontier/README.md has the fields.
+    docs/frontier/lists.md has the fields.
     """
     config = measured.start["config"]
     line = {

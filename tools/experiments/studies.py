@@ -1,6 +1,6 @@
 """Tables and plots of the studies: what entropy does over a run, and what follows.
 
-A study is a list of runs with the key ``study``; docs/frontier/README.md says what each shows. Each function in
+A study is a list of runs with the key ``study``; docs/frontier/lists.md says what each shows. Each function in
 ``STUDIES`` takes the results of the list's runs and gives a figure and the lines of a Markdown table.
 """
 

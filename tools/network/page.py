@@ -57,7 +57,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",
         "  largest number of rates.",
         "- Rows are *old* where today's code",
-        "  [compresses otherwise](../frontier/README.md#old-rows) with the same preset, or where runs had other flags.",
+        "  [compresses otherwise](../frontier/lists.md#old-rows) with the same preset, or where runs had other flags.",
         "- Each contender is there with the newest code that ran it. [Older runs](older.md) have a page of their own.",
         "",
         "![Step time against the rate of the links](step.png)",

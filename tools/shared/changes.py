@@ -15,7 +15,7 @@ EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Me
 NOT_FUSED = {"--edgc-no-fuse-embedding-sync", "--mtp-num-layers"}
 
 # What has changed since the first lines in what a run of the same flags computes or counts, oldest first, and whether
-# it concerns an engine on so many pipeline stages with these arguments. docs/frontier/README.md says more of each. A
+# it concerns an engine on so many pipeline stages with these arguments. docs/frontier/lists.md says more of each. A
 # line's ``changes`` is how many of them its code had.
 CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
     ("basis by QR", lambda engine, *_: has_rank(engine)),
