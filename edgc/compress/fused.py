@@ -13,7 +13,8 @@ from torch.profiler import record_function
 from edgc.comm.packed import Packed
 from edgc.compress.batch import Batch, Operand
 from edgc.compress.engines.base import FactoredSums, LowRank
-from edgc.compress.routes import FactorRoute, ReductionContext
+from edgc.compress.routes.base import ReductionContext
+from edgc.compress.routes.low_rank import FactorRoute
 from edgc.specs import MatrixSpec
 
 

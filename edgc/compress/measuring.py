@@ -8,7 +8,7 @@ from torch import Tensor
 from edgc.comm.collectives import Exchange
 from edgc.compress.engines.base import LowRank
 from edgc.compress.router import Router
-from edgc.compress.routes import ReductionContext, Route
+from edgc.compress.routes.base import ReductionContext, Route
 from edgc.compress.sampled_entries import SampledEntries
 from edgc.compress.spikes import Spikes
 from edgc.compress.state import CompressionState

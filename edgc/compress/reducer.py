@@ -9,7 +9,7 @@ from edgc.comm.collectives import Communicator, Exchange, interleave
 from edgc.comm.replicas import compare, digest, digests_by_parameter
 from edgc.compress.measuring import Measuring
 from edgc.compress.router import Router
-from edgc.compress.routes import ReductionContext, agree
+from edgc.compress.routes.base import ReductionContext, agree
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
 from edgc.observe.observer import GradientObserver

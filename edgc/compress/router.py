@@ -9,7 +9,9 @@ from edgc.compress.engines.base import Elementwise, Engine, LowRank
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.engines.rows import Rows
 from edgc.compress.fused import FusedRoute, triton_kernels
-from edgc.compress.routes import ElementwiseRoute, FactorRoute, ReductionContext, Route, portion_of
+from edgc.compress.routes.base import ReductionContext, Route
+from edgc.compress.routes.elementwise import ElementwiseRoute, portion_of
+from edgc.compress.routes.low_rank import FactorRoute
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
 from edgc.plan.selection import Selection

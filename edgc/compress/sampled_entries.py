@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import FP32
-from edgc.compress.routes import ReductionContext
+from edgc.compress.routes.base import ReductionContext
 from edgc.observe.fidelity import FidelitySampler
 
 

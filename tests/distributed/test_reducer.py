@@ -13,9 +13,10 @@ from torch import Tensor
 from edgc import stacking
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.overlap import Overlap
-from edgc.compress import router, routes
+from edgc.compress import router
 from edgc.compress.probe import cost_in_bytes
 from edgc.compress.reducer import GradientReducer
+from edgc.compress.routes import elementwise
 from edgc.config import EDGCConfig
 from edgc.hosts.units import Unit, Units, cut
 from edgc.plan.run import Run
@@ -160,7 +161,7 @@ def test_a_rank_that_needs_a_shard_gets_no_more_and_the_scales_are_of_the_whole(
 
 def shards_of_three(rank: int) -> list[float]:
     """What is lost where low rank takes all of rank 0's shard, and other shards are rounded in several portions."""
-    routes.PORTION = 3 * 256
+    elementwise.PORTION = 3 * 256
     parameters = [Parameter("m", (32, 32)), Parameter("a", (900,)), Parameter("b", (1148,))]
     shards = {"m": [0, 1024, 1024, 1024], "a": [0, 0, 900, 900], "b": [0, 0, 124, 1148]}
     config = EDGCConfig.of(static_rank=4, rest_wire="int4", dense_wire="int8", equalise=True)
@@ -245,7 +246,7 @@ def memory_of_steps(rank: int) -> dict[str, float]:
     whole = 4 * side * side * count
     assert dist.group.WORLD is not None
     # as small beside these matrices as they are beside those of large models
-    stacking.SMALL, routes.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
+    stacking.SMALL, elementwise.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
     gradients = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
     peaks = {}
     for preset in ("paper", "safe", "balanced", "fast"):

@@ -1,0 +1,1 @@
+"""The ways of gradients through a reduction, by what compresses them."""
