@@ -424,7 +424,8 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     table += [
         "",
         "Gap: against the dense run of the same seed, mean over seeds ± half the 95 % confidence interval. The signals "
-        "are means over seeds, windows and parameters, these by their elements ([what they are](../algorithm.md#9-what-the-optimizer-got)).",
+        "are means over seeds, windows and parameters, these by their elements ([what they "
+        "are](../algorithm.md#9-what-the-optimizer-got)).",
         "",
         "## By kind of parameter",
         "",
