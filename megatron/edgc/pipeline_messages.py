@@ -90,6 +90,10 @@ class PipelineMessages:
         self._iteration = iteration
         self._messages.clear()
 
+    def began(self, iteration: int) -> bool:
+        """Whether this step's messages pass through here."""
+        return iteration == self._iteration
+
     @property
     def training(self) -> bool:
         return bool(self.chunks[0].training)

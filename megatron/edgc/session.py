@@ -271,6 +271,7 @@ class Session:
         """
         iteration = self.args.curr_iteration
         self._check_tied(iteration)
+        self._check_messages(iteration)
         for stage in self.stages:
             stage.end_step()
         if not self.scaled:
@@ -313,6 +314,15 @@ class Session:
                 "finalize_model_grads_func does not call Megatron's finalize_model_grads. Give "
                 "--edgc-no-fuse-embedding-sync"
             )
+
+    def _check_messages(self, iteration: int) -> None:
+        """Raises ``StepError`` where messages were to be compressed and did not pass through EDGC, on every process."""
+        if self.messages is None or not self.messages.directions or self.messages.began(iteration):
+            return
+        raise StepError(
+            f"iteration {iteration + 1}: messages between stages did not pass through EDGC: this run gives Megatron's "
+            "schedule a p2p_communicator of its own. Give --edgc-pp off"
+        )
 
     def _check_sums(self, iteration: int) -> None:
         """Without a loss scale the optimizer skips no step: a sum that is not finite would reach the weights.

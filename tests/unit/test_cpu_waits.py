@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from edgc.comm import wire
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
-from edgc.comm.packed import pack_all
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES
@@ -21,6 +21,12 @@ from edgc.specs import Parameter
 META = torch.device("meta")
 SHAPES = {"wide": (64, 128), "tall": (96, 64), "bias": (64,)}
 RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def without_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device "meta" has no generator of random numbers."""
+    monkeypatch.setattr(wire, "_drawn", lambda draw, like, generator: draw(like.shape, device=like.device))
 
 
 @pytest.fixture
@@ -37,8 +43,6 @@ def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
     under_test.router.device = META
     if under_test.router.engine is not None:
         under_test.router.engine.device = META
-    # the device "meta" has no generator of random numbers
-    under_test.state.feedback._packed = lambda names, errors, kept_in, *occasion: pack_all(errors, kept_in)
     return under_test
 
 

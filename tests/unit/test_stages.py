@@ -172,3 +172,13 @@ def test_a_sum_of_a_tied_embedding_that_nobody_asked_for_is_noticed_on_every_ran
         Session._check_tied(session, 4)
     session.tied = None
     Session._check_tied(session, 5)
+
+
+def test_messages_that_do_not_pass_through_edgc_are_noticed() -> None:
+    messages: Any = SimpleNamespace(directions=("backward",), began=lambda iteration: iteration == 3)
+    session: Any = SimpleNamespace(messages=messages)
+    Session._check_messages(session, 3)
+    with pytest.raises(StepError, match="iteration 5: messages between stages did not pass through EDGC"):
+        Session._check_messages(session, 4)
+    messages.directions = ()
+    Session._check_messages(session, 4)
