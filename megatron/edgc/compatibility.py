@@ -171,6 +171,7 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
         "an optimizer that keeps them apart from the model's: not --use-precision-aware-optimizer": (
             not args.use_precision_aware_optimizer
         ),
+        "layers of which there are copies": args.data_parallel_size * args.context_parallel_size > 1,
         "weights that are not in fp8 or fp4": not (args.fp8_param_gather or args.fp4_param_gather),
     }
     missing = [need for need, met in needs.items() if not met]

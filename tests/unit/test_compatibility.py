@@ -214,6 +214,7 @@ def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespac
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
         ({"bf16": False}, "--bf16 or --fp16"),
         ({"fp8_param_gather": True}, "not in fp8"),
+        ({"data_parallel_size": 1}, "layers of which there are copies"),
         ({"use_precision_aware_optimizer": True}, "not --use-precision-aware-optimizer"),
     ):
         unfit = Namespace(**{**vars(arguments), **fitting, **change})
