@@ -9,7 +9,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-# GPT2-2.5B on 32 V100: gradients compressed as the paper does, as far as we know it (--edgc-preset paper). scripts/pretrain.sh says how to start it.
+# GPT2-2.5B on 32 V100: gradients compressed as the paper does, as far as we know it (--edgc-preset paper).
+# scripts/pretrain.sh says how to start it.
 MODEL=${MODEL:-gpt2_2.5b}
 METHOD=edgc
 here=${BASH_SOURCE[0]}

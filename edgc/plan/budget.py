@@ -308,7 +308,7 @@ def worth_of(learning_rate: Callable[[int], float], iterations: int, power: floa
 
     What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
     spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)). While the rate still rises, the largest of
-    the rates ahead counts: that run lost less where this was tried (docs/frontier/README.md, short runs).
+    the rates ahead counts: that run lost less where this was tried (docs/frontier/tried.md, short runs).
     """
     rates = [learning_rate(iteration) for iteration in range(iterations)]
     ahead = list(accumulate(reversed(rates), max))[::-1]

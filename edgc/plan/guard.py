@@ -26,8 +26,8 @@ class FidelityGuard:
         """
         if not self.watched[iteration]:
             self.relief = 1.0
-        elif fidelity < self.least:
-            self.relief *= 1 if most else 2
+        elif fidelity < self.least and not most:
+            self.relief *= 2
         elif fidelity > ENOUGH_FIDELITY * self.least:
             self.relief = max(self.relief / 2, 1.0)
         return self.relief
