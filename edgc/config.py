@@ -58,7 +58,7 @@ class RankPolicy(Enum):
         return cls.ENTROPY if settings.get("static_rank") is None else cls.CONSTANT
 
 
-def _knob(default: Any, help: str, unit: str, source: str, choices: tuple[str, ...] | None = None) -> Any:
+def _setting(default: Any, help: str, unit: str, source: str, choices: tuple[str, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": help, "unit": unit, "source": source, "choices": choices})
 
 
@@ -71,17 +71,17 @@ def _require_kinds(settings: Any) -> None:
     libraries become Python's own, which checkpoints and event logs can hold.
     """
     kinds = get_type_hints(type(settings))
-    for knob in (one for one in fields(settings) if one.metadata):  # the others are groups of settings
-        value, allowed = getattr(settings, knob.name), get_args(kinds[knob.name]) or (kinds[knob.name],)
+    for setting in (one for one in fields(settings) if one.metadata):  # the others are groups of settings
+        value, allowed = getattr(settings, setting.name), get_args(kinds[setting.name]) or (kinds[setting.name],)
         number = Real if float in allowed else Integral if int in allowed else ()
         # to Python a bool is a number as well
         if not (bool in allowed if isinstance(value, bool) else isinstance(value, (*allowed, number))):
-            raise ConfigError(f"{flag(knob.name)} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
+            raise ConfigError(f"{flag(setting.name)} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
         if isinstance(value, Real) and not isinstance(value, bool):
-            object.__setattr__(settings, knob.name, int(value) if isinstance(value, Integral) else float(value))
-        choices = knob.metadata.get("choices")
-        if choices and value != knob.default:
-            _require(value in choices, knob.name, value, f"must be one of {', '.join(choices)}")
+            object.__setattr__(settings, setting.name, int(value) if isinstance(value, Integral) else float(value))
+        choices = setting.metadata.get("choices")
+        if choices and value != setting.default:
+            _require(value in choices, setting.name, value, f"must be one of {', '.join(choices)}")
 
 
 def _require(holds: bool, name: str, value: Any, rule: str) -> None:
@@ -97,61 +97,61 @@ class Study:
     A value that breaks a rule raises ``ConfigError``.
     """
 
-    entropy_estimator: str = _knob("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
+    entropy_estimator: str = _setting("gaussian", "how entropy is estimated", "name", f"{PAPER}, GDS", ESTIMATORS)
     # The changes from window to window that recorded runs show are in docs/algorithm.md, 3.
-    entropy_stability: float = _knob(
+    entropy_stability: float = _setting(
         0.25,
         "a stage's warm-up ends once its entropy changes by less than this from one window to the next",
         "nats",
         "EDGC's own: the paper gives no figure; docs/algorithm.md, 3",
     )
-    stage_share: float = _knob(
+    stage_share: float = _setting(
         1.0,
         "share of the pipeline stages, rounded up, whose gradients are compressed; it takes the first stages, whose "
         "backward passes end last",
         "fraction",
         "Optimus-CC, ASPLOS 2023",
     )
-    rank_tilt: float = _knob(
+    rank_tilt: float = _setting(
         0.0,
         "how far above its mean a constant rank starts, as a fraction; it falls linearly to as far below",
         "fraction",
         "EDGC's own",
     )
-    min_saving: float = _knob(
+    min_saving: float = _setting(
         2.0,
         "a matrix is compressed only if it then takes at most 1/this of its dense elements",
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
-    error_gain: float = _knob(
+    error_gain: float = _setting(
         1.0,
         "share of the error feedback that a step adds to a gradient; the rest waits for later steps",
         "fraction",
         "as in EControl: arXiv 2311.05645",
     )
-    whole_error_fraction: float = _knob(
+    whole_error_fraction: float = _setting(
         0.0,
         "share of the run, from its start, in which every step adds the whole error feedback, whatever the error_gain",
         "fraction of iterations",
         "docs/algorithm.md, 5",
     )
-    transpose: bool = _knob(
+    transpose: bool = _setting(
         True,
         "powersgd transposes wide matrices, so that its first factor lies on the longer side",
         "switch",
         "EDGC's own",
     )
-    warm_start: bool = _knob(
+    warm_start: bool = _setting(
         True, "powersgd starts from the factor of the step before instead of a random one", "switch", "arXiv 1905.13727"
     )
-    spike_limit: float = _knob(
+    spike_limit: float = _setting(
         5.0,
         "a gradient above this many times its running norm is a spike: its error is scaled down (inf: none is one)",
         "ratio",
         "docs/algorithm.md, 5",
     )
-    fidelity_share: float | None = _knob(
+    fidelity_share: float | None = _setting(
         None,
         "how much is sent to measure, for each parameter, how far and how late the optimizer gets its gradient, as a "
         "share of the bytes of a dense fp32 all-reduce in all iterations; inf measures every entry (default: 0.0005 "
@@ -159,21 +159,21 @@ class Study:
         "fraction",
         "docs/algorithm.md, 9",
     )
-    least_fidelity: float = _knob(
+    least_fidelity: float = _setting(
         0.1,
         "with --edgc-volume, the share of the energy of what the optimizer gets that must lie along the true gradient; "
         "after a window below it, steps get twice the bytes until it is three times as much; 0: they never do",
         "fraction",
         "docs/algorithm.md, 10",
     )
-    learning_rate_power: float = _knob(
+    learning_rate_power: float = _setting(
         0.0,
         "with --edgc-volume the budget of a step goes with this power of its learning rate, which Megatron's arguments "
         "set (while the rate rises, of the largest one ahead); 0 gives every step the same",
         "exponent",
         "docs/algorithm.md, 10",
     )
-    kernels: str = _knob(
+    kernels: str = _setting(
         "plain",
         "what low rank computes with: plain torch, or Triton's kernels and Cholesky factorisations (fused), which need "
         "fewer passes over a gradient; on an H100 plain torch took less time with large matrices",
@@ -181,7 +181,7 @@ class Study:
         "docs/gpu.md",
         ("plain", "fused"),
     )
-    statistics: bool = _knob(
+    statistics: bool = _setting(
         False,
         "log moments and entropies of the gradients of each kind of layer in every window (slow: for study)",
         "switch",
@@ -214,14 +214,14 @@ class Study:
 class Ranks:
     """What sets the ranks of gradients, and when compression starts. Shares of the width are below 1, ranks are not."""
 
-    static_rank: float | None = _knob(
+    static_rank: float | None = _setting(
         None,
         "one rank for the whole run after the warm-up (with paper: plain PowerSGD). A value below 1 is a share of the "
         "model's width, the smaller side of most matrices; the break-even rank is taken if it is smaller",
         "rank, or share of the width",
         "arXiv 1905.13727",
     )
-    volume: float | None = _knob(
+    volume: float | None = _setting(
         None,
         "compression ratio of the gradients over the whole run, warm-up included: 24 allows a 24th of the bytes of "
         "all-reduces in fp32. A planner spends them: it gives every parameter a rank, a share of its rows, or a number "
@@ -233,7 +233,7 @@ class Ranks:
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
-    rank_model: str = _knob(
+    rank_model: str = _setting(
         "gaussian",
         "how the measured gradient sets the rank where it is not static. The rank keeps the norm constant that it "
         "drops, for normal entries of the sampled entropy (gaussian) or by the measured spectrum (measured); or it "
@@ -242,8 +242,8 @@ class Ranks:
         f"{PAPER}, CQM; docs/algorithm.md, 2",
         RANK_MODELS,
     )
-    rmin: int | None = _knob(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
-    rmax: float | None = _knob(
+    rmin: int | None = _setting(None, "smallest rank (default: a quarter of rmax)", "rank", f"{PAPER}, r_min")
+    rmax: float | None = _setting(
         None,
         "largest rank. Where entropy sets the ranks, compression starts there. With --edgc-volume it is the largest "
         "mean rank. A number below 1 is a share of the model's width, or the break-even rank if that is less (default: "
@@ -252,31 +252,31 @@ class Ranks:
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )
-    rank_step: int = _knob(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
-    window: int = _knob(
+    rank_step: int = _setting(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
+    window: int = _setting(
         1000,
         "iterations between two plans; with --edgc-volume it is at most a twentieth of the run, and the end of the "
         "warm-up also ends a window",
         "iterations",
         f"{PAPER}, w",
     )
-    warmup_fraction: float = _knob(
+    warmup_fraction: float = _setting(
         0.1,
         "smallest share of the run in which everything travels in the format of --edgc-dense-wire",
         "fraction of iterations",
         f"{PAPER}, warm-up",
     )
-    iteration_sampling_rate: float = _knob(
+    iteration_sampling_rate: float = _setting(
         0.1,
         "share of iterations whose gradient is measured; a run of less than some thousand iterations needs more, so "
         "that a window has four of them or more",
         "fraction",
         f"{PAPER}, GDS alpha",
     )
-    gradient_sampling_rate: float = _knob(
+    gradient_sampling_rate: float = _setting(
         0.25, "share of a measured gradient's entries that is read", "fraction", f"{PAPER}, GDS beta"
     )
-    allocation: str = _knob(
+    allocation: str = _setting(
         "uniform",
         "how matrices share a rank: the same rank for each (uniform); more rank where a byte lowers the loss more, at "
         "equal bytes (waterfill); or the fewest bytes that leave out no more energy (lgreco)",
@@ -284,10 +284,10 @@ class Ranks:
         "docs/algorithm.md, 6",
         ("uniform", "waterfill", "lgreco"),
     )
-    align: bool = _knob(
+    align: bool = _setting(
         True, "choose later stages' ranks so that all stages end their step together (DAC)", "switch", f"{PAPER}, DAC"
     )
-    link_gbps: float | None = _knob(
+    link_gbps: float | None = _setting(
         None,
         "plan for a link of this bandwidth per process instead of timing this machine's link; to compress then "
         "counts as taking no time, so that EDGC always compresses",
@@ -312,7 +312,9 @@ class Ranks:
             _require(self.rmin <= self.rmax, "rmin", self.rmin, f"must not exceed rmax = {self.rmax}")
         void = {"static_rank": BY_ENTROPY, "volume": {"static_rank", *BY_ENTROPY} - {"rmax"}}
         for given, others in void.items():
-            for one in (knob for knob in fields(self) if knob.name in others and getattr(self, given) is not None):
+            for one in (
+                setting for setting in fields(self) if setting.name in others and getattr(self, given) is not None
+            ):
                 value = getattr(self, one.name)
                 rule = f"does nothing beside {flag(given)} {getattr(self, given):g}"
                 _require(value == one.default, one.name, value, rule)
@@ -328,17 +330,17 @@ class Ranks:
             _require(0 < self.link_gbps < math.inf, "link_gbps", self.link_gbps, "must be a finite number above 0")
 
     @property
-    def settled(self) -> dict[str, int | None]:
+    def resolved(self) -> dict[str, int | None]:
         """``rmin``, ``rmax`` and ``static_rank`` as far as they are ranks."""
-        return {"rmin": self.rmin, "rmax": self.settled_rmax, "static_rank": self.settled_static_rank}
+        return {"rmin": self.rmin, "rmax": self.resolved_rmax, "static_rank": self.resolved_static_rank}
 
     @property
-    def settled_static_rank(self) -> int | None:
+    def resolved_static_rank(self) -> int | None:
         """``static_rank``; None if it is not given or still a share of the width."""
         return _rank(self.static_rank)
 
     @property
-    def settled_rmax(self) -> int | None:
+    def resolved_rmax(self) -> int | None:
         """``rmax``; None if it is not known or still a share of the width."""
         return _rank(self.rmax)
 
@@ -347,7 +349,7 @@ class Ranks:
 class Formats:
     """In which formats values travel and errors are stored."""
 
-    dense_wire: str = _knob(
+    dense_wire: str = _setting(
         "fp32",
         "format of all gradients of a stage that is not compressed, as in the warm-up; all formats but fp32 have error "
         "feedback",
@@ -355,28 +357,28 @@ class Formats:
         "EDGC's own",
         FORMATS,
     )
-    rest_wire: str = _knob(
+    rest_wire: str = _setting(
         "fp32",
         "format of parameters that low rank does not compress (embeddings, one-dimensional parameters, small matrices)",
         "format",
         "EDGC's own",
         FORMATS,
     )
-    basis_wire: str = _knob(
+    basis_wire: str = _setting(
         "fp32",
         f"format of powersgd's first factor, one of {', '.join(FORMATS)}; in int6+int4 the strongest quarter of its "
         "columns is in int6, the others are in int4",
         "format",
         "EDGC's own",
     )
-    wire: str = _knob(
+    wire: str = _setting(
         "fp32",
         "format in which low-rank factors travel; of powersgd, the second factor",
         "format",
         "EDGC's own",
         FORMATS,
     )
-    param_wire: str | None = _knob(
+    param_wire: str | None = _setting(
         None,
         "format in which the distributed optimizer's updated weights travel, as differences from the previous weights "
         "(default: Megatron's own all-gather)",
@@ -384,7 +386,7 @@ class Formats:
         "SDP4Bit: arXiv 2410.15526",
         ("fp8", "int8", "int6", "int5", "int4"),
     )
-    error_dtype: str = _knob(
+    error_dtype: str = _setting(
         "fp32",
         "format in which the error feedback is stored; all formats but fp32 round at random, without bias",
         "format",
@@ -450,7 +452,7 @@ class Messages:
         return self.which in ("epilogue", "auto-epilogue")
 
     @property
-    def follows(self) -> bool:
+    def needs_rank(self) -> bool:
         """Whether they take a rank that is not their own: entropy's, or that of the gradients."""
         return self.which != "off" and self.engine == "powersgd" and self.rank is None
 
@@ -459,7 +461,7 @@ class Messages:
 class Pipeline:
     """What is done between the stages of a pipeline."""
 
-    pp: str = _knob(
+    pp: str = _setting(
         "off",
         "which messages between pipeline stages are compressed, and how. Which: gradients (backward), gradients and "
         "activations (both), or gradients for which the receiving stage would wait idle (epilogue); wherever the run's "
@@ -470,7 +472,7 @@ class Pipeline:
         "which:how",
         "Optimus-CC, ASPLOS 2023; rounding: arXiv 2306.10209; docs/algorithm.md, 8",
     )
-    fuse_embedding_sync: bool | None = _knob(
+    fuse_embedding_sync: bool | None = _setting(
         None,
         "sum the gradient of a tied embedding once, over the processes of the first and the last pipeline stage; "
         "Megatron sums it over each stage and then between the two (default: on where there is a tied embedding, off "
@@ -493,8 +495,10 @@ class Pipeline:
 class Job:
     """What may differ between a run and its resume."""
 
-    log_dir: str | None = _knob(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
-    reset_state: bool = _knob(False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own")
+    log_dir: str | None = _setting(None, "folder of events.jsonl (default: no event log)", "path", "EDGC's own")
+    reset_state: bool = _setting(
+        False, "resume without the EDGC state that the checkpoint holds", "switch", "EDGC's own"
+    )
 
     def __post_init__(self) -> None:
         _require_kinds(self)
@@ -510,7 +514,7 @@ class EDGCConfig:
     ``rank_policy`` says what sets the ranks by these settings.
     """
 
-    preset: str | None = _knob(
+    preset: str | None = _setting(
         None,
         "what sets the defaults of the other settings: the paper's algorithm (paper), a volume of 8 (safe), 24 "
         "(balanced) or 48 (fast), or the rival Optimus-CC (optimus); the default is balanced for powersgd and none "
@@ -519,7 +523,7 @@ class EDGCConfig:
         "docs/frontier/README.md",
         tuple(PRESETS),
     )
-    engine: str = _knob(
+    engine: str = _setting(
         "powersgd",
         "how gradients are reduced: in low rank (powersgd, alternating), by a share of their entries (topk, randomk; "
         "topk:0.05 sends 5 %) or of their rows (rows:0.1), "
@@ -529,21 +533,21 @@ class EDGCConfig:
         "name",
         "docs/algorithm.md, 5",
     )
-    compress_embeddings: bool = _knob(
+    compress_embeddings: bool = _setting(
         False, "compress embeddings and the output layer in low rank", "switch", "EDGC's own"
     )
-    equalise: bool = _knob(
+    equalise: bool = _setting(
         False, "divide by row and column scales of past gradients before compression", "switch", "arXiv 1804.04235"
     )
-    basis_cycle: int = _knob(
+    basis_cycle: int = _setting(
         1, "how many warm-started factors of a matrix powersgd uses in turn", "number", "EDGC's own"
     )
-    seed: int = _knob(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
+    seed: int = _setting(1234, "seed of the first factors and of the sampler", "integer", "EDGC's own")
     ranks: Ranks = Ranks()
     formats: Formats = Formats()
     pipeline: Pipeline = Pipeline()
     job: Job = Job()
-    study: Study = _knob(
+    study: Study = _setting(
         Study(),
         "levers that only studies vary, as NAME=VALUE with spaces between several",
         "NAME=VALUE",
@@ -570,7 +574,7 @@ class EDGCConfig:
             rule = "needs a fidelity_share above 0: the planner goes by what is measured"
             _require(self.fidelity_share > 0, "volume", self.ranks.volume, rule)
             rule = f"messages have no rank of their own: give one, as in {self.pipeline.messages.which}:powersgd:16"
-            _require(not self.pipeline.messages.follows, "pp", self.pipeline.pp, rule)
+            _require(not self.pipeline.messages.needs_rank, "pp", self.pipeline.pp, rule)
         if self.engine != "dense" and ENGINES[name := self.engine.partition(":")[0]].keeps_errors:
             rule = f"the engine {name} keeps errors by its own rule"
             _require(not self.equalise, "equalise", True, rule)
@@ -580,7 +584,7 @@ class EDGCConfig:
                 value = getattr(self.formats, name)
                 _require(value == "fp32", name, value, rule)
         rule = f"{no_rank}; give one to messages, as in {self.pipeline.messages.which}:powersgd:16"
-        _require(self.low_rank or not self.pipeline.messages.follows, "pp", self.pipeline.pp, rule)
+        _require(self.low_rank or not self.pipeline.messages.needs_rank, "pp", self.pipeline.pp, rule)
 
     @classmethod
     def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
@@ -620,12 +624,12 @@ class EDGCConfig:
             own.update({one.name: getattr(group, one.name) for one in fields(group)})
         return own
 
-    def only(self, names: Iterable[str]) -> dict[str, Any]:
+    def subset(self, names: Iterable[str]) -> dict[str, Any]:
         """These settings by name."""
         settings = self.flat()
         return {name: settings[name] for name in names}
 
-    def but(self, **settings: Any) -> "EDGCConfig":
+    def replace(self, **settings: Any) -> "EDGCConfig":
         """The same with these settings, whatever their group."""
         return EDGCConfig.of(**{**self.flat(), **settings})
 
@@ -664,9 +668,9 @@ class EDGCConfig:
         return RankPolicy.of({"engine": self.engine, "static_rank": ranks.static_rank, "volume": ranks.volume})
 
     @property
-    def asks_link(self) -> bool:
+    def rank_depends_on_link(self) -> bool:
         """Whether ranks are not given, so that what the link allows bounds them."""
-        return self.low_rank and self.ranks.settled_static_rank is None
+        return self.low_rank and self.ranks.resolved_static_rank is None
 
     @property
     def low_rank(self) -> bool:
@@ -696,7 +700,7 @@ def _beside(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     if not has_rank(engine) or given.keys() & (NOT_BY_ENTROPY | by_entropy):
         void |= NOT_BY_ENTROPY if "volume" in given else NOT_BY_ENTROPY | OF_A_VOLUME
     # messages cannot follow ranks that entropy does not set
-    if RankPolicy.of(given) is not RankPolicy.ENTROPY and Messages.of(preset.get("pp", "off")).follows:
+    if RankPolicy.of(given) is not RankPolicy.ENTROPY and Messages.of(preset.get("pp", "off")).needs_rank:
         void.add("pp")
     if engine == "dense":
         void |= {"dense_wire", "rest_wire"}
@@ -709,12 +713,12 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
     """Raises ``ConfigError`` for a given setting that the others leave without effect. ``volume``: of the preset."""
     if not has_rank(engine := given.get("engine", EDGCConfig.engine)):
         rule = f"does nothing beside the engine {engine}, which has no rank"
-        for knob in (one for one in knobs() if one.name in OF_LOW_RANK & given.keys()):
-            _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
+        for setting in (one for one in setting_fields() if one.name in OF_LOW_RANK & given.keys()):
+            _require(given[setting.name] == setting.default, setting.name, given[setting.name], rule)
     elif engine != "powersgd":
-        for knob in (one for one in (*knobs(), *fields(Study)) if one.name in OF_BASES & given.keys()):
+        for setting in (one for one in (*setting_fields(), *fields(Study)) if one.name in OF_BASES & given.keys()):
             rule = f"does nothing beside the engine {engine}"
-            _require(given[knob.name] == knob.default, knob.name, given[knob.name], rule)
+            _require(given[setting.name] == setting.default, setting.name, given[setting.name], rule)
     if (volume := given.get("volume", volume)) is not None:
         instead = "in its place" if "volume" in given else "as well"
         shown = f"{volume:g}" if isinstance(volume, Real) else volume
@@ -726,7 +730,7 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
             _require(not given[one], one, given[one], f"does nothing without {flag('volume')}")
 
 
-def knobs() -> tuple[Field[Any], ...]:
+def setting_fields() -> tuple[Field[Any], ...]:
     """All settings but the levers of ``Study``, with their metadata (help, unit, source, choices), for a command line
     or a document.
     """
@@ -740,5 +744,5 @@ def flag(name: str) -> str:
     """The command-line flag of a setting."""
     if any(lever.name == name for lever in fields(Study)):
         return f"--edgc-study {name}"
-    (knob,) = (knob for knob in knobs() if knob.name == name)
-    return ("--edgc-no-" if knob.default is True else "--edgc-") + name.replace("_", "-")
+    (setting,) = (setting for setting in setting_fields() if setting.name == name)
+    return ("--edgc-no-" if setting.default is True else "--edgc-") + name.replace("_", "-")

@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from textwrap import fill
 from typing import Any
 
-from edgc.config import UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, knobs
+from edgc.config import UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, setting_fields
 from edgc.presets import PRESETS
 
 WIDTH = 100  # characters
@@ -55,10 +55,10 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def description(knob: Field[Any]) -> str:
+def description(setting: Field[Any]) -> str:
     """Meaning, default and source of a setting in one line."""
-    default = _default(knob)
-    return f"{knob.metadata['help']}.{default and f' Default: {default}.'} Source: {knob.metadata['source']}."
+    default = _default(setting)
+    return f"{setting.metadata['help']}.{default and f' Default: {default}.'} Source: {setting.metadata['source']}."
 
 
 def text() -> str:
@@ -66,11 +66,11 @@ def text() -> str:
     lines = [fill(INTRODUCTION, WIDTH)]
     for title, members in _groups():
         lines += ["", f"{title}:"]
-        for knob in members:
-            choices, unit = knob.metadata["choices"], knob.metadata["unit"]
+        for setting in members:
+            choices, unit = setting.metadata["choices"], setting.metadata["unit"]
             value = f"{{{','.join(choices)}}}" if choices else "" if unit == "switch" else f"<{unit}>"
-            lines.append(f"  {_spelling(knob)} {value}".rstrip())
-            lines.append(fill(description(knob), WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
+            lines.append(f"  {_spelling(setting)} {value}".rstrip())
+            lines.append(fill(description(setting), WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
     return "\n".join(lines) + "\n"
 
 
@@ -83,7 +83,7 @@ def markdown() -> str:
     ]
     for title, members in _groups():
         lines += ["", f"## {title}", "", "| flag | meaning | unit | default | source |", "|---|---|---|---|---|"]
-        lines += [_row(_spelling(knob), knob, _default(knob)) for knob in members]
+        lines += [_row(_spelling(setting), setting, _default(setting)) for setting in members]
     lines += ["", "## Levers for studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
     usual = EDGCConfig.from_preset({}).flat()
@@ -94,38 +94,38 @@ def markdown() -> str:
     lines += [f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
     levers = {lever.name for lever in fields(Study)}
-    for knob in (*knobs(), *fields(Study)):
-        if any(knob.name in preset for preset in PRESETS.values()):
-            values = (_value(preset.get(knob.name, knob.default)) for preset in PRESETS.values())
-            name = _name(knob) if knob.name not in levers else f"--edgc-study {knob.name}"
+    for setting in (*setting_fields(), *fields(Study)):
+        if any(setting.name in preset for preset in PRESETS.values()):
+            values = (_value(preset.get(setting.name, setting.default)) for preset in PRESETS.values())
+            name = _name(setting) if setting.name not in levers else f"--edgc-study {setting.name}"
             lines.append(f"| `{name}` | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, knob: Field[Any], default: str) -> str:
-    meta = knob.metadata
+def _row(name: str, setting: Field[Any], default: str) -> str:
+    meta = setting.metadata
     choices = "; one of " + ", ".join(f"`{choice}`" for choice in meta["choices"]) if meta["choices"] else ""
     return f"| `{name}` | {_marked(meta['help'])}{choices} | {meta['unit']} | {default} | {_linked(meta['source'])} |"
 
 
 def _groups() -> Iterator[tuple[str, list[Field[Any]]]]:
-    by_name = {knob.name: knob for knob in knobs()}
+    by_name = {setting.name: setting for setting in setting_fields()}
     for title, names in HEADINGS.items():
         yield title, [by_name[name] for name in names]
 
 
-def _name(knob: Field[Any]) -> str:
-    return "--edgc-" + knob.name.replace("_", "-")
+def _name(setting: Field[Any]) -> str:
+    return "--edgc-" + setting.name.replace("_", "-")
 
 
-def _spelling(knob: Field[Any]) -> str:
-    name = _name(knob)
-    return f"{name}, {name.replace('--edgc-', '--edgc-no-')}" if knob.metadata["unit"] == "switch" else name
+def _spelling(setting: Field[Any]) -> str:
+    name = _name(setting)
+    return f"{name}, {name.replace('--edgc-', '--edgc-no-')}" if setting.metadata["unit"] == "switch" else name
 
 
-def _default(knob: Field[Any]) -> str:
+def _default(setting: Field[Any]) -> str:
     # A setting without one, and the preset, say in their help what holds then.
-    return "" if knob.name == "preset" else _value(EDGCConfig.from_preset({}).flat().get(knob.name))
+    return "" if setting.name == "preset" else _value(EDGCConfig.from_preset({}).flat().get(setting.name))
 
 
 def _value(value: object) -> str:

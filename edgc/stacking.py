@@ -21,11 +21,11 @@ def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
     if not others:
         return first.unsqueeze(0)
     storage, distance = first.untyped_storage().data_ptr(), others[0].storage_offset() - first.storage_offset()
-    for place, tensor in enumerate(others, 1):
+    for index, tensor in enumerate(others, 1):
         if (tensor.shape, tensor.stride(), tensor.dtype) != (first.shape, first.stride(), first.dtype) or (
             tensor.untyped_storage().data_ptr(),
             tensor.storage_offset(),
-        ) != (storage, first.storage_offset() + place * distance):
+        ) != (storage, first.storage_offset() + index * distance):
             return None
     if distance <= 0:  # a view cannot run backwards
         return None
@@ -45,22 +45,22 @@ def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
     bit, and after a resume it must be the same.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
-    for place, tensors in enumerate(zip(*lists, strict=True)):
-        groups[tuple(tensor.shape for tensor in tensors)].append(place)
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        groups[tuple(tensor.shape for tensor in tensors)].append(index)
     return list(groups.values())
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Places of tensors to be handled at once, few enough for the memory: small ones together, each large one alone."""
-    found = [[place] for place, tensor in enumerate(tensors) if tensor.numel() > SMALL]
+    found = [[index] for index, tensor in enumerate(tensors) if tensor.numel() > SMALL]
     room = 0
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.numel() > SMALL:
             continue
         if tensor.numel() > room:
             found.append([])
             room = max(TOGETHER, tensor.numel())
-        found[-1].append(place)
+        found[-1].append(index)
         room -= tensor.numel()
     return found
 
@@ -71,15 +71,15 @@ def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[
     It takes (count, ...) tensors and returns such a one or a tuple of them.
     """
     results: list[Any] = [None] * len(lists[0])
-    for places in by_shape(*lists):
-        outcome = function(*(stacked([tensors[place] for place in places]) for tensors in lists))
+    for indices in by_shape(*lists):
+        outcome = function(*(stacked([tensors[index] for index in indices]) for tensors in lists))
         parts = (
             outcome.unbind(0)
             if isinstance(outcome, Tensor)
             else zip(*(part.unbind(0) for part in outcome), strict=True)
         )
-        for place, part in zip(places, parts, strict=True):
-            results[place] = part
+        for index, part in zip(indices, parts, strict=True):
+            results[index] = part
     return results
 
 

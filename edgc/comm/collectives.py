@@ -45,20 +45,20 @@ def interleave(several: Sequence[Exchange[T]]) -> Exchange[list[T]]:
     results: dict[int, T] = {}
     waiting: dict[int, Message] = {}
 
-    def advance(place: int) -> None:
+    def advance(index: int) -> None:
         try:
-            waiting[place] = next(several[place])
+            waiting[index] = next(several[index])
         except StopIteration as end:
-            waiting.pop(place, None)
-            results[place] = end.value
+            waiting.pop(index, None)
+            results[index] = end.value
 
-    for place in range(len(several)):
-        advance(place)
+    for index in range(len(several)):
+        advance(index)
     while waiting:
         yield Coalesced(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
-        for place in list(waiting):
-            advance(place)
-    return [results[place] for place in range(len(several))]
+        for index in list(waiting):
+            advance(index)
+    return [results[index] for index in range(len(several))]
 
 
 def run_to_end(exchange: Exchange[T]) -> T:

@@ -45,28 +45,28 @@ def pack_all(
     ``generator`` draws the stochastic rounding of each tensor from its own one of the ``seeds``.
     """
     packed: dict[int, Packed] = {}
-    for places in by_shape(tensors):
-        rows = stacked([tensors[place] for place in places]).flatten(1)
-        draws = None if generator is None else RowDraws(generator, [seeds[place] for place in places])
+    for indices in by_shape(tensors):
+        rows = stacked([tensors[index] for index in indices]).flatten(1)
+        draws = None if generator is None else RowDraws(generator, [seeds[index] for index in indices])
         messages = wire.encode(in_groups(rows) if wire.scaled else rows, draws)
-        for place, message in zip(places, messages.unbind(), strict=True):
-            packed[place] = Packed.restored(message.unsqueeze(0), tensors[place].shape, wire)
-    return [packed[place] for place in range(len(tensors))]
+        for index, message in zip(indices, messages.unbind(), strict=True):
+            packed[index] = Packed.restored(message.unsqueeze(0), tensors[index].shape, wire)
+    return [packed[index] for index in range(len(tensors))]
 
 
 def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
     """The values of each, those of equal shape and format at once."""
     values: dict[int, Tensor] = {}
     for wire in dict.fromkeys(packed.wire for packed in several):
-        places = [place for place, packed in enumerate(several) if packed.wire == wire]
+        indices = [index for index, packed in enumerate(several) if packed.wire == wire]
         if wire.exact:  # there is nothing to decode
-            rows = [wire.decode(several[place].message)[0] for place in places]
+            rows = [wire.decode(several[index].message)[0] for index in indices]
         else:
-            rows = map_stacked(wire.decode, [several[place].message[0] for place in places])
-        for place, row in zip(places, rows, strict=True):
-            shape = several[place].shape
-            values[place] = row[: shape.numel()].view(shape)
-    return [values[place] for place in range(len(several))]
+            rows = map_stacked(wire.decode, [several[index].message[0] for index in indices])
+        for index, row in zip(indices, rows, strict=True):
+            shape = several[index].shape
+            values[index] = row[: shape.numel()].view(shape)
+    return [values[index] for index in range(len(several))]
 
 
 def on_cpu(condition: Tensor) -> bool:

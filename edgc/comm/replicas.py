@@ -36,8 +36,8 @@ def digest(tensor: Tensor) -> Tensor:
 def digests_by_parameter(state: Mapping[str, Packed]) -> dict[str, Tensor]:
     """One hash for all parts of a parameter's state, whose keys are its name, a colon and the part."""
     found: dict[str, Tensor] = {}
-    for place, (key, packed) in enumerate(sorted(state.items())):
-        name, own = key.rpartition(":")[0], (2 * place + 1) * digest(packed.message)
+    for index, (key, packed) in enumerate(sorted(state.items())):
+        name, own = key.rpartition(":")[0], (2 * index + 1) * digest(packed.message)
         found[name] = found[name] + own if name in found else own
     return found
 
@@ -56,10 +56,10 @@ def compare(
     if not names:
         return
     digests = torch.zeros(len(names), len(KINDS), dtype=torch.int64, device=device)
-    places = {name: place for place, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     for column, kind in enumerate(KINDS):
         for name, own in kinds[kind].items():
-            digests[places[name], column] = own
+            digests[indices[name], column] = own
     uncounted = Communicator(communicator.group, Traffic())  # a check is no gradient traffic
     gathered = run_to_end(uncounted.all_gather(digests.view(-1)))
     check(names, gathered.view(-1, *digests.shape), communicator.members, iteration)
@@ -71,8 +71,8 @@ def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], itera
     ``processes``: their numbers in the whole run. Those that differ from what most have are named; of two, both.
     """
     seen = digests.cpu()
-    for place, kind in (seen != seen[0]).any(dim=0).nonzero().tolist():
-        values = seen[:, place, kind].tolist()
+    for index, kind in (seen != seen[0]).any(dim=0).nonzero().tolist():
+        values = seen[:, index, kind].tolist()
         usual, count = Counter(values).most_common(1)[0]
         others = [process for process, value in zip(processes, values, strict=True) if value != usual]
         if 2 * count <= len(values):
@@ -80,7 +80,7 @@ def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], itera
         else:
             who = f"process {', '.join(map(str, others))} holds other bits than most of its data-parallel group"
         raise ReplicaMismatch(
-            f"iteration {iteration + 1}: {who} in the {KINDS[kind]} of {names[place]}. All must compute the same bits: "
+            f"iteration {iteration + 1}: {who} in the {KINDS[kind]} of {names[index]}. All must compute the same bits: "
             "use one type of GPU and one version of each library for the whole job, and resume from a checkpoint that "
             "was written before this iteration"
         )

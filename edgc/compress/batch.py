@@ -52,15 +52,15 @@ class Batch(Mapping[str, Operand]):
             torch.div, factors, [operand.scales and operand.scales[0].T for operand in self.values()]
         )
         products = list(divided)
-        for places in by_shape(divided, matrices):
-            places.sort(key=lambda place: matrices[place].storage_offset())  # a view cannot run backwards
-            view = stacked_view([matrices[place] for place in places])
+        for indices in by_shape(divided, matrices):
+            indices.sort(key=lambda index: matrices[index].storage_offset())  # a view cannot run backwards
+            view = stacked_view([matrices[index] for index in indices])
             if view is None:  # not worth a copy of whole matrices
-                parts = [divided[place] @ matrices[place] for place in places]
+                parts = [divided[index] @ matrices[index] for index in indices]
             else:
-                parts = list(torch.bmm(stacked([divided[place] for place in places]), view).unbind(0))
-            for place, part in zip(places, parts, strict=True):
-                products[place] = part
+                parts = list(torch.bmm(stacked([divided[index] for index in indices]), view).unbind(0))
+            for index, part in zip(indices, parts, strict=True):
+                products[index] = part
         return _where_known(torch.div, products, [operand.scales and operand.scales[1] for operand in self.values()])
 
     def restored(self, left: Sequence[Tensor], *rights: Sequence[Tensor]) -> list[dict[str, Product]]:
@@ -87,9 +87,9 @@ def _where_known(
     function: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor], scales: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The function of each tensor and its scales, those of equal shapes at once; without scales the tensor itself."""
-    known = [place for place, scale in enumerate(scales) if scale is not None]
+    known = [index for index, scale in enumerate(scales) if scale is not None]
     results = list(tensors)
-    changed = map_stacked(function, [tensors[place] for place in known], [s for s in scales if s is not None])
-    for place, result in zip(known, changed, strict=True):
-        results[place] = result
+    changed = map_stacked(function, [tensors[index] for index in known], [s for s in scales if s is not None])
+    for index, result in zip(known, changed, strict=True):
+        results[index] = result
     return results

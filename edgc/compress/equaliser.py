@@ -71,7 +71,7 @@ class Equaliser:
         ]
         groups = by_shape(*sums)
         of_rows, of_cols, before = (
-            torch.cat([stacked([own[place] for place in places]).sum(dim=-1) for places in groups])
+            torch.cat([stacked([own[index] for index in indices]).sum(dim=-1) for indices in groups])
             for own in (*sums, moments[0])
         )
         # Squares may overflow, in sums of rows, of columns or of both, and so may ``LARGEST_GROWTH`` times them below.
@@ -82,15 +82,15 @@ class Equaliser:
         fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
         weights = [taken, fresh, known * SCALE_DECAY]
         per_group = zip(*(torch.split(one.unsqueeze(-1), [len(g) for g in groups]) for one in weights), strict=True)
-        for places, (own_taken, own_fresh, own_kept) in zip(groups, per_group, strict=True):
+        for indices, (own_taken, own_fresh, own_kept) in zip(groups, per_group, strict=True):
             rows, cols = (
                 _moved(
-                    own_taken, own_fresh, own_kept, *(stacked([one[p] for p in places]) for one in (new, old))
+                    own_taken, own_fresh, own_kept, *(stacked([one[p] for p in indices]) for one in (new, old))
                 ).unbind()
                 for new, old in zip(sums, moments, strict=True)
             )
-            for place, of_row, of_col in zip(places, rows, cols, strict=True):
-                self._moments[names[place]] = (of_row, of_col)
+            for index, of_row, of_col in zip(indices, rows, cols, strict=True):
+                self._moments[names[index]] = (of_row, of_col)
 
     def state_dict(self) -> dict[str, Packed]:
         """By parameter name and side; its tensors are replaced, never changed: no copies."""

@@ -51,8 +51,8 @@ class ErrorFeedback:
         owing = [name for name in gradients if name in self.packed]
         if divisor is not None and (others := [gradient for name, gradient in gradients.items() if name not in owing]):
             torch._foreach_div_(others, divisor)
-        for places in batches([gradients[name] for name in owing]):
-            names = [owing[place] for place in places]
+        for indices in batches([gradients[name] for name in owing]):
+            names = [owing[index] for index in indices]
             own = [gradients[name] for name in names]
             errors = [
                 error.view_as(one) for error, one in zip(unpack_all([self.packed[n] for n in names]), own, strict=True)
@@ -82,8 +82,8 @@ class ErrorFeedback:
         """
         rule = rule or self.rule
         listed = list(errors)
-        for places in batches(list(errors.values())):
-            names = [listed[place] for place in places]
+        for indices in batches(list(errors.values())):
+            names = [listed[index] for index in indices]
             new = [errors[name] for name in names]
             if divisors is not None:
                 new = map_stacked(_divided, new, [divisors[name] for name in names])

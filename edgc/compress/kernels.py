@@ -64,8 +64,8 @@ def _project_kernel(
         weights_inside = (ranks < rank)[:, None] & (rows < row_count)[None, :]
         weights = tl.load(_at(factor, ranks, rows), mask=weights_inside, other=0.0)
         sums = _dot(weights, values, sums)
-    places = partials + ((part * rank + ranks)[:, None] * col_count + cols[None, :])
-    tl.store(places, sums, mask=(ranks < rank)[:, None] & (cols < col_count)[None, :])
+    indices = partials + ((part * rank + ranks)[:, None] * col_count + cols[None, :])
+    tl.store(indices, sums, mask=(ranks < rank)[:, None] & (cols < col_count)[None, :])
 
 
 def project(

@@ -62,9 +62,9 @@ class MessageFormat:
             return self.wire.tensor_bytes(self.rows * self.cols)
         return sum(self.wire.tensor_bytes(side * rank) for side in (self.rows, self.cols))
 
-    def header(self, step: int, sender: int, forward: bool, place: int) -> Tensor:
+    def header(self, step: int, sender: int, forward: bool, index: int) -> Tensor:
         """int64 (4,): step, which of its messages (see ``described_header``), rank (0: none), size."""
-        which = (place * 2 + forward) * STAGES + sender
+        which = (index * 2 + forward) * STAGES + sender
         return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int64)
 
     def decode(self, message: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class MessageFormat:
 def described_header(header: Sequence[int]) -> str:
     """A header in words."""
     step, which, rank, size = header
-    place, sender = which // (2 * STAGES), which % STAGES
-    return f"{size} bytes of rank {rank}, message {place + 1} of stage {sender + 1} in step {step}"
+    index, sender = which // (2 * STAGES), which % STAGES
+    return f"{size} bytes of rank {rank}, message {index + 1} of stage {sender + 1} in step {step}"
 
 
 class MessageSender:

@@ -104,7 +104,7 @@ class _Scratch:
         run: Run,
     ):
         # iteration 1 is then no measured one: what measuring costs comes on top, and not at every step
-        unmeasured = config.but(iteration_sampling_rate=1e-6)
+        unmeasured = config.replace(iteration_sampling_rate=1e-6)
         self.communicator, self.device, self.run = communicator, device, run
         self.reducers = [GradientReducer(selection, unmeasured, communicator, device) for selection in selections]
         dtype = torch.bfloat16 if run.gradient_bytes == 2 else torch.float32

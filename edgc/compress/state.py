@@ -93,7 +93,7 @@ class CompressionState:
         if self.engine is not None:
             self.engine.load_state_dict(state["engine"])
 
-    def settle_errors(self, communicator: Communicator, iteration: int) -> Iterator[tuple[str, Tensor]]:
+    def summed_errors(self, communicator: Communicator, iteration: int) -> Iterator[tuple[str, Tensor]]:
         """The sum of each error over the group, fp32, by name; each process continues with an equal part of it.
 
         Only the sum matters to training, so it is what a checkpoint holds, whatever the number of processes. Every
@@ -112,6 +112,6 @@ class CompressionState:
             yield name, total
 
     def share_errors(self, totals: Mapping[str, Tensor], communicator: Communicator, iteration: int) -> None:
-        """Take this process's part of sums, on any device, that ``settle_errors`` gave at this iteration."""
+        """Take this process's part of sums, on any device, that ``summed_errors`` gave at this iteration."""
         for name in sorted(totals):
             self.feedback.share(name, totals[name], communicator.world_size, iteration)

@@ -16,7 +16,7 @@ from edgc.hosts.warnings import warn_of_new_plans
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 
-STATE_VERSION = 17  # of what every host saves; goes up where an earlier state can no longer be read
+STATE_VERSION = 18  # of what every host saves; goes up where an earlier state can no longer be read
 ERROR = "error."  # a parameter's name follows
 Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
 
@@ -28,7 +28,7 @@ def stage_state(stage: Stage, iteration: int) -> Iterator[tuple[str, dict[str, A
     """
     parts: dict[str, dict[str, Packed]] = {}
     for reducer in stage.reducers:
-        for name, total in reducer.state.settle_errors(reducer.communicator, iteration):
+        for name, total in reducer.state.summed_errors(reducer.communicator, iteration):
             yield f"{ERROR}{name}", {name: _described(Packed(total, FP32))}, total.view(torch.uint8).flatten()
         for part, kept in reducer.state.state_dict().items():
             if part != "error":

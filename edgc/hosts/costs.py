@@ -45,7 +45,7 @@ def reduction_cost(
     """
     selections = [select(unit, config) for unit in units if unit]
     whole = select([parameter for unit in units for parameter in unit], config)
-    if not config.asks_link or not whole.matrices or run.alone:
+    if not config.rank_depends_on_link or not whole.matrices or run.alone:
         return None
     if config.ranks.link_gbps is None:
         return probe.probe(selections, config, communicator, device, run)

@@ -34,7 +34,7 @@ from edgc.observe.events import EventLog
 from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.run import Run
-from edgc.plan.settle import plan_run
+from edgc.plan.run_plan import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
 
@@ -434,7 +434,7 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     for name, asked in refused.items():
         if asked:
             raise ConfigError(f"{flag(name)} = {config.flat()[name]}: a data-parallel module has no such messages")
-    return config.but(pp="off", fuse_embedding_sync=False)
+    return config.replace(pp="off", fuse_embedding_sync=False)
 
 
 def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:

@@ -79,7 +79,7 @@ class Reporter:
             gradient_bytes=self.run.gradient_bytes,
             embedding_sum="fused" if pipeline.fuse_embedding_sync else apart,
             stages=[stage.to_event() for stage in plan.stages],
-            messages=None if messages is None else {"engine": messages.engine, **messages.ranks.settled},
+            messages=None if messages is None else {"engine": messages.engine, **messages.ranks.resolved},
             message_costs={str(sender): asdict(cost) for sender, cost in (message_costs or {}).items()},
             versions={
                 "edgc": __version__,
@@ -92,7 +92,7 @@ class Reporter:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._before = plan
         budget = None if controller is None else controller.budget
-        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.idle.fp32 > 0)
+        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.outside_budget.fp32 > 0)
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """At the log interval: how far, how fast, how long still."""
@@ -102,8 +102,8 @@ class Reporter:
     def window(self, report: WindowReport, last: bool) -> None:
         """The lines of each stage and of what is new, the scalars, and the events."""
         plan, before = report.plan, self._before
-        place = f"{report.iteration}/{self.run.iterations}"
-        self._print(f"{place} | {line}" for line in wording.window_lines(report, before, self.config))
+        index = f"{report.iteration}/{self.run.iterations}"
+        self._print(f"{index} | {line}" for line in wording.window_lines(report, before, self.config))
         self._unbudgeted |= before.by_host or plan.by_host
         if last:
             self.end(report)
@@ -117,9 +117,9 @@ class Reporter:
             self.events.write("guard", iteration=report.iteration, relief=plan.relief)
             text = wording.relief_text(before.relief, plan.relief, self.config.study.least_fidelity)
             if plan.relief > before.relief:
-                warn(f"iteration {place}: {text}", self.group)
+                warn(f"iteration {index}: {text}", self.group)
             else:
-                self._print([f"iteration {place}: {text}"])
+                self._print([f"iteration {index}: {text}"])
         self._before = plan
 
     def end(self, report: WindowReport) -> None:

@@ -22,7 +22,7 @@ class Stage:
     """The reducers of one process that share a rank plan.
 
     Args:
-        key: its place in the plan.
+        key: its name in the plan.
         device: of its gradients.
         step_bytes: of gradients in a step, in other ways.
     """
@@ -42,15 +42,14 @@ class Stage:
         """In the order in which gradients come, the same on every process of the group."""
         return [unit.reducer for unit in self.units]
 
-    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
-        """Take the rank at this place among those that are in use, and what the plan says there of parameters.
+    def set_rank(self, active: Sequence[int | None], index: int, plan: RankPlan, by_host: bool = False) -> None:
+        """Take the rank of this index among those that are in use, and what the plan says of the parameters.
 
-        ``by_host``: where that is None, gradients are not even rounded.
+        ``by_host``: where that rank is None, gradients are not even rounded.
         """
-        matrix_ranks = plan.matrix_ranks[place] if plan.matrix_ranks else None
-        formats = plan.formats[place] if plan.formats else None
+        planned = plan.of_stage(index)
         for reducer in self.reducers:
-            reducer.set_rank(active[place], matrix_ranks, formats, by_host)
+            reducer.set_rank(active[index], planned.matrix_ranks, planned.formats, by_host)
 
     def end_step(self) -> None:
         """Once a step, when all its reductions have ended."""

@@ -24,16 +24,17 @@ Ranks = tuple[int | None, ...]
 class Step:
     """A step, and what holds in it.
 
-    ``loss_scale``: 0-dimensional; None without one. ``began``: by the clock, in seconds. ``settled``: whether the step
-    before had its gradients summed in the same way. ``ranks``: of all stages; ``usual_ranks``: the same, whatever is
-    tried in this step; ``message_ranks``: of boundaries. ``compares_replicas``: whether it ends with that.
+    ``loss_scale``: 0-dimensional; None without one. ``began``: by the clock, in seconds. ``same_summing``: whether the
+    gradients of the step before were summed in the same way. ``ranks``: of all stages; ``usual_ranks``: the same,
+    whatever is tried in this step; ``message_ranks``: of boundaries. ``compares_replicas``: whether replicas are
+    compared at its end.
     """
 
     iteration: int  # counted from 0
     loss_scale: Tensor | None
     began: float = math.nan
     summing: Summing = Summing.DENSE
-    settled: bool = False
+    same_summing: bool = False
     ranks: Ranks = ()
     usual_ranks: Ranks = ()
     message_ranks: Ranks = ()
@@ -125,7 +126,7 @@ class StepDriver:
             self._loss_scale(),
             began,
             summing,
-            settled=summing is before.summing,
+            same_summing=summing is before.summing,
             ranks=ranks,
             usual_ranks=_in_use(plan, summing is not Summing.DENSE and not plan.by_host),
             message_ranks=_in_use(message_plan, iteration >= message_plan.first_iteration),
@@ -135,7 +136,7 @@ class StepDriver:
     def _time(self, step: Step, seconds: float) -> None:
         """A step has taken so long, up to the beginning of the next one."""
         self.window_steps.seconds.append(seconds)
-        if step.settled and step.summing is not Summing.DENSE:
+        if step.same_summing and step.summing is not Summing.DENSE:
             alike = self.seconds_by[step.summing is Summing.HOST]
             # a trial is compared with the steps that are next to it
             if self.plan.trial is None or len(alike) < RECENT_STEPS:
@@ -143,8 +144,8 @@ class StepDriver:
 
     def _prepare_stages(self, step: Step) -> None:
         for stage in self.stages:
-            place = self.keys.index(stage.key)
-            stage.set_rank(step.ranks, place, self.plan, step.summing is Summing.HOST)
+            index = self.keys.index(stage.key)
+            stage.set_rank(step.ranks, index, self.plan, step.summing is Summing.HOST)
             for reducer in stage.reducers:
                 reducer.verify = step.compares_replicas
 

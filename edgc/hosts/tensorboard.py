@@ -9,17 +9,17 @@ from edgc.observe.window import WindowReport
 def scalars(report: WindowReport) -> Iterator[tuple[str, float]]:
     """Tag and value of all that was measured. A rank of 0 is dense, or compression without a rank."""
     plan = report.plan
-    for place, seen in enumerate(report.stages):
+    for index, seen in enumerate(report.stages):
         values: dict[str, float | None] = {
             "entropy": seen.entropy,
-            "rank": float(report.ranks[place] or 0),
+            "rank": float(report.ranks[index] or 0),
             "residual": seen.residual,
             "cosine": seen.cosine,
             "dp-bytes": seen.bytes.sent,
             "reduce-seconds": seen.reduce_seconds,
             # as entropy alone asks for it, and before the step limit
-            "rank-proposed": plan.proposed[place] if plan.proposed else None,
-            "rank-target": float(plan.targets[place] or 0) if plan.targets else None,
+            "rank-proposed": plan.proposed[index] if plan.proposed else None,
+            "rank-target": float(plan.targets[index] or 0) if plan.targets else None,
         }
         yield from _measured(values, str(seen.stage))
     for message, rank in zip(report.messages, report.message_ranks, strict=True):
@@ -27,7 +27,7 @@ def scalars(report: WindowReport) -> Iterator[tuple[str, float]]:
         yield from _measured(values, str(message.boundary))
 
 
-def _measured(values: dict[str, float | None], place: str) -> Iterator[tuple[str, float]]:
+def _measured(values: dict[str, float | None], index: str) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if value is not None and math.isfinite(value):
-            yield f"edgc/{name}/{place.replace(' ', '-')}", value
+            yield f"edgc/{name}/{index.replace(' ', '-')}", value

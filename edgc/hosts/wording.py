@@ -34,7 +34,7 @@ def messages_line(which: str, messages: EDGCConfig) -> str:
     ranks = messages.ranks
     if messages.low_rank:
         by_entropy = messages.rank_policy is RankPolicy.ENTROPY
-        how = f"rank {ranks.rmin} to {ranks.settled_rmax}" if by_entropy else f"rank {ranks.settled_static_rank}"
+        how = f"rank {ranks.rmin} to {ranks.resolved_rmax}" if by_entropy else f"rank {ranks.resolved_static_rank}"
     else:
         how = "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
     return f"{what} between stages: {how}"
@@ -51,10 +51,10 @@ def _policy(plan: RunPlan) -> str:
         how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
         return how + (", once compression is faster" if plan.starts_by_host else "")
     if policy is RankPolicy.CONSTANT:
-        what = "compressed" if ranks.settled_static_rank is None else f"rank {ranks.settled_static_rank}"
+        what = "compressed" if ranks.resolved_static_rank is None else f"rank {ranks.resolved_static_rank}"
         return f"{what} after {100 * ranks.warmup_fraction:g}% of the run"
     aligned = "aligned" if ranks.align else "not aligned"
-    return f"rank {ranks.rmin} to {ranks.settled_rmax}, window {ranks.window}, stages {aligned}"
+    return f"rank {ranks.rmin} to {ranks.resolved_rmax}, window {ranks.window}, stages {aligned}"
 
 
 def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iterator[str]:
@@ -103,12 +103,12 @@ def _stage_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> 
     plan, dense_wire = report.plan, config.formats.dense_wire
     dense = "dense" if dense_wire == "fp32" else dense_wire
     name = partial(_rank_name, dense, "rounded" if config.low_rank else config.engine)
-    for place, seen in enumerate(report.stages):
-        was = "the host's sum" if before.by_host else name(report.ranks[place])
+    for index, seen in enumerate(report.stages):
+        was = "the host's sum" if before.by_host else name(report.ranks[index])
         if plan.by_host:
             move = was if before.by_host else f"{was} -> the host's sum (its steps are shorter)"
         else:
-            move = _move(was, plan, place, name)
+            move = _move(was, plan, index, name)
         fewer = f" ({seen.bytes.host / seen.bytes.sent:.1f}x fewer)" if seen.bytes.sent else ""
         got = f" | cosine {seen.cosine:.3f}" if math.isfinite(seen.cosine) else ""
         yield (
@@ -126,8 +126,8 @@ def _message_lines(report: WindowReport, config: EDGCConfig) -> Iterator[str]:
     if report.message_plan is None:
         return
     name = partial(_rank_name, "dense", config.pipeline.messages.engine)
-    for place, message in enumerate(report.messages):
-        move = _move(name(report.message_ranks[place]), report.message_plan, place, name)
+    for index, message in enumerate(report.messages):
+        move = _move(name(report.message_ranks[index]), report.message_plan, index, name)
         yield (f"{message.boundary} | entropy {_measured(message.entropy, 4)} nats | {move} | {_sent(message.bytes)}")
         if message.spikes:
             yield (
@@ -141,19 +141,19 @@ def _rank_name(dense: str, rankless: str, rank: int | None) -> str:
     return dense if rank is None else rankless if rank == NO_RANK else f"rank {rank}"
 
 
-def _move(was: str, plan: RankPlan, place: int, name: Callable[[int | None], str]) -> str:
+def _move(was: str, plan: RankPlan, index: int, name: Callable[[int | None], str]) -> str:
     """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
-    notes = [plan.reasons[place]]
-    if plan.formats and (formats := plan.formats[place]) is not None:
-        ranks = sorted(((plan.matrix_ranks[place] or {}) if plan.matrix_ranks else {}).values())
-        if ranks:
+    notes = [plan.reasons[index]]
+    _, matrix_ranks, formats = plan.of_stage(index)
+    if formats is not None:
+        if ranks := sorted((matrix_ranks or {}).values()):
             notes.append(f"{len(ranks)} at rank {ranks[0]} to {ranks[-1]}")
         notes += [f"{count} in {form}" for form, count in sorted(Counter(formats.values()).items())]
-    if plan.proposed and plan.proposed[place] is not None:
-        notes.append(f"proposed {plan.proposed[place]:.1f}")
-    if plan.targets and plan.targets[place] != plan.ranks[place]:
-        notes.append(f"target {name(plan.targets[place])}")
-    return f"{was} -> {name(plan.ranks[place])} ({'; '.join(notes)})"
+    if plan.proposed and plan.proposed[index] is not None:
+        notes.append(f"proposed {plan.proposed[index]:.1f}")
+    if plan.targets and plan.targets[index] != plan.ranks[index]:
+        notes.append(f"target {name(plan.targets[index])}")
+    return f"{was} -> {name(plan.ranks[index])} ({'; '.join(notes)})"
 
 
 def relief_text(before: float, now: float, least_fidelity: float) -> str:

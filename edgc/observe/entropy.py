@@ -217,7 +217,7 @@ def _spread_ties(ordered: Tensor) -> Tensor:
     distinct = ordered[new]
     first, last = new.nonzero().squeeze(1), new.roll(-1).nonzero().squeeze(1)
     mean_place = (first + last).double() / 2
-    place = torch.arange(ordered.numel(), dtype=torch.float64, device=ordered.device)
-    piece = torch.searchsorted(mean_place, place).clamp_(1, distinct.numel() - 1)
+    index = torch.arange(ordered.numel(), dtype=torch.float64, device=ordered.device)
+    piece = torch.searchsorted(mean_place, index).clamp_(1, distinct.numel() - 1)
     slope = distinct.diff() / mean_place.diff()
-    return distinct[piece] + slope[piece - 1] * (place - mean_place[piece])
+    return distinct[piece] + slope[piece - 1] * (index - mean_place[piece])

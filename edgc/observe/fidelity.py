@@ -128,29 +128,29 @@ class FidelitySampler:
         self.share, self.seed = share, seed
         # by name (entries, 4): moving averages of g^2, s^2, g and s; replaced, never changed
         self.averages: dict[str, Tensor] = {}
-        self._places: dict[str, Tensor] = {}
+        self._indices: dict[str, Tensor] = {}
 
-    def places(self, name: str, size: int, device: torch.device) -> Tensor:
+    def indices(self, name: str, size: int, device: torch.device) -> Tensor:
         """The sampled entries (int64, ascending) of a flattened gradient of this size."""
-        if name not in self._places:
+        if name not in self._indices:
             count = size if self.share >= 1 else math.ceil(self.share * size)
             generator = torch.Generator().manual_seed(stable_seed(self.seed, "fidelity", name))
             # drawn with repetition: a permutation of billions of entries would take their memory
-            places = torch.arange(size) if count == size else torch.randint(size, (count,), generator=generator)
-            self._places[name] = places.sort().values.to(device)
-        return self._places[name]
+            indices = torch.arange(size) if count == size else torch.randint(size, (count,), generator=generator)
+            self._indices[name] = indices.sort().values.to(device)
+        return self._indices[name]
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The entries of all tensors in a row, fp32."""
         flat = [(name, tensor.reshape(-1)) for name, tensor in tensors.items()]
-        return torch.cat([values[self.places(name, len(values), values.device)].float() for name, values in flat])
+        return torch.cat([values[self.indices(name, len(values), values.device)].float() for name, values in flat])
 
     def inside(self, tensors: Mapping[str, Tensor], parts: Mapping[str, tuple[int, int]]) -> Tensor:
         """For each entry of ``take`` whether it lies in the part (start, stop) of its flattened tensor."""
         masks = []
         for name, tensor in tensors.items():
-            places, (start, stop) = self.places(name, tensor.numel(), tensor.device), parts[name]
-            masks.append((places >= start) & (places < stop))
+            indices, (start, stop) = self.indices(name, tensor.numel(), tensor.device), parts[name]
+            masks.append((indices >= start) & (indices < stop))
         return torch.cat(masks)
 
     def _before(self, name: str, count: int, like: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class FidelitySampler:
         the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.
         """
         true, owed, got = samples
-        counts = [len(self._places[name]) for name in names]
+        counts = [len(self._indices[name]) for name in names]
         now = torch.stack([true.square(), got.square(), true, got], dim=1)
         before = torch.cat([self._before(name, count, now) for name, count in zip(names, counts, strict=True)])
         # A mean square begins with the mean over its parameter: one square of an entry can be far too small.

@@ -46,18 +46,18 @@ class StageTimes:
     Args:
         costs: of the reduction of each stage; None where it was not measured.
         message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
-            None, or no list at all, where there is none.
+            None where there is none.
         computed: the costs are those of a link that the user has named, so that no measurement corrects them.
     """
 
     def __init__(
         self,
         costs: Sequence[StageCost | None],
-        message_costs: Sequence[StageCost | None] = (),
+        message_costs: Sequence[StageCost | None],
         computed: bool = False,
     ):
         self.costs, self.computed = list(costs), computed
-        self.message_costs = list(message_costs) or [None] * len(costs)
+        self.message_costs = list(message_costs)
         self.message_ranks: list[int | None] = [None] * len(costs)
         self.micro_backward_seconds = math.nan
 

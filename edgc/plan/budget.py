@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from edgc.config import EDGCConfig
-from edgc.plan.candidates import Candidate
 from edgc.plan.choices import Choice, SendLowRank, SendRounded, from_list, to_list
 from edgc.plan.guard import FidelityGuard
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger
 from edgc.plan.observation import WindowObservation
+from edgc.plan.parameters import PlannedParameter
 
 # A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
 # measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.
@@ -26,7 +26,7 @@ LEAST_GAIN_OF_METHODS = 0.1
 LITTLE_NOISE, LITTLE_NOISE_POWER = 0.03, 1.7
 LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
-Choices = dict[int, list[Choice]]  # of the parameters of each stage, by its place
+Choices = list[Choice]  # of all parameters, in the order of ``BudgetPlanner.parameters``
 
 
 class Spending(NamedTuple):
@@ -43,7 +43,7 @@ class BudgetPlanner:
         config: settings with a ``volume``.
         iterations: of the run.
         stages: the parameters of each stage.
-        excluded: places of stages that are never compressed.
+        excluded: indices of stages that are never compressed.
         bytes_per_value: of the formats to choose from; ``uncompressed``: of what is not compressed.
         learning_rate: by iteration, in any unit; None: always the same.
         rounds: every parameter is rounded, whatever the budget, because that takes less time.
@@ -53,7 +53,7 @@ class BudgetPlanner:
         self,
         config: EDGCConfig,
         iterations: int,
-        stages: Sequence[Sequence[Candidate]],
+        stages: Sequence[Sequence[PlannedParameter]],
         excluded: Collection[int],
         bytes_per_value: Mapping[str, float],
         uncompressed: float,
@@ -64,25 +64,27 @@ class BudgetPlanner:
         assert ranks.volume is not None
         self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
         self.first = config.warmup(iterations)  # the iteration at which compression begins
-        self.places = [place for place in range(len(stages)) if place not in excluded]
-        self.candidates = {place: list(stages[place]) for place in self.places}
+        # the parameters of all stages, one stage after another, and the stage of each
+        planned = [(index, one) for index, stage in enumerate(stages) if index not in excluded for one in stage]
+        self.stage_of = [index for index, _ in planned]
+        self.parameters = [one for _, one in planned]
+        self.planned_stages = [index for index in range(len(stages)) if index not in excluded]
         self.bytes_per_value = bytes_per_value
-        every = [candidate for stage in self.candidates.values() for candidate in stage]
-        self.bound(ranks.settled_rmax)
-        elements = [sum(candidate.price * candidate.elements for candidate in stage) for stage in stages]
-        self.excluded_bytes = uncompressed * sum(elements[place] for place in excluded)
-        least = sum(options(one, bytes_per_value)[0].size for one in every) + self.excluded_bytes
-        worth = worth_of(learning_rate, iterations, power) if learning_rate and power else None
+        self.bound(ranks.resolved_rmax)
+        elements = [sum(one.price * one.elements for one in stage) for stage in stages]
+        self.excluded_bytes = uncompressed * sum(elements[index] for index in excluded)
+        least = sum(options(one, bytes_per_value)[0].size for one in self.parameters) + self.excluded_bytes
+        weights = byte_weights(learning_rate, iterations, power) if learning_rate and power else None
         self.ledger = Ledger(
-            self.volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, worth, ranks.window
+            self.volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, weights, ranks.window
         )
         self.fidelity = math.nan  # in the last window
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
-        watched = [True] * iterations if worth is None else [one > LEAST_RATE**power for one in worth]
+        watched = [True] * iterations if weights is None else [one > LEAST_RATE**power for one in weights]
         self.guard = FidelityGuard(study.least_fidelity, watched)
-        # parameters that travel in another encoding since the last decision, by place: what the one before had left is
-        # sent in their first window, so that window says little about the new one
-        self.changed: dict[int, list[str]] = {place: [] for place in self.places}
+        # of each parameter, whether it travels in another encoding since the last decision: what the one before had
+        # left is sent in the first window, so that window says little about the new one
+        self.changed = [False] * len(self.parameters)
         self.limit = "budget"
         self.choices, self.limit = self._best(self.first)
 
@@ -107,31 +109,30 @@ class BudgetPlanner:
         counted = self.ledger.step(iteration, self.relief).total
         return min(counted / (self.ledger.overhead or 1.0) - self.excluded_bytes, self.most)
 
-    def observe(self, window: WindowObservation, idle: bool = False) -> None:
-        """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
-        self.ledger.unbudgeted |= self.rounds
-        self.ledger.observe(window, idle)
-        nothing, seen = (math.nan, math.nan), {}
-        for place in self.places:
-            noise, rows = window.stages[place].noise, window.stages[place].row_shares
-            self.candidates[place] = [one.with_rows(rows.get(one.matrix.name, ())) for one in self.candidates[place]]
-            seen[place] = [noise.get(one.matrix.name, nothing) for one in self.candidates[place]]
+    def observe(self, window: WindowObservation, outside_budget: bool = False) -> None:
+        """Take in a window. ``outside_budget``: the host has summed because nothing was to be compressed."""
+        self.ledger.window_outside_budget |= self.rounds
+        self.ledger.observe(window, outside_budget)
+        nothing = (math.nan, math.nan)
+        stages = [window.stages[index] for index in self.stage_of]
+        self.parameters = [
+            one.with_rows(stage.row_shares.get(one.matrix.name, ()))
+            for one, stage in zip(self.parameters, stages, strict=True)
+        ]
+        seen = [stage.noise.get(one.matrix.name, nothing) for one, stage in zip(self.parameters, stages, strict=True)]
         measured = [
-            (one.elements, own, energy)
-            for place in self.places
-            for one, (own, energy) in zip(self.candidates[place], seen[place], strict=True)
+            (one.elements, noise, energy)
+            for one, (noise, energy) in zip(self.parameters, seen, strict=True)
             if 0 < energy < math.inf
         ]
         self.fidelity = fidelity(measured)
-        self._fit(seen, mean_energy(measured))
-
-    def _fit(self, seen: Mapping[int, Sequence[tuple[float, float]]], mean: float) -> None:
-        """Take in the noise of each parameter, and the energy of an entry. ``mean``: that of all entries."""
-        for place in self.places:
-            self.candidates[place] = [
-                one.fitted(choice, math.nan if one.matrix.name in self.changed[place] else own).weighed(energy / mean)
-                for (one, choice), (own, energy) in zip(self._chosen(place), seen[place], strict=True)
-            ]
+        mean = mean_energy(measured)
+        self.parameters = [
+            one.fitted(choice, math.nan if changed else noise).with_energy(energy / mean)
+            for one, choice, changed, (noise, energy) in zip(
+                self.parameters, self.choices, self.changed, seen, strict=True
+            )
+        ]
 
     def decide(self, iteration: int) -> None:
         """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
@@ -148,14 +149,7 @@ class BudgetPlanner:
         else:
             self.guard.update(self.fidelity, iteration, self.fidelity < self.guard.least and self._has_most(iteration))
             self.choices, self.limit = self._kept_or_best(iteration)
-        self.changed = {
-            place: [
-                one.matrix.name
-                for one, old, new in zip(self.candidates[place], before[place], self.choices[place], strict=True)
-                if old.encoding != new.encoding
-            ]
-            for place in self.places
-        }
+        self.changed = [old.encoding != new.encoding for old, new in zip(before, self.choices, strict=True)]
         self.ledger.grant(iteration, self.relief)
 
     def _kept_or_best(self, iteration: int) -> Spending:
@@ -171,7 +165,7 @@ class BudgetPlanner:
         pays = self._noise(best) < (1 - LEAST_GAIN_OF_PLAN) * noise
         return Spending(self.choices if fits and not pays else best, limit)
 
-    def little(self, iteration: int) -> float:
+    def enough_noise(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
         if self.relief > 1:
             return 0.0
@@ -180,59 +174,45 @@ class BudgetPlanner:
     def _best(self, iteration: int, current: Choices | None = None, same_methods: bool = False) -> Spending:
         """The choices with the least noise from ``iteration`` on. ``current``: those of now; None before the first."""
         if self.rounds:
-            rounded: Choices = {place: [one.rounded for one in self.candidates[place]] for place in self.places}
-            return Spending(rounded, self.limit)
-        budget = self.budget(iteration)
-        every = [candidate for place in self.places for candidate in self.candidates[place]]
+            return Spending([one.rounded for one in self.parameters], self.limit)
+        budget, parameters = self.budget(iteration), self.parameters
         if current is not None:
-            ways = [choice for place in self.places for choice in current[place]]
-            every = [replace(candidate, current=choice) for candidate, choice in zip(every, ways, strict=True)]
-        found = iter(spend(every, self.bytes_per_value, budget, same_methods, self.little(iteration)))
-        best = {place: [next(found) for _ in self.candidates[place]] for place in self.places}
+            parameters = [replace(one, current=choice) for one, choice in zip(parameters, current, strict=True)]
+        best = spend(parameters, self.bytes_per_value, budget, same_methods, self.enough_noise(iteration))
         if self._size(best) > budget:  # not even the smallest options fit
             return Spending(best, "the budget is too small")
         return Spending(best, "link" if budget == self.most else "budget")
 
     def _has_most(self, iteration: int) -> bool:
         """Whether more relief would add no byte to steps from ``iteration`` on."""
-        every = [candidate for stage in self.candidates.values() for candidate in stage]
-        return self.budget(iteration) >= min(
-            self.most, sum(options(one, self.bytes_per_value)[-1].size for one in every)
-        )
+        largest = sum(options(one, self.bytes_per_value)[-1].size for one in self.parameters)
+        return self.budget(iteration) >= min(self.most, largest)
 
     def _at_rank(self, rank: int) -> float:
         """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
         finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
-        return sum(
-            one.size(SendRounded(finest) if one.directions is None else SendLowRank(rank), self.bytes_per_value)
-            for stage in self.candidates.values()
-            for one in stage
+        return self._size(
+            [SendRounded(finest) if one.directions is None else SendLowRank(rank) for one in self.parameters]
         )
 
-    def _size(self, choices: Mapping[int, Sequence[Choice]]) -> float:
-        return sum(
-            candidate.size(choice, self.bytes_per_value)
-            for place in self.places
-            for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
-        )
+    def _size(self, choices: Sequence[Choice]) -> float:
+        return sum(one.size(choice, self.bytes_per_value) for one, choice in zip(self.parameters, choices, strict=True))
 
-    def _noise(self, choices: Mapping[int, Sequence[Choice]]) -> float:
-        return sum(
-            candidate.weight * candidate.noise(choice)
-            for place in self.places
-            for candidate, choice in zip(self.candidates[place], choices[place], strict=True)
-        )
+    def _noise(self, choices: Sequence[Choice]) -> float:
+        return sum(one.weight * one.noise(choice) for one, choice in zip(self.parameters, choices, strict=True))
 
-    def ranks(self, place: int) -> dict[str, int]:
-        """Of a stage's parameters that travel in low rank, also beside rows, by name."""
-        return {one.matrix.name: choice.rank for one, choice in self._chosen(place) if choice.rank is not None}
+    def ranks(self, stage: int) -> dict[str, int]:
+        """Ranks by name, of a stage's parameters that travel in low rank, also beside rows."""
+        return {one.matrix.name: choice.rank for one, choice in self._chosen(stage) if choice.rank is not None}
 
-    def formats(self, place: int) -> dict[str, str]:
-        """Of a stage's parameters that are rounded, or of which rows travel, by name."""
-        return {one.matrix.name: choice.format for one, choice in self._chosen(place) if choice.format is not None}
+    def formats(self, stage: int) -> dict[str, str]:
+        """Formats by name, of a stage's parameters that are rounded, or of which rows travel."""
+        return {one.matrix.name: choice.format for one, choice in self._chosen(stage) if choice.format is not None}
 
-    def _chosen(self, place: int) -> Iterator[tuple[Candidate, Choice]]:
-        return zip(self.candidates[place], self.choices[place], strict=True)
+    def _chosen(self, stage: int) -> Iterator[tuple[PlannedParameter, Choice]]:
+        for index, one, choice in zip(self.stage_of, self.parameters, self.choices, strict=True):
+            if index == stage:
+                yield one, choice
 
     @property
     def reason(self) -> str:
@@ -245,14 +225,14 @@ class BudgetPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
-        stages = {
-            str(place): {
-                one.matrix.name: [*one.shape, to_list(choice), *one.learned()]
-                for one, choice in zip(self.candidates[place], self.choices[place], strict=True)
-            }
-            for place in self.places
-        }
-        changed = {str(place): names for place, names in self.changed.items()}
+        changed: dict[str, list[str]] = {str(index): [] for index in self.planned_stages}
+        stages: dict[str, dict[str, Any]] = {str(index): {} for index in self.planned_stages}
+        for index, one, choice, has_changed in zip(
+            self.stage_of, self.parameters, self.choices, self.changed, strict=True
+        ):
+            stages[str(index)][one.matrix.name] = [*one.shape, to_list(choice), *one.learned()]
+            if has_changed:
+                changed[str(index)].append(one.matrix.name)
         return {
             "ledger": self.ledger.state_dict(),
             "rounds": self.rounds,
@@ -267,22 +247,21 @@ class BudgetPlanner:
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError("the budget's state is of another release of EDGC")
+        saved = state["stages"]
         # a stage of which nothing was to be compressed then starts anew
-        known = [place for place in self.places if str(place) in state["stages"]]
-        for place in known:
-            saved = state["stages"][str(place)]
-            own = {one.matrix.name: one.shape for one in self.candidates[place]}
-            if {name: values[:3] for name, values in saved.items()} != own:
+        known = [stage for stage in self.planned_stages if str(stage) in saved]
+        for stage in known:
+            own = {one.matrix.name: one.shape for one, _ in self._chosen(stage)}
+            if {name: values[:3] for name, values in saved[str(stage)].items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.ledger.load_state_dict(state["ledger"])
         self.guard.relief = state["relief"]
-        for place in known:
-            self.changed[place] = list(state["changed"][str(place)])
-            saved = [state["stages"][str(place)][one.matrix.name][3:] for one in self.candidates[place]]
-            self.choices[place] = [from_list(choice) for choice, *_ in saved]
-            self.candidates[place] = [
-                one.with_learned(*learned) for one, (_, *learned) in zip(self.candidates[place], saved, strict=True)
-            ]
+        for index, (stage, one) in enumerate(zip(self.stage_of, self.parameters, strict=True)):
+            if stage in known:
+                choice, *learned = saved[str(stage)][one.matrix.name][3:]
+                self.choices[index] = from_list(choice)
+                self.parameters[index] = one.with_learned(*learned)
+                self.changed[index] = one.matrix.name in state["changed"][str(stage)]
 
 
 def mean_energy(measured: Sequence[tuple[int, float, float]]) -> float:
@@ -303,8 +282,8 @@ def fidelity(measured: Sequence[tuple[int, float, float]]) -> float:
     return sum(size * share for size, share in kept) / weight if kept else math.nan
 
 
-def worth_of(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:
-    """What a byte is worth in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
+def byte_weights(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:
+    """The weight of a byte in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
 
     What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
     spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)). While the rate still rises, the largest of

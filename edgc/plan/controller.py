@@ -1,8 +1,8 @@
 """The central controller: what a window has shown in, one frozen plan out. No tensors, no collectives."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgc.config import EDGCConfig, RankPolicy
@@ -19,6 +19,23 @@ from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 
 
+@dataclass(frozen=True)
+class ControlledStage:
+    """A stage as the controller knows it.
+
+    ``matrices``: those that one process compresses; a stage that has none stays dense. ``cost``: of its reduction; None
+    where it was not measured. ``message_cost``: of the message with a micro-batch's activation gradients to the stage
+    before; None where there is none. ``price``: of its bytes, where one rank is shared out over all stages.
+    ``excluded``: it is never compressed.
+    """
+
+    matrices: Sequence[MatrixSpec]
+    cost: StageCost | None = None
+    message_cost: StageCost | None = None
+    price: float = 1.0
+    excluded: bool = False
+
+
 class Controller:
     """Takes in what each window has shown, and asks the policy of this run (``edgc.plan.policies``) for the next plan.
 
@@ -27,13 +44,8 @@ class Controller:
     Args:
         config: settings with ``rmin`` and ``rmax`` resolved (see ``resolve_ranks``).
         iterations: length of the run.
-        stages: the matrices of each stage that one process compresses; a stage that has none stays dense.
-        costs: communication cost of each stage; None where it was not measured.
-        excluded: places of stages that are never compressed.
-        message_costs: of the message with a micro-batch's activation gradients from each stage to the one before;
-            None, or no list at all, where there is none.
+        stages: at least one.
         budget: what sets ranks and formats where the run has a volume.
-        prices: of the bytes of each stage (default: 1), where one rank is shared out over all of them.
         trials: what compares compressed steps with the host's; None: compress without comparing.
         link_times: by which a run with a volume rounds all gradients, or does not; None: that never changes.
     """
@@ -42,26 +54,24 @@ class Controller:
         self,
         config: EDGCConfig,
         iterations: int,
-        stages: Sequence[Sequence[MatrixSpec]],
-        costs: Sequence[StageCost | None],
-        excluded: Collection[int] = (),
-        message_costs: Sequence[StageCost | None] = (),
+        stages: Sequence[ControlledStage],
         budget: BudgetPlanner | None = None,
-        prices: Sequence[float] = (),
         trials: Trials | None = None,
         link_times: LinkTimes | None = None,
     ):
-        if len(stages) != len(costs) or not stages:
-            raise ValueError(f"{len(stages)} stages and {len(costs)} costs: one of each per stage is needed")
-        bounded = config.asks_link and config.rank_policy is not RankPolicy.VOLUME
-        if bounded and (config.ranks.rmin is None or config.ranks.settled_rmax is None):
+        bounded = config.rank_depends_on_link and config.rank_policy is not RankPolicy.VOLUME
+        if bounded and (config.ranks.rmin is None or config.ranks.resolved_rmax is None):
             raise ValueError("rmin and rmax must be resolved before the controller is built")
         self.config, self.iterations = config, iterations
         self.budget, self.trials, self.link_times = budget, trials, link_times
-        self.prices = list(prices) or [1.0] * len(stages)
-        self.excluded = frozenset(excluded)
-        self.matrices = tuple(() if place in self.excluded else tuple(stage) for place, stage in enumerate(stages))
-        self.times = StageTimes(costs, message_costs, computed=config.ranks.link_gbps is not None)
+        self.prices = [stage.price for stage in stages]
+        self.excluded = frozenset(index for index, stage in enumerate(stages) if stage.excluded)
+        self.matrices = tuple(() if stage.excluded else tuple(stage.matrices) for stage in stages)
+        self.times = StageTimes(
+            [stage.cost for stage in stages],
+            [stage.message_cost for stage in stages],
+            computed=config.ranks.link_gbps is not None,
+        )
         # also where it decides nothing: a resumed run may have it decide
         self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
@@ -89,7 +99,7 @@ class Controller:
         self.energies = [observation.energies for observation in observations]
         self.times.observe(observations)
         if self.budget is not None:
-            self.budget.observe(window, idle=self.plan.by_host)
+            self.budget.observe(window, outside_budget=self.plan.by_host)
         if self.trials is not None:
             reductions = [o.reduce_seconds for o in observations if math.isfinite(o.reduce_seconds)]
             by_host = self.trials.by_host
@@ -130,24 +140,24 @@ class Controller:
         """Whether all gradients are rounded, because that takes less time than low rank."""
         return self.budget is not None and self.budget.rounds
 
-    def settle(self, state: Mapping[str, Any], **ranks: Any) -> None:
-        """Use these settings of ranks, as the probe of an earlier run has settled them, and round if it did.
+    def adopt_ranks(self, state: Mapping[str, Any], **ranks: Any) -> None:
+        """Use these settings of ranks, to which the probe of an earlier run has led, and round if it did.
 
         ``state``: of that run's controller.
         """
         self.link_times = _link_times(state)
-        self.config = self.entropy.config = self.config.but(**ranks)
+        self.config = self.entropy.config = self.config.replace(**ranks)
         if self.budget is not None:
-            self.budget.bound(self.config.ranks.settled_rmax)
+            self.budget.bound(self.config.ranks.resolved_rmax)
             self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
 
-    def settle_excluded(self, state: Mapping[str, Any]) -> bool:
+    def adopt_excluded(self, state: Mapping[str, Any]) -> bool:
         """Leave those stages out that an earlier run with a constant rank has left out, whatever was timed now.
 
         ``state``: of that run's controller. Returns whether they are others than this run's.
         """
         before = self.excluded
-        self.excluded = frozenset(place for place, rank in enumerate(state["plan"]["ranks"]) if rank is None)
+        self.excluded = frozenset(index for index, rank in enumerate(state["plan"]["ranks"]) if rank is None)
         return self.excluded != before
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,7 +194,7 @@ class Controller:
             self.budget.load_state_dict(state["budget"])
             ledger = self.budget.ledger
             ledger.host_share_hidden |= before.trial is not None
-            ledger.unbudgeted |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
+            ledger.window_outside_budget |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
         plan = replace(before, by_host=by_host, trial=None, tried=tried)

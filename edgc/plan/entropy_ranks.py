@@ -58,28 +58,28 @@ class EntropyRanks:
 
         ``energies``: of the window, as in a ``StageObservation``.
         """
-        entropy, before, places = self.history[-1], plan.ranks, range(len(self.models))
-        proposed = tuple(self._proposed(place, entropy[place], before[place], energies[place]) for place in places)
+        entropy, before, indices = self.history[-1], plan.ranks, range(len(self.models))
+        proposed = tuple(self._proposed(index, entropy[index], before[index], energies[index]) for index in indices)
         may_begin = iteration >= self.config.warmup(self.iterations)
-        begins = [may_begin and self.anchor[place] is None and self._stable(place) for place in places]
-        for place in places:
-            if begins[place]:
-                self.anchor[place] = entropy[place]
-        own = [self._own_target(place, proposed[place], begins[place], before[place]) for place in places]
+        begins = [may_begin and self.anchor[index] is None and self._stable(index) for index in indices]
+        for index in indices:
+            if begins[index]:
+                self.anchor[index] = entropy[index]
+        own = [self._own_target(index, proposed[index], begins[index], before[index]) for index in indices]
         targets, reasons = [target for target, _ in own], [reason for _, reason in own]
         first = self._step(before[0], targets[0])
         if self.config.ranks.align and first is not None:
-            for place in places[1:]:
-                if self.anchor[place] is not None and not begins[place] and self.times.can_align(place):
-                    targets[place], reasons[place] = self.times.aligned(place, first, self._rmax), "alignment"
+            for index in indices[1:]:
+                if self.anchor[index] is not None and not begins[index] and self.times.can_align(index):
+                    targets[index], reasons[index] = self.times.aligned(index, first, self._rmax), "alignment"
         ranks = tuple(self._step(*one) for one in zip(before, targets, strict=True))
         plan = replace(plan, entropy=entropy, proposed=proposed, targets=tuple(targets), reasons=tuple(reasons))
         return plan, ranks
 
     @property
     def _rmax(self) -> int:
-        assert self.config.ranks.settled_rmax is not None
-        return self.config.ranks.settled_rmax
+        assert self.config.ranks.resolved_rmax is not None
+        return self.config.ranks.resolved_rmax
 
     def _stable(self, stage: int) -> bool:
         """Whether a stage's entropy changed by less than the threshold, in nats, between the last two windows.
@@ -161,7 +161,7 @@ class EntropyRanks:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         return {
-            "settings": self.config.only(REFERENCES),
+            "settings": self.config.subset(REFERENCES),
             "history": [list(entropy) for entropy in self.history],
             "anchor": list(self.anchor),
             "tolerated": list(self.tolerated),
@@ -171,7 +171,7 @@ class EntropyRanks:
         """Go on where ``state_dict`` was taken, as far as it is in today's units. Whether entropy sets the ranks, and
         did so before.
         """
-        then, now = state["settings"], self.config.only(REFERENCES)
+        then, now = state["settings"], self.config.subset(REFERENCES)
         by_entropy = then["static_rank"] is None and self.config.rank_policy is RankPolicy.ENTROPY
         if then["entropy_estimator"] == now["entropy_estimator"]:
             self.history = [tuple(entropy) for entropy in state["history"]]

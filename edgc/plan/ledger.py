@@ -16,12 +16,12 @@ WINDOWS = 20  # of a run, at least
 class Counts:
     """Bytes as counted so far.
 
-    ``idle``: of steps in which nothing was to be compressed. ``sent_by_relief``: what relief has taken, which is no
-    part of the budget.
+    ``outside_budget``: of steps in which nothing was to be compressed. ``sent_by_relief``: what relief has taken, which
+    is no part of the budget either.
     """
 
     run: ByteCount = ByteCount()
-    idle: ByteCount = ByteCount()
+    outside_budget: ByteCount = ByteCount()
     sent_by_relief: float = 0.0
 
 
@@ -45,7 +45,7 @@ class Ledger:
         iterations: of the run.
         fp32_bytes: of a step's messages in fp32; ``uncompressed``: of those of a step in which nothing is compressed;
             ``least``: of those of a step in which every parameter has its smallest choice.
-        worth: what a byte is worth in each iteration (None: always the same).
+        weights: of a byte in each iteration (None: always the same).
         window: iterations between two decisions.
     """
 
@@ -56,36 +56,36 @@ class Ledger:
         fp32_bytes: float,
         uncompressed: float,
         least: float,
-        worth: Sequence[float] | None = None,
+        weights: Sequence[float] | None = None,
         window: int = 1,
     ):
         self.volume, self.iterations, self.window = volume, iterations, window
         self.fp32_bytes, self.uncompressed, self.least = fp32_bytes, uncompressed, least
-        each = np.ones(iterations) if worth is None else np.asarray(worth)
-        # of a step in the window from an iteration on, its share of what it and all later ones are worth
+        each = np.ones(iterations) if weights is None else np.asarray(weights)
+        # of a step in the window from an iteration on, its share of the weight of itself and all later ones
         before = np.concatenate([[0.0], np.cumsum(each)])
         ends = np.minimum(np.arange(iterations) + window, iterations)
         self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
-        self.worth = each / each.mean()
+        self.weights = each / each.mean()
         self.counts = Counts()
         self.granted: StepBytes | None = None  # to the steps of this window; None: no relief
         self.host_share_hidden = False  # whether a resume has hidden which of this window's steps the host has summed
         # whether this window is no part of the budget, because a resume has changed who sums, or how, or because the
         # link asks for what it sends
-        self.unbudgeted = False
+        self.window_outside_budget = False
         self.per_step: float | None = None  # bytes that the last window took, in the unit of ``fp32_bytes``
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
 
-    def observe(self, window: WindowObservation, idle: bool) -> None:
-        """Take in a window. ``idle``: the host has summed because nothing was to be compressed."""
-        host_share, idle = (1.0, True) if self.unbudgeted else (window.host_share, idle)
+    def observe(self, window: WindowObservation, outside_budget: bool) -> None:
+        """Take in a window. ``outside_budget``: the host has summed because nothing was to be compressed."""
+        host_share, outside = (1.0, True) if self.window_outside_budget else (window.host_share, outside_budget)
         counts, taken = self.counts, window.bytes - self.counts.run
         counts.run = window.bytes
         # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
         sent_by_host = taken.sent if host_share == 1 else host_share * taken.host
-        if idle:
-            counts.idle += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
+        if outside:
+            counts.outside_budget += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
         if self.granted is not None:  # steps may have taken less than relief offers, at first from their budget
             steps = (1 - host_share) * taken.fp32 / self.fp32_bytes
             beyond = taken.sent - sent_by_host - max(self.granted.by_budget, 0.0) * steps
@@ -93,7 +93,7 @@ class Ledger:
         # of a window with both it is not known: the first of the host's steps also sends errors
         unknown = host_share or self.host_share_hidden or not taken.fp32 > 0
         unknown = unknown or not self.fp32_bytes  # without messages nothing is learnt
-        self.host_share_hidden = self.unbudgeted = False
+        self.host_share_hidden = self.window_outside_budget = False
         self.per_step = None if unknown else taken.sent / taken.fp32 * self.fp32_bytes
 
     def learn(self, predicted: float) -> None:
@@ -108,18 +108,18 @@ class Ledger:
         if relief == 1:
             return StepBytes(by_budget, 0.0)
         # what the budget lacks of a usual step, because earlier ones have taken more, is relief as well
-        usual = self.fp32_bytes / self.volume * float(self.worth[min(iteration, self.iterations - 1)])
+        usual = self.fp32_bytes / self.volume * float(self.weights[min(iteration, self.iterations - 1)])
         return StepBytes(by_budget, max(usual - by_budget, 0.0) + (relief - 1) * usual)
 
     def _by_budget(self, iteration: int) -> float:
         """What the budget has for each step of the window from ``iteration`` on; below 0 if more is spent already."""
         unspent = self._unspent(iteration)
-        by_worth = unspent * float(self.share[min(iteration, self.iterations - 1)])
+        by_weight = unspent * float(self.share[min(iteration, self.iterations - 1)])
         # what later steps need at least is not for the steps of this window
         remaining = max(self.iterations - iteration, 1)
         least = (self.overhead or 1.0) * self.least
         spare = (unspent - least * remaining) / min(remaining, max(self.iterations / WINDOWS, self.window))
-        return min(by_worth, least + spare) if spare > 0 else by_worth
+        return min(by_weight, least + spare) if spare > 0 else by_weight
 
     def _unspent(self, iteration: int) -> float:
         """What is left of the run's budget at ``iteration``. The host's own steps, where nothing was to be compressed,
@@ -129,9 +129,9 @@ class Ledger:
         sent, fp32 = counts.run.sent, counts.run.fp32
         if not fp32:  # nothing is counted yet: what the warm-up takes
             sent, fp32 = iteration * self.uncompressed, done
-        idle = counts.idle.fp32 / fp32 * done if fp32 else 0.0
-        spent = (sent - counts.idle.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
-        return (self.fp32_bytes * self.iterations - idle) / self.volume - spent
+        outside = counts.outside_budget.fp32 / fp32 * done if fp32 else 0.0
+        spent = (sent - counts.outside_budget.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
+        return (self.fp32_bytes * self.iterations - outside) / self.volume - spent
 
     def grant(self, iteration: int, relief: float) -> None:
         """Steps from ``iteration`` on get what ``step`` says."""
@@ -144,8 +144,8 @@ class Ledger:
             "counts": asdict(self.counts),
             "granted": self.granted and asdict(self.granted),
             "overhead": self.overhead,
-            "mixed": self.host_share_hidden,
-            "apart": self.unbudgeted,
+            "host_share_hidden": self.host_share_hidden,
+            "window_outside_budget": self.window_outside_budget,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,6 +153,11 @@ class Ledger:
         own, counts = self.state_dict(), state["counts"]
         if state.keys() != own.keys() or counts.keys() != own["counts"].keys():
             raise ValueError("the budget's counts are of another release of EDGC")
-        self.counts = Counts(ByteCount(**counts["run"]), ByteCount(**counts["idle"]), counts["sent_by_relief"])
+        self.counts = Counts(
+            ByteCount(**counts["run"]), ByteCount(**counts["outside_budget"]), counts["sent_by_relief"]
+        )
         self.granted, self.overhead = state["granted"] and StepBytes(**state["granted"]), state["overhead"]
-        self.host_share_hidden, self.unbudgeted = state["mixed"], state["apart"]
+        self.host_share_hidden, self.window_outside_budget = (
+            state["host_share_hidden"],
+            state["window_outside_budget"],
+        )

@@ -53,32 +53,32 @@ class EnergySpectrum:
     """How the energy of a gradient is spread over its parts.
 
     ``parts``: the number of its directions, or rows. ``steepness``: exponent of the power law. ``factor``: how many
-    times the noise is that of the law. Both are guesses until there are ``measurements``. ``held``: what takes the
-    place of the power law where it is known: shares of a gradient's energy that so many of its largest parts hold, as
-    pairs (parts, share) with both growing.
+    times the noise is that of the law. Both are guesses until there are ``measurements``. ``measured_shares``: pairs
+    (parts, share) with both growing: the share of a gradient's energy that so many of its largest parts hold. Where
+    they are known, they take the place of the power law.
     """
 
     parts: int
     steepness: float
     factor: float = 1.0
     measurements: int = 0
-    held: tuple[tuple[int, float], ...] = ()
+    measured_shares: tuple[tuple[int, float], ...] = ()
 
     def noise(self, sent: int) -> float:
         """Where each step sends so many parts."""
         return min(self.factor, LARGEST_FACTOR) * self._law(sent)
 
     def _law(self, sent: int) -> float:
-        if not self.held:
+        if not self.measured_shares:
             return noise_of_parts(sent, self.parts, self.steepness)
-        parts, shares = zip((0, 0.0), *self.held, (self.parts, 1.0), strict=True)
+        parts, shares = zip((0, 0.0), *self.measured_shares, (self.parts, 1.0), strict=True)
         share = max(float(np.interp(sent, parts, shares)), 1e-2)
         return max(1 / share**2 - 1, LEAST_NOISE)
 
     def fitted(self, sent: int, noise: float) -> "EnergySpectrum":
         """The same as measured now and before."""
         noise = _averaged(noise, self.noise(sent), self.measurements)
-        if self.held:
+        if self.measured_shares:
             factor = min(max(noise / self._law(sent), 1 / LARGEST_FACTOR), LARGEST_FACTOR)
             return replace(self, factor=factor, measurements=self.measurements + 1)
         flat = noise_of_parts(sent, self.parts, 0.0)
@@ -87,9 +87,9 @@ class EnergySpectrum:
         exponent, factor = steepness(noise, sent, self.parts), min(max(noise / flat, 1.0), LARGEST_FACTOR)
         return replace(self, steepness=exponent, factor=factor, measurements=self.measurements + 1)
 
-    def harder(self, ratio: float) -> "EnergySpectrum":
-        """The same where every noise is this many times as large, and after the inverse ratio as it was: so the factor
-        itself has no bound.
+    def with_noise_scaled(self, ratio: float) -> "EnergySpectrum":
+        """The same with every noise times ``ratio``. The factor itself has no bound, so that the inverse ratio takes
+        this back.
         """
         return replace(self, factor=self.factor * ratio)
 

@@ -38,11 +38,11 @@ class Policy(ABC):
         """
 
     def _everywhere(self, rank: int | None) -> tuple[int | None, ...]:
-        return tuple(None if place in self.excluded else rank for place in range(self.stages))
+        return tuple(None if index in self.excluded else rank for index in range(self.stages))
 
     def _kept(self, plan: RankPlan) -> tuple[int | None, ...]:
         """The plan's ranks, of stages that may be compressed."""
-        return tuple(None if place in self.excluded else rank for place, rank in enumerate(plan.ranks))
+        return tuple(None if index in self.excluded else rank for index, rank in enumerate(plan.ranks))
 
     def _begun_anew(self, plan: RankPlan, uniform: bool) -> RankPlan:
         """A plan that goes on only where it is the first of today. ``uniform``: no rank is shared out."""
@@ -98,7 +98,7 @@ class ConstantRank(Policy):
 
     def _rank(self, iteration: int) -> int:
         """At the middle of the window that begins at ``iteration``."""
-        rank, tilt = self.config.ranks.settled_static_rank or NO_RANK, self.config.study.rank_tilt
+        rank, tilt = self.config.ranks.resolved_static_rank or NO_RANK, self.config.study.rank_tilt
         end = min(iteration + self.config.ranks.window, self.iterations)
         progress = (iteration + end) / 2 / self.iterations
         return nearest_rank(rank * (1 + tilt * (1 - 2 * progress))) if tilt else rank
@@ -121,7 +121,7 @@ class RanksByEntropy(Policy):
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         if not by_entropy:
             return self._begun_anew(plan, self.sharing.uniform)
-        least, most = self.config.ranks.rmin, self.config.ranks.settled_rmax
+        least, most = self.config.ranks.rmin, self.config.ranks.resolved_rmax
         assert least is not None and most is not None
         ranks = tuple(rank and min(max(rank, least), most) for rank in self._kept(plan))
         unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or self.sharing.uniform)
@@ -157,13 +157,13 @@ class RanksByBudget(Policy):
         return _changed(plan, **choices)
 
     def _choices(self) -> dict[str, Any]:
-        budget, places = self.budget, [None if place in self.excluded else place for place in range(self.stages)]
-        ranks = [None if place is None else budget.ranks(place) for place in places]
+        budget, indices = self.budget, [None if index in self.excluded else index for index in range(self.stages)]
+        ranks = [None if index is None else budget.ranks(index) for index in indices]
         return {
             "ranks": tuple(None if own is None else max(own.values(), default=NO_RANK) for own in ranks),
             "matrix_ranks": tuple(ranks),
-            "formats": tuple(None if place is None else budget.formats(place) for place in places),
-            "reasons": tuple(NEVER_COMPRESSED if place is None else budget.reason for place in places),
+            "formats": tuple(None if index is None else budget.formats(index) for index in indices),
+            "reasons": tuple(NEVER_COMPRESSED if index is None else budget.reason for index in indices),
             "relief": budget.relief,
         }
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 NO_RANK = 0  # compressed by an engine that has no rank
 NEVER_COMPRESSED = "never compressed"  # the reason of a stage that has nothing to compress
@@ -20,6 +20,14 @@ class Summing(Enum):
     DENSE = "dense"  # EDGC, and compresses none: in its warm-up, or under a plan without ranks
     COMPRESSED = "compressed"  # EDGC, at the ranks of the plan
     HOST = "host"
+
+
+class StageRanks(NamedTuple):
+    """What a plan says of one stage: see ``RankPlan``."""
+
+    rank: int | None
+    matrix_ranks: Mapping[str, int] | None
+    formats: Mapping[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,11 @@ class RankPlan:
             return Summing.HOST if self.by_host else Summing.DENSE
         tried = self.trial is not None and self.trial[0] <= iteration < self.trial[1]
         return Summing.HOST if self.by_host != tried else Summing.COMPRESSED
+
+    def of_stage(self, index: int) -> StageRanks:
+        """The rank of one stage, and what its parameters have in the place of it."""
+        matrix_ranks = self.matrix_ranks[index] if self.matrix_ranks else None
+        return StageRanks(self.ranks[index], matrix_ranks, self.formats[index] if self.formats else None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -20,17 +20,17 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
 
     if config.ranks.static_rank is not None:
         tilted = 1 + abs(config.study.rank_tilt)  # times this rank is the largest of the run
-        return config.but(static_rank=known(config.ranks.static_rank, break_even / tilted))
+        return config.replace(static_rank=known(config.ranks.static_rank, break_even / tilted))
     rmax = known(config.ranks.rmax)
     if config.rank_policy is RankPolicy.VOLUME:
-        return config.but(rmax=rmax)
+        return config.replace(rmax=rmax)
     rmin = min(rmax, rank_below(rmax / 4)) if config.ranks.rmin is None else config.ranks.rmin
-    return config.but(rmin=rmin, rmax=rmax)
+    return config.replace(rmin=rmin, rmax=rmax)
 
 
 def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
     """The smallest and largest rank of a run whose ``static_rank`` is settled."""
-    rank, tilt = config.ranks.settled_static_rank, abs(config.study.rank_tilt)
+    rank, tilt = config.ranks.resolved_static_rank, abs(config.study.rank_tilt)
     if rank is None:
         return None
     return (nearest_rank(rank * (1 - tilt)), nearest_rank(rank * (1 + tilt))) if tilt else (rank, rank)

@@ -1,4 +1,4 @@
-"""A training run as its host describes it, and what was settled for all of it before its first step."""
+"""A training run as its host describes it, and what is decided for all of it before its first step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.budget import BudgetPlanner
-from edgc.plan.candidates import Candidate, PartialSend
 from edgc.plan.comm_cost import StageCost
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.link_times import LinkTimes
 from edgc.plan.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
+from edgc.plan.parameters import PartialSend, PlannedParameter
 from edgc.plan.stages import StageKey, StageKind, StagePlan
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
@@ -74,7 +74,7 @@ class ReductionSizes:
     uncompressed: float
     run: Run
 
-    def candidates(self, stage: StagePlan) -> list[Candidate]:
+    def parameters(self, stage: StagePlan) -> list[PlannedParameter]:
         """The parameters of a stage that sends any."""
         if self.run.alone and stage.key.kind is StageKind.LAYERS:
             return []
@@ -87,9 +87,9 @@ class ReductionSizes:
             # and what queries and keys need would wait.
             if one.embedding:
                 rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
-            found.append(Candidate(one, directions, rows, price))
+            found.append(PlannedParameter(one, directions, rows, price))
         others = [parameter for parameter, _ in stage.selection.others if parameter.elements]
-        return found + [Candidate(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
+        return found + [PlannedParameter(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, kind: StageKind) -> float:
         """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""
@@ -103,7 +103,7 @@ class ReductionSizes:
 class RunPlan:
     """What holds for the whole run; the same on every process.
 
-    ``config`` has its ranks settled. ``compresses``: false where on this link neither low rank nor rounding is worth
+    ``config`` has its ranks resolved. ``compresses``: false where on this link neither low rank nor rounding is worth
     its time. ``tries``: whether steps of the run decide if compression is worth its time
     (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume,
     every gradient is rounded, because on this link that takes less time than low rank. ``link_times``: by which that
@@ -128,16 +128,15 @@ class RunPlan:
         return self.tries and not self.compresses
 
     def controller(self, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()) -> Controller:
-        """The controller of these stages. ``message_costs``: see there."""
+        """The controller of these stages. ``message_costs``: of each stage, see ``ControlledStage``; default: none."""
         iterations = sizes.run.iterations
-        excluded = [place for place, stage in enumerate(self.stages) if stage.dense_because]
         budget = trials = None
         if self.config.rank_policy is RankPolicy.VOLUME:
             budget = BudgetPlanner(
                 self.config,
                 iterations,
-                [sizes.candidates(stage) for stage in self.stages],
-                excluded,
+                [sizes.parameters(stage) for stage in self.stages],
+                [index for index, stage in enumerate(self.stages) if stage.dense_because],
                 sizes.bytes_per_value,
                 sizes.uncompressed,
                 sizes.run.learning_rate,
@@ -147,15 +146,14 @@ class RunPlan:
             timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
             host_seconds = max(timed, default=math.nan)
             trials = Trials(iterations, host_seconds, sizes.run.overlapped, by_host=self.starts_by_host)
-        return Controller(
-            self.config,
-            iterations,
-            [stage.selection.matrices for stage in self.stages],
-            [None if stage.dense_because else stage.cost for stage in self.stages],
-            excluded,
-            message_costs,
-            budget=budget,
-            prices=[sizes.price(stage.key.kind) for stage in self.stages],
-            trials=trials,
-            link_times=self.link_times,
-        )
+        stages = [
+            ControlledStage(
+                stage.selection.matrices,
+                None if stage.dense_because else stage.cost,
+                message_cost,
+                sizes.price(stage.key.kind),
+                excluded=bool(stage.dense_because),
+            )
+            for stage, message_cost in zip(self.stages, message_costs or [None] * len(self.stages), strict=True)
+        ]
+        return Controller(self.config, iterations, stages, budget, trials, self.link_times)

@@ -72,24 +72,24 @@ def water_filled_over_stages(
     ``prices``: of each stage's bytes. None if something that could have been measured was not.
     """
     # a stage of which no matrix pays is never measured
-    measurable = [place for place, stage in enumerate(stages) if uniform_ranks(stage, rank, min_saving)]
-    if not measurable or not all(energies[place] for place in measurable):
+    measurable = [index for index, stage in enumerate(stages) if uniform_ranks(stage, rank, min_saving)]
+    if not measurable or not all(energies[index] for index in measurable):
         return None
     # parameters of two stages may have the same name
     named = [
-        (place, one, replace(one, name=f"{place} {one.name}")) for place, stage in enumerate(stages) for one in stage
+        (index, one, replace(one, name=f"{index} {one.name}")) for index, stage in enumerate(stages) for one in stage
     ]
     found = water_filled_ranks(
         [key for _, _, key in named],
-        {key.name: energies[place].get(one.name, ()) for place, one, key in named},
+        {key.name: energies[index].get(one.name, ()) for index, one, key in named},
         rank,
         min_saving,
-        {key.name: prices[place] for place, _, key in named},
+        {key.name: prices[index] for index, _, key in named},
     )
     shared: list[dict[str, int]] = [{} for _ in stages]
-    for place, one, key in named:
+    for index, one, key in named:
         if key.name in found:
-            shared[place][one.name] = found[key.name]
+            shared[index][one.name] = found[key.name]
     return shared
 
 
@@ -170,37 +170,37 @@ class Sharing:
         if self.config.ranks.allocation == "waterfill" and self.config.rank_policy is RankPolicy.CONSTANT:
             matrix_ranks = self._by_one_level(plan, ranks)
         else:
-            matrix_ranks = tuple(self._within_stage(plan, place, rank) for place, rank in enumerate(ranks))
+            matrix_ranks = tuple(self._within_stage(plan, index, rank) for index, rank in enumerate(ranks))
         if (ranks, matrix_ranks) == (plan.ranks, plan.matrix_ranks or (None,) * len(ranks)):
             return plan
         # a constant rank may begin later
         first = max(iteration, plan.first_iteration)
         return replace(plan, version=plan.version + 1, first_iteration=first, ranks=ranks, matrix_ranks=matrix_ranks)
 
-    def _within_stage(self, plan: RankPlan, place: int, rank: int | None) -> Mapping[str, int] | None:
+    def _within_stage(self, plan: RankPlan, index: int, rank: int | None) -> Mapping[str, int] | None:
         if self.uniform or not rank:
             return None
-        if not self.energies[place]:
-            return _as_before(plan, place, rank)
+        if not self.energies[index]:
+            return _as_before(plan, index, rank)
         share = SHARES[self.config.ranks.allocation]
-        return share(self.matrices[place], self.energies[place], rank, self.config.study.min_saving)
+        return share(self.matrices[index], self.energies[index], rank, self.config.study.min_saving)
 
     def _by_one_level(self, plan: RankPlan, ranks: tuple[int | None, ...]) -> tuple[Mapping[str, int] | None, ...]:
         """One rank, shared out among the matrices of all stages by one water level."""
-        places = [place for place, rank in enumerate(ranks) if rank]
+        indices = [index for index, rank in enumerate(ranks) if rank]
         found = water_filled_over_stages(
-            [self.matrices[place] for place in places],
-            [self.energies[place] for place in places],
-            max((ranks[place] or 0 for place in places), default=0),
+            [self.matrices[index] for index in indices],
+            [self.energies[index] for index in indices],
+            max((ranks[index] or 0 for index in indices), default=0),
             self.config.study.min_saving,
-            [self.prices[place] for place in places],
+            [self.prices[index] for index in indices],
         )
         if found is None:
-            return tuple(_as_before(plan, place, rank) for place, rank in enumerate(ranks))
-        shared = dict(zip(places, found, strict=True))
-        return tuple(shared.get(place) for place in range(len(ranks)))
+            return tuple(_as_before(plan, index, rank) for index, rank in enumerate(ranks))
+        shared = dict(zip(indices, found, strict=True))
+        return tuple(shared.get(index) for index in range(len(ranks)))
 
 
-def _as_before(plan: RankPlan, place: int, rank: int | None) -> Mapping[str, int] | None:
+def _as_before(plan: RankPlan, index: int, rank: int | None) -> Mapping[str, int] | None:
     """Where nothing has been measured since."""
-    return plan.matrix_ranks[place] if plan.ranks[place] == rank and plan.matrix_ranks else None
+    return plan.matrix_ranks[index] if plan.ranks[index] == rank and plan.matrix_ranks else None

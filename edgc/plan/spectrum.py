@@ -14,7 +14,7 @@ def extended(energies: Sequence[float], length: int) -> list[float]:
     slope = 1.0
     if known > first and energies[known - 1] > 0:
         slope = math.log(energies[first - 1] / energies[known - 1]) / math.log(known / first)
-    tail = [energies[-1] * (known / place) ** slope for place in range(known + 1, length + 1)]
+    tail = [energies[-1] * (known / index) ** slope for index in range(known + 1, length + 1)]
     return [*energies[:length], *tail]
 
 

@@ -52,7 +52,7 @@ class Trials:
         self._compared = True  # whether what the next window shows is compared with the last trial, if there was one
         self._counted = ByteCount()  # of gradients of the run so far
         self._step = math.nan  # seconds of a step
-        self._settled = False  # whether enough steps have been timed since a trial was last begun or ended
+        self._enough_steps = False  # whether enough steps have been timed since a trial was last begun or ended
 
     def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, counted: ByteCount) -> float:
         """Take in a window. Returns how many seconds more, or fewer, reductions take if the link has changed; else 0.
@@ -64,8 +64,8 @@ class Trials:
         taken, self._counted = counted - self._counted, counted
         share = taken.sent / taken.host if taken.sent > 0 and taken.host > 0 else math.nan
         usual, tried = steps[self.by_host], steps[not self.by_host]
-        self._settled = len(usual) >= LEAST_USUAL_STEPS
-        if not self._settled:
+        self._enough_steps = len(usual) >= LEAST_USUAL_STEPS
+        if not self._enough_steps:
             return 0.0
         self._step = median(usual)
         if self.trial is not None:
@@ -119,7 +119,7 @@ class Trials:
     def decide(self, iteration: int) -> None:
         """Set a trial that begins soon after ``iteration``, if one is due, affordable, and ends in time."""
         first, last = iteration + 1, iteration + 1 + TRIAL_STEPS
-        if self.trial is not None and self.trial[1] <= iteration and self._settled:
+        if self.trial is not None and self.trial[1] <= iteration and self._enough_steps:
             self.trial, self.due = None, True  # the host has skipped steps of it
         if not self.due or self.trial is not None or last + LEAST_USUAL_STEPS > self.iterations:
             return

@@ -5,7 +5,7 @@ import types
 import typing
 from argparse import ArgumentParser, Namespace
 
-from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.config import ConfigError, EDGCConfig, flag, setting_fields
 from edgc.flags import description, study_from
 
 
@@ -15,30 +15,30 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "edgc", "entropy-driven dynamic gradient compression; 'python -m edgc flags' prints these flags alone, by group"
     )
     group.add_argument("--edgc", action="store_true", help="compress the data-parallel gradient reduction")
-    for knob in knobs():
-        text = f"[{knob.metadata['unit']}] {description(knob)}".replace("%", "%%")
-        if _scalar(knob.type) is bool:
+    for setting in setting_fields():
+        text = f"[{setting.metadata['unit']}] {description(setting)}".replace("%", "%%")
+        if _scalar(setting.type) is bool:
             # both, since a preset may have switched it on, and None leaves it to the run
-            name = knob.name.replace("_", "-")
+            name = setting.name.replace("_", "-")
             for prefix, action, help in (("", "store_true", text), ("no-", "store_false", f"do without --edgc-{name}")):
                 group.add_argument(
                     f"--edgc-{prefix}{name}",
-                    dest=f"edgc_{knob.name}",
+                    dest=f"edgc_{setting.name}",
                     action=action,
                     default=argparse.SUPPRESS,
                     help=help,
                 )
-        elif knob.name == "study":
+        elif setting.name == "study":
             group.add_argument(
-                flag(knob.name), dest="edgc_study", nargs="+", action="extend", default=argparse.SUPPRESS, help=text
+                flag(setting.name), dest="edgc_study", nargs="+", action="extend", default=argparse.SUPPRESS, help=text
             )
         else:
             group.add_argument(
-                flag(knob.name),
-                dest=f"edgc_{knob.name}",
-                type=_scalar(knob.type),
+                flag(setting.name),
+                dest=f"edgc_{setting.name}",
+                type=_scalar(setting.type),
                 default=argparse.SUPPRESS,  # the dataclass holds the defaults, and "given" can be told from "not given"
-                choices=knob.metadata["choices"],
+                choices=setting.metadata["choices"],
                 help=text,
             )
     return parser
@@ -46,7 +46,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def config_from_args(args: Namespace) -> EDGCConfig | None:
     """The run's settings; None without ``--edgc``. Raises ``ConfigError``, also for an EDGC flag without ``--edgc``."""
-    given = {knob.name: getattr(args, f"edgc_{knob.name}") for knob in knobs() if hasattr(args, f"edgc_{knob.name}")}
+    given = {
+        setting.name: getattr(args, f"edgc_{setting.name}")
+        for setting in setting_fields()
+        if hasattr(args, f"edgc_{setting.name}")
+    }
     if not args.edgc:
         stray = sorted(flag(name) for name in given)
         if stray:

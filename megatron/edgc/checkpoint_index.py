@@ -125,8 +125,8 @@ def gathered_index(
             iteration=iteration,
             parallel=parallel_sizes(run.args),
             engine=run.requested.engine,
-            requested=run.requested.only(ASKED),
-            resolved=run.controller.config.only(RESOLVED),
+            requested=run.requested.subset(ASKED),
+            resolved=run.controller.config.subset(RESOLVED),
             stages=[key.id for key in run.keys],
             controller=of_gradients,
             messages=_saved_messages(run, of_messages),
@@ -143,8 +143,8 @@ def _saved_messages(run: RunState, controller: Any) -> SavedMessages | None:
         return None
     return SavedMessages(
         boundaries=[boundary.id for boundary in run.messages.boundaries],
-        requested=run.requested.only(ASKED_OF_MESSAGES),
-        resolved=run.message_controller.config.only(RESOLVED),
+        requested=run.requested.subset(ASKED_OF_MESSAGES),
+        resolved=run.message_controller.config.subset(RESOLVED),
         controller=controller,
     )
 

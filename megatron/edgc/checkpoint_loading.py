@@ -158,7 +158,7 @@ class Resume:
         if index.stages != [key.id for key in run.keys]:
             warn(f"{self.name} has other stages than this run: the controller starts anew")
             return
-        others = index.requested != run.requested.only(ASKED)
+        others = index.requested != run.requested.subset(ASKED)
         layers = self.usable.stages.get(run.stages[0].key)
         processes = dist.get_world_size(run.stages[0].process_group)
         # one process has no link that could bound ranks
@@ -175,16 +175,16 @@ class Resume:
         if kept.boundaries != [boundary.id for boundary in messages.boundaries]:
             warn(f"{self.folder} has other messages in low rank than this run: their controller starts anew")
             return
-        then, now = kept.requested, self.run.requested.only(ASKED_OF_MESSAGES)
+        then, now = kept.requested, self.run.requested.subset(ASKED_OF_MESSAGES)
         if then["pp"] != now["pp"]:
             warn(f"{self.folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return
-        follows = self.run.requested.pipeline.messages.follows
+        follows = self.run.requested.pipeline.messages.needs_rank
         # also of a rank that was given: how much of it messages get has been timed
         settings = kept.resolved if follows and then == now else {}
         # and so has what stays uncompressed
-        if not follows and controller.settle_excluded(kept.controller):
-            stay = ", ".join(str(messages.boundaries[place]) for place in sorted(controller.excluded)) or "none"
+        if not follows and controller.adopt_excluded(kept.controller):
+            stay = ", ".join(str(messages.boundaries[index]) for index in sorted(controller.excluded)) or "none"
             warn(f"messages between stages go on as in {self.name}, whatever was timed now: uncompressed stay {stay}")
         self._resume(controller, kept.controller, settings)
 
@@ -192,7 +192,7 @@ class Resume:
         """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
         rounded = controller.rounds
         if settings:
-            controller.settle(state, **settings)
+            controller.adopt_ranks(state, **settings)
         if controller.rounds != rounded:
             how = "rounded" if controller.rounds else "in low rank"
             warn(f"compressed gradients go on {how} as in {self.name}, whatever was timed now")

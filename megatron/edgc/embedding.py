@@ -55,7 +55,7 @@ class TiedEmbedding:
         mine = (parallel_state.get_tensor_model_parallel_rank(), self.weight is not None)
         everyone = all_gather_objects(mine)
         own = None
-        for tensor_place in sorted({place for place, _ in everyone}):
+        for tensor_place in sorted({index for index, _ in everyone}):
             members = [process for process, one in enumerate(everyone) if one == (tensor_place, True)]
             if not members:  # no copy is trained
                 continue

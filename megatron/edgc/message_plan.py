@@ -9,7 +9,7 @@ from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, fl
 from edgc.plan.comm_cost import MESSAGE_GAIN, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.settle import link_rank
+from edgc.plan.run_plan import link_rank
 from megatron.edgc.message_costs import largest_message_rank, message_shape
 
 
@@ -35,7 +35,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
     messages = config.pipeline.messages
     if messages.which == "off":
         return MessagePlan()
-    if not messages.follows:
+    if not messages.needs_rank:
         limit = largest_message_rank(config, args, 1.0)
         if messages.rank is not None and messages.rank > limit:
             rows, cols = message_shape(args)
@@ -56,8 +56,8 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
         )
         return MessagePlan(uncompressed(config), warning=warning)
     config = message_config(config)
-    ranks = config.ranks.settled
-    return MessagePlan(config.but(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}))
+    ranks = config.ranks.resolved
+    return MessagePlan(config.replace(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}))
 
 
 def _slower(messages: Messages, costs: Mapping[int, StageCost]) -> frozenset[int]:
@@ -104,14 +104,14 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
         "kernels": "plain",
         "volume": None,
     }
-    if messages.follows:
+    if messages.needs_rank:
         own["rank_model"] = "gaussian"
     else:
         own.update({one.name: one.default for one in fields(Ranks) if one.name in BY_ENTROPY})
         own.update(engine=messages.engine, static_rank=messages.rank)
-    return config.but(**own)
+    return config.replace(**own)
 
 
 def uncompressed(config: EDGCConfig) -> EDGCConfig:
     """The same, of messages that are not compressed after all."""
-    return message_config(config).but(engine="dense", static_rank=None, rmin=None, rmax=None)
+    return message_config(config).replace(engine="dense", static_rank=None, rmin=None, rmax=None)

@@ -104,7 +104,7 @@ class PipelineMessages:
 
     def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
         """What travels in the place of a (tokens, micro-batch, width) tensor."""
-        place = self._count("sent", direction)
+        index = self._count("sent", direction)
         if direction not in self.directions:
             self.bytes[direction] += ByteCount(tensor.nbytes, tensor.nbytes, tensor.nbytes)
             return tensor
@@ -112,10 +112,10 @@ class PipelineMessages:
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
         if self.sampler.measures(step.iteration) and not self._repeated:  # a step is measured once
             self._measure(direction, matrix, step)
-        form = self._format(direction, self.stage, place, tensor.shape, tensor.dtype)
-        chunk = self._chunk(direction, place)
+        form = self._format(direction, self.stage, index, tensor.shape, tensor.dtype)
+        chunk = self._chunk(direction, index)
         scale = step.loss_scale if direction == "backward" else None
-        header = form.header(step.iteration, self.stage, direction == "forward", place)
+        header = form.header(step.iteration, self.stage, direction == "forward", index)
         message = self._sender(direction, chunk).encode(matrix, form, header, scale)
         self.bytes[direction] += ByteCount(message.nbytes, tensor.nbytes, tensor.nbytes)
         return message
@@ -126,8 +126,8 @@ class PipelineMessages:
         if direction not in self.directions:
             return Incoming(tensor, tensor)
         sender = (self.stage + (1 if direction == "backward" else -1)) % self.stages
-        place = self._count("received", direction)
-        form = self._format(direction, sender, place, shape, dtype)
+        index = self._count("received", direction)
+        form = self._format(direction, sender, index, shape, dtype)
         size = form.bytes
         if not tensor.is_cuda:  # gloo ends the process of a message that is too long; a shorter one it lets pass
             size = max(size, HEADER_BYTES + form.dense_bytes)
@@ -137,7 +137,7 @@ class PipelineMessages:
             tensor,
             torch.zeros(size, dtype=torch.uint8, device=device),
             form,
-            form.header(self.step().iteration, sender, direction == "forward", place),
+            form.header(self.step().iteration, sender, direction == "forward", index),
             str(Boundary(direction, sender, self.stage)),
             self._wrong,
         )
@@ -151,26 +151,26 @@ class PipelineMessages:
         return self.senders[direction, chunk]
 
     def _format(
-        self, direction: Direction, sender: int, place: int, shape: Sequence[int], dtype: torch.dtype
+        self, direction: Direction, sender: int, index: int, shape: Sequence[int], dtype: torch.dtype
     ) -> MessageFormat:
         (boundary,) = (
             index for index, one in enumerate(self.boundaries) if (one.direction, one.sender) == (direction, sender)
         )
         rank = self.step().message_ranks[boundary]
-        if self.config.pipeline.messages.epilogue and place < get_num_microbatches() - (self.stages - sender):
+        if self.config.pipeline.messages.epilogue and index < get_num_microbatches() - (self.stages - sender):
             rank = None  # its receiver still has forward passes to do
         return MessageFormat(math.prod(shape[:-1]), shape[-1], rank, message_wire(self.config, dtype), dtype)
 
     def _count(self, what: str, direction: Direction) -> int:
-        place = self._messages[what, direction]
+        index = self._messages[what, direction]
         self._messages[what, direction] += 1
-        return place
+        return index
 
-    def _chunk(self, direction: Direction, place: int) -> int:
+    def _chunk(self, direction: Direction, index: int) -> int:
         """The model chunk that a step's message at this place comes from."""
         if len(self.chunks) == 1:
             return 0
-        return self._order(direction, get_num_microbatches())[place]
+        return self._order(direction, get_num_microbatches())[index]
 
     def _order(self, direction: Direction, micro_batches: int) -> list[int]:
         """The chunks of a step's messages, in their order."""

@@ -32,9 +32,9 @@ from edgc.observe.events import EventLog
 from edgc.observe.timing import BackwardTimer, Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.run import Run, RunPlan
-from edgc.plan.settle import plan_run, slowest
+from edgc.plan.run_plan import plan_run, slowest
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.stacking import all_finite
 from megatron.edgc import p2p_communicator
@@ -81,12 +81,12 @@ class Session:
         check_param_wire(config, args)
         fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
         if not with_messages:
-            config = config.but(pp="off")
+            config = config.replace(pp="off")
         check_options(config, args)
         if args.rank == 0:
             EventLog(config.job.log_dir).close()  # before all processes have met, an error is that of one alone
         self.requested = config
-        self.config = config.but(fuse_embedding_sync=fused)
+        self.config = config.replace(fuse_embedding_sync=fused)
         self.scaled = scales_loss(args)
         self.seam = Seam()
         self.chunks: list[DistributedDataParallel] = []  # of the model
@@ -142,10 +142,11 @@ class Session:
             p2p_communicator.install(self.messages, self.seam)
             if planned.settings is not None and dist.get_rank() == 0:
                 specs, boundaries = self.messages.specs(), self.messages.boundaries
-                excluded = [place for place, one in enumerate(boundaries) if one.sender in planned.uncompressed]
-                message_controller = Controller(
-                    planned.settings, self.run.iterations, specs, [None] * len(specs), excluded
-                )
+                stages = [
+                    ControlledStage(matrices, excluded=boundary.sender in planned.uncompressed)
+                    for matrices, boundary in zip(specs, boundaries, strict=True)
+                ]
+                message_controller = Controller(planned.settings, self.run.iterations, stages)
         self.windows = WindowExchange(self.driver, self.stages, backward, controller, self.messages, message_controller)
         self.windows.adopt_plans()
         self.reporter = Reporter(
@@ -180,7 +181,9 @@ class Session:
         self.stages = stages_of(self.chunks, stage, device, tied)
         empty = self._empty_stages(stage)
         if empty and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
-            self.config = self.config.but(fuse_embedding_sync=False)  # the embedding is then a parameter of its stage
+            self.config = self.config.replace(
+                fuse_embedding_sync=False
+            )  # the embedding is then a parameter of its stage
             self.stages, tied = stages_of(self.chunks, stage, device), None
             empty = self._empty_stages(stage)
         if empty:
@@ -195,7 +198,7 @@ class Session:
         if given_back and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
-            dense = plan_run(plan.config.but(fuse_embedding_sync=False), self.run, self._known(cost))
+            dense = plan_run(plan.config.replace(fuse_embedding_sync=False), self.run, self._known(cost))
             plan = replace(plan, config=dense.config, stages=dense.stages)
         if tied is not None:
             tied.install(self.seam)
@@ -206,8 +209,8 @@ class Session:
         """Those that have nothing to reduce but a tied embedding, counted from 1; the same on all processes."""
         own = next((one for one in self.stages if one.key.kind is StageKind.LAYERS), None)
         empty = own is None or not any(parameter.elements for parameter in own.parameters)
-        found = {place for place in all_gather_objects(stage + 1 if empty else None) if place}
-        return [str(place) for place in sorted(found)]
+        found = {index for index in all_gather_objects(stage + 1 if empty else None) if index}
+        return [str(index) for index in sorted(found)]
 
     def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
         """What each process knows of its stages. Experts and embedding have no cost: the layers around them pay."""
@@ -221,7 +224,7 @@ class Session:
         """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
         messages = config.pipeline.messages
-        decides = messages.follows or (messages.optional and messages.which != "off")
+        decides = messages.needs_rank or (messages.optional and messages.which != "off")
         timed = decides or (config.rank_policy is RankPolicy.ENTROPY and config.ranks.align)
         if self.run.pipeline_stages == 1 or not timed:
             return {}
@@ -329,10 +332,10 @@ class Session:
 
         Megatron's own check looks at the local gradients, before they are summed.
         """
-        places = self.driver.not_finite()
-        if not places:
+        indices = self.driver.not_finite()
+        if not indices:
             return
-        what = f"iteration {iteration + 1}: the summed gradients of {', '.join(map(str, places))} are not finite"
+        what = f"iteration {iteration + 1}: the summed gradients of {', '.join(map(str, indices))} are not finite"
         if self.args.check_for_nan_in_loss_and_grad:
             raise NonFiniteSum(
                 f"{what}. The step is not applied: resume from the last checkpoint. With Megatron's "

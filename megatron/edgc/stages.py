@@ -140,10 +140,10 @@ class EmbeddingStage(MegatronStage):
         reducer = GradientReducer.of(self.parameters, config, communicator, self.device, run)
         self.tied.attach(reducer, self.spans, step)
 
-    def set_rank(self, active: Sequence[int | None], place: int, plan: RankPlan, by_host: bool = False) -> None:
+    def set_rank(self, active: Sequence[int | None], index: int, plan: RankPlan, by_host: bool = False) -> None:
         """An embedding without a matrix has no warm-up: where entropy sets ranks it goes with the first stage."""
-        own = self.tied.reducer.router.selection.matrices or active[place] is not None
-        super().set_rank(active, place if own else 0, plan, by_host)
+        own = self.tied.reducer.router.selection.matrices or active[index] is not None
+        super().set_rank(active, index if own else 0, plan, by_host)
 
 
 def stages_of(
@@ -160,7 +160,7 @@ def stages_of(
     copy = tied_copy(chunks) if tied is None else None
     embedding: Tensor | None = None if copy is None else getattr(copy[1], "main_grad", None)  # none if it is frozen
     for part in (StageKind.LAYERS, StageKind.EXPERTS):
-        named = [one for place, chunk in enumerate(chunks) for one in _named(chunk, place, len(chunks), part, apart)]
+        named = [one for index, chunk in enumerate(chunks) for one in _named(chunk, index, len(chunks), part, apart)]
         if named and (part is StageKind.LAYERS or dist.get_world_size(process_group(named[0].group)) > 1):
             key = StageKey(part, pipeline_stage)
             stages.append(MegatronStage(key, named, device, embedding if part is StageKind.LAYERS else None))
@@ -170,10 +170,10 @@ def stages_of(
 
 
 def _named(
-    chunk: DistributedDataParallel, place: int, chunks: int, kind: StageKind, apart: torch.nn.Parameter | None
+    chunk: DistributedDataParallel, index: int, chunks: int, kind: StageKind, apart: torch.nn.Parameter | None
 ) -> list[Named]:
     # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
-    prefix = f"chunk{place}." if chunks > 1 else ""
+    prefix = f"chunk{index}." if chunks > 1 else ""
     model = unwrap_model(chunk)
     of_model = {parameter: name for name, parameter in model.named_parameters()}
     groups = chunk.expert_parallel_bucket_groups if kind is StageKind.EXPERTS else chunk.bucket_groups
@@ -187,7 +187,7 @@ def _named(
         }
         described = tuple(describe(prefix, name, parameter, is_tied(model)) for parameter, name in names.items())
         prefixed = {parameter: prefix + name for parameter, name in names.items()}
-        named.append(Named(group, place, prefixed, described))
+        named.append(Named(group, index, prefixed, described))
     return named
 
 

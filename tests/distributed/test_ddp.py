@@ -242,12 +242,12 @@ def trained(rank: int, folder: str) -> dict[str, list[float]]:
     """Losses of some trainings; the last without error feedback at a low rank."""
     settings = {
         "dense": None,
-        "paper": PAPER.but(log_dir=f"{folder}/paper"),
-        **{name: as_given(name).but(log_dir=f"{folder}/{name}") for name in VOLUMES},
+        "paper": PAPER.replace(log_dir=f"{folder}/paper"),
+        **{name: as_given(name).replace(log_dir=f"{folder}/{name}") for name in VOLUMES},
         "rank": BALANCED,
     }
     losses = {name: Training(rank, config, 120).train(120) for name, config in settings.items()}
-    return {**losses, "bad": Forgetful(rank, LOW_RANK.but(static_rank=4), 120).train(120)}
+    return {**losses, "bad": Forgetful(rank, LOW_RANK.replace(static_rank=4), 120).train(120)}
 
 
 def resumed(rank: int, config: EDGCConfig, folder: str) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def joined(rank: int, folder: str) -> tuple[str, float, float]:
     """Where it goes on at more processes: engine, fewer bytes in the last window, and those with ``reset_state``."""
     ratios = []
     for reset in (False, True):
-        training = Training(rank, BUDGET.but(reset_state=reset), 20)
+        training = Training(rank, BUDGET.replace(reset_state=reset), 20)
         state = training.state
         assert state is not None
         state.load_state_dict(torch.load(Path(folder, "alone.pt"), weights_only=True))
@@ -332,7 +332,7 @@ def overflowing(rank: int) -> dict[str, Any]:
         bare = net()
         model = DistributedDataParallel(bare, **SMALL)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        state = attach(model, LOW_RANK.but(iteration_sampling_rate=1.0, window=8), iterations=40, scaler=scaler)
+        state = attach(model, LOW_RANK.replace(iteration_sampling_rate=1.0, window=8), iterations=40, scaler=scaler)
         optimizer = torch.optim.SGD(bare.parameters(), 0.1)
         for step in range(6):
             optimizer.zero_grad()
@@ -433,8 +433,8 @@ def refused(rank: int) -> dict[str, str]:
     cases = {
         "unused": lambda: Training(rank, LOW_RANK, find_unused_parameters=True),
         "pipeline": lambda: attach(DistributedDataParallel(net()), "optimus", iterations=40),
-        "rank": lambda: Training(rank, PAPER.but(rmin=None, rmax=256)),
-        "window": lambda: Training(rank, PAPER.but(window=100)),
+        "rank": lambda: Training(rank, PAPER.replace(rmin=None, rmax=256)),
+        "window": lambda: Training(rank, PAPER.replace(window=100)),
         "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
         "thawed": thawed,
         "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
@@ -520,7 +520,7 @@ def test_presets_train_about_as_well_as_dense_and_a_bad_compressor_does_not(tmp_
     assert windows[-1]["dp_bytes"] < windows[-1]["dp_bytes_dense"] / 2
 
 
-SHARED_OUT = BALANCED.but(window=4, iteration_sampling_rate=1.0)  # whose rank is shared out before the checkpoint
+SHARED_OUT = BALANCED.replace(window=4, iteration_sampling_rate=1.0)  # whose rank is shared out before the checkpoint
 ALTERNATING = EDGCConfig.of(engine="alternating", static_rank=8, equalise=True, window=4, iteration_sampling_rate=1.0)
 
 
@@ -550,7 +550,7 @@ def test_a_run_of_one_process_goes_on_at_more_of_them_with_their_own_budget(tmp_
 
 def lengthened(rank: int) -> tuple[int, int, bool]:
     """The windows of a short run and of one ten times as long that goes on from it, and whether both have one plan."""
-    config = BUDGET.but(window=1000)
+    config = BUDGET.replace(window=1000)
     before, after = Training(rank, config, 40), Training(rank, config, 400)
     assert before.state is not None and after.state is not None
     before.train(8)
@@ -568,7 +568,7 @@ def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
     before = Training(rank, PAPER, 20)
     before.train(12)
     module.reduction_cost = lambda *_: StageCost(CommCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
-    after = Training(rank, PAPER.but(rmin=None, rmax=None), 20)
+    after = Training(rank, PAPER.replace(rmin=None, rmax=None), 20)
     assert before.state is not None and after.state is not None
     assert before.state.driver.plan.ranks != (None,)
     after.state.load_state_dict(before.state.state_dict())
@@ -613,7 +613,7 @@ def test_what_cannot_work_is_refused() -> None:
 
 def in_16_bits(rank: int, folder: str) -> None:
     model = DistributedDataParallel(net().bfloat16())
-    attach(model, BUDGET.but(log_dir=folder), iterations=60)
+    attach(model, BUDGET.replace(log_dir=folder), iterations=60)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for step in range(60):
         optimizer.zero_grad()
@@ -644,7 +644,7 @@ def dense_in_16_bits(rank: int) -> tuple[bool, tuple[float, ...], bool]:
     same_bits = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
     model = net().bfloat16()
-    later = attach(model, LOW_RANK.but(warmup_fraction=0.0), iterations=20)
+    later = attach(model, LOW_RANK.replace(warmup_fraction=0.0), iterations=20)
     plain = []
     for step in range(3):
         nn.functional.cross_entropy(model(batch(rank, step)[0]).float(), targets).backward()
@@ -720,7 +720,7 @@ def test_the_end_of_a_run_right_after_a_window_decides_nothing() -> None:
 # seconds that a reduction takes, by whether it compresses
 SLOW_COMPRESSION, SLOW_HOST = {True: 0.25, False: 0.01}, {True: 0.01, False: 0.4}
 NEW_LINK, STEPS_OF_RUN = 48, 100  # the step from which on the delays are others
-TRIED = BUDGET.but(link_gbps=None)
+TRIED = BUDGET.replace(link_gbps=None)
 
 
 @contextmanager
@@ -756,7 +756,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
     with made_up_times(taken) as step_ends, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reduction_cost", lambda *_: cost)
         patch.setattr(trials, "LARGEST_SHARE_OF_RUN", 0.1)  # half a percent of so short a run is no step at all
-        training, alone = Training(rank, TRIED.but(log_dir=folder), iterations=STEPS_OF_RUN), net()
+        training, alone = Training(rank, TRIED.replace(log_dir=folder), iterations=STEPS_OF_RUN), net()
         most, by_host = 0.0, 0
         for step in range(STEPS_OF_RUN):
             most = max(most, lost_in_step(training, alone))
@@ -816,7 +816,7 @@ def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
 
     with made_up_times(taken) as step_ends, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reduction_cost", lambda *_: ROUNDING_PAYS)
-        training, alone = Training(rank, TRIED.but(log_dir=folder, volume=16.0), iterations=STEPS_OF_RUN), net()
+        training, alone = Training(rank, TRIED.replace(log_dir=folder, volume=16.0), iterations=STEPS_OF_RUN), net()
         most, rounded, in_low_rank = 0.0, [], []
         for _ in range(STEPS_OF_RUN):
             most = max(most, lost_in_step(training, alone))
@@ -845,7 +845,7 @@ def rounds(rank: int, folder: str) -> dict[str, Any]:
     """A run that rounds by its probe, one that goes on from it on another link, and one with a rank asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reduction_cost", lambda *_: ROUNDING_IS_FASTER)
-        before, alone = Training(rank, TRIED.but(log_dir=folder), iterations=40), net()
+        before, alone = Training(rank, TRIED.replace(log_dir=folder), iterations=40), net()
         most = 0.0
         for _ in range(12):
             most = max(most, lost_in_step(before, alone))
@@ -854,7 +854,7 @@ def rounds(rank: int, folder: str) -> dict[str, Any]:
         state = before.state.state_dict()
         before.state.close()
     found = {}
-    for name, config, cost in (("same", TRIED, NONE_PAYS), ("asked", TRIED.but(rmax=8), ROUNDING_IS_FASTER)):
+    for name, config, cost in (("same", TRIED, NONE_PAYS), ("asked", TRIED.replace(rmax=8), ROUNDING_IS_FASTER)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "reduction_cost", lambda *_, cost=cost: cost)
             after = Training(rank, config, iterations=40)

@@ -286,7 +286,7 @@ def settled(rank: int) -> float:
     under_test = reducer(Parameter("w", (SIDE, SIDE)), engine="int4")
     under_test.set_rank(0)
     run_to_end(under_test.reduce({"w": torch.full((SIDE, SIDE), 1.0 - rank)}, 0))
-    for _ in under_test.state.settle_errors(under_test.communicator, 1):
+    for _ in under_test.state.summed_errors(under_test.communicator, 1):
         pass
     norms = under_test.state.norms.values()
     assert norms is not None

@@ -163,13 +163,13 @@ def test_costs_are_scaled_by_what_the_reductions_of_that_kind_took(
     by_host: bool, rank: int | None, predicted: float
 ) -> None:
     cost = StageCost(CommCost(0.0, 1.0), dense_seconds=10.0, host_seconds=20.0)
-    times = StageTimes([cost])
+    times = StageTimes([cost], [None])
     times.correct([StageObservation(reduce_seconds=3 * predicted)], [rank], by_host)
     assert times.costs == [cost.scaled(3.0)]
 
 
 def test_the_slowest_stage_sets_the_time_of_a_backward_pass() -> None:
-    times = StageTimes([None] * 3)
+    times = StageTimes([None] * 3, [None] * 3)
     times.observe([StageObservation(micro_backward_seconds=seconds) for seconds in (0.1, 0.3, math.nan)])
     assert times.micro_backward_seconds == 0.3
     times.observe([StageObservation()] * 3)
@@ -189,10 +189,10 @@ def test_costs_of_a_checkpoint_are_for_a_link_that_was_timed_then_and_now(before
 
 def test_a_later_stage_climbs_by_what_a_rank_costs_on_its_own_link() -> None:
     first, later = StageCost(CommCost(0.1, 0.010), 2.0, 2.0), StageCost(CommCost(0.1, 0.005), 2.0, 2.0)
-    times = StageTimes([first, later])
+    times = StageTimes([first, later], [None, None])
     times.observe([StageObservation(micro_backward_seconds=0.2)] * 2)
     assert times.aligned(1, 16, 128) == 16 + 40  # 0.2 s at 0.005 s a rank
-    again = StageTimes([first, later])
+    again = StageTimes([first, later], [None, None])
     assert not again.can_align(1)
     again.load_state_dict(json.loads(json.dumps(times.state_dict())))
     assert again.can_align(1) and again.aligned(1, 16, 128) == 56

@@ -2,7 +2,7 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from edgc.config import ConfigError, EDGCConfig, flag, knobs
+from edgc.config import ConfigError, EDGCConfig, flag, setting_fields
 from megatron.edgc.arguments import add_arguments, config_from_args
 
 
@@ -12,10 +12,10 @@ def parse(*arguments: str) -> Namespace:
 
 def test_every_setting_is_a_flag_with_help_unit_default_and_source() -> None:
     text = " ".join(add_arguments(ArgumentParser()).format_help().split())
-    for knob in knobs():
-        assert flag(knob.name) in text, knob.name
-        assert f"[{knob.metadata['unit']}]" in text
-        assert knob.metadata["source"] in text
+    for setting in setting_fields():
+        assert flag(setting.name) in text, setting.name
+        assert f"[{setting.metadata['unit']}]" in text
+        assert setting.metadata["source"] in text
     assert "Default: 1000." in text and "Default: 0.025." in text
 
 

@@ -53,4 +53,4 @@ def test_a_run_writes_what_it_has_measured(tmp_path: Path) -> None:
 
 def test_what_the_benchmark_of_a_reduction_compares_are_settings_of_today() -> None:
     for settings in KINDS.values():
-        assert EDGCConfig.of(**settings, static_rank=8, min_saving=1.0).ranks.settled_static_rank == 8
+        assert EDGCConfig.of(**settings, static_rank=8, min_saving=1.0).ranks.resolved_static_rank == 8

@@ -13,16 +13,16 @@ import pytest
 import edgc.plan.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, worth_of
-from edgc.plan.candidates import Candidate, PartialSend
+from edgc.plan.budget import BudgetPlanner, byte_weights
 from edgc.plan.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
 from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.hull import options, spend
 from edgc.plan.ledger import Ledger, StepBytes
 from edgc.plan.link_times import LinkTimes, Timing
 from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation, WindowObservation
+from edgc.plan.parameters import PartialSend, PlannedParameter
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
@@ -30,7 +30,7 @@ from edgc.specs import MatrixSpec
 BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}
 
 
-def candidate(
+def parameter(
     name: str,
     rows: int = 64,
     cols: int = 128,
@@ -38,11 +38,11 @@ def candidate(
     steepness: float = 1.5,
     rounding: float = 4.0,
     by_rows: float | None = None,
-) -> Candidate:
+) -> PlannedParameter:
     """``by_rows``: exponent of the energies of rows; None: rows are no choice."""
     directions = PartialSend(EnergySpectrum(min(rows, cols), steepness), 0.6 * (rows + cols)) if low_rank else None
     parts = None if by_rows is None else PartialSend(EnergySpectrum(rows, by_rows), 0.52 * cols, 1.02 * rows, "int4")
-    return Candidate(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
+    return PlannedParameter(MatrixSpec(name, rows, cols), directions, parts, rounding=RoundingNoise(rounding))
 
 
 IN_4_BITS, AT_8, AT_16 = SendRounded("int4"), SendLowRank(8), SendLowRank(16)
@@ -62,7 +62,7 @@ def planned(
     volume: float,
     iterations: int,
     first: int,
-    stages: Sequence[Sequence[Candidate]],
+    stages: Sequence[Sequence[PlannedParameter]],
     uncompressed: float,
     excluded: Collection[int] = (),
     learning_rate: Callable[[int], float] | None = None,
@@ -123,26 +123,26 @@ def test_one_measurement_gives_the_exponent() -> None:
 
 
 def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
-    one = candidate("w").fitted(AT_8, 0.5)
-    assert one.noise(AT_8) == pytest.approx(0.5, rel=0.02) and one.rounding == candidate("w").rounding
+    one = parameter("w").fitted(AT_8, 0.5)
+    assert one.noise(AT_8) == pytest.approx(0.5, rel=0.02) and one.rounding == parameter("w").rounding
     other = one.fitted(IN_4_BITS, 0.2)
     assert other.noise(IN_4_BITS) == pytest.approx(0.2) and other.directions == one.directions
     assert other.fitted(IN_4_BITS, 0.8).noise(IN_4_BITS) == pytest.approx(0.4)
-    assert candidate("w").fitted(AT_8, 1.0).fitted(AT_8, 4.0).fitted(AT_8, 2.0).noise(AT_8) == pytest.approx(
+    assert parameter("w").fitted(AT_8, 1.0).fitted(AT_8, 4.0).fitted(AT_8, 2.0).noise(AT_8) == pytest.approx(
         2.0, rel=0.02
     )
-    often = candidate("w")
+    often = parameter("w")
     for _ in range(20):
         often = often.fitted(IN_4_BITS, 0.2)
     assert often.fitted(IN_4_BITS, 3.2).noise(IN_4_BITS) == pytest.approx(0.4), "a quarter of the way, in logarithms"
-    whole = candidate("w").fitted(SendLowRank(64), 0.1).fitted(SendLowRank(64), 0.1)  # all directions: nothing to learn
+    whole = parameter("w").fitted(SendLowRank(64), 0.1).fitted(SendLowRank(64), 0.1)  # all directions: nothing to learn
     assert whole.noise(SendLowRank(64)) == 0
-    flat = candidate("w").fitted(AT_8, 126.0)  # twice that of a flat spectrum
+    flat = parameter("w").fitted(AT_8, 126.0)  # twice that of a flat spectrum
     assert flat.noise(AT_8) == pytest.approx(2 * 63) and flat.noise(AT_16) == pytest.approx(2 * 15)
     for nothing in (math.nan, 0.0):
         assert other.fitted(AT_8, nothing) == other
-    assert candidate("w").fitted(AT_8, math.inf).noise(AT_8) == pytest.approx(LARGEST_NOISE)
-    by_rows = candidate("words", 1000, 64, by_rows=1.0).fitted(by_share(0.1), 0.6)
+    assert parameter("w").fitted(AT_8, math.inf).noise(AT_8) == pytest.approx(LARGEST_NOISE)
+    by_rows = parameter("words", 1000, 64, by_rows=1.0).fitted(by_share(0.1), 0.6)
     assert by_rows.noise(by_share(0.1)) == pytest.approx(0.6, rel=0.02), "with the noise of their format"
     assert by_rows.noise(by_share(0.4)) > by_rows.rounding.noise(IN_4_BITS)
     of_rest = by_rows.size(SendLowRank(by_rows.rank_beside_rows), BYTES)  # what rows leave travels in low rank
@@ -152,67 +152,67 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
 
 def test_options_lie_on_a_convex_hull() -> None:
     for steep in (0.3, 1.0, 2.5):
-        found = options(candidate("w", steepness=steep), BYTES)
+        found = options(parameter("w", steepness=steep), BYTES)
         slopes = [(b.noise - a.noise) / (b.size - a.size) for a, b in itertools.pairwise(found)]
         assert len(found) > 2 and max(slopes) < 0 and slopes == sorted(slopes)
         assert [option.size for option in found] == sorted(option.size for option in found)
 
 
 def test_a_steep_spectrum_gets_a_rank_and_a_flat_one_bits() -> None:
-    steep, flat = candidate("steep", steepness=3.0), candidate("flat", steepness=0.2, rounding=1.0)
+    steep, flat = parameter("steep", steepness=3.0), parameter("flat", steepness=0.2, rounding=1.0)
     chosen = spend([steep, flat], BYTES, 0.2 * (steep.elements + flat.elements))
     assert isinstance(chosen[0], SendLowRank) and isinstance(chosen[1], SendRounded)
 
 
 def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     """An embedding whose rare words no direction is made of, beside layers that low rank suits."""
-    layers = [candidate(str(place), 128, 512, steepness=1.5) for place in range(4)]
-    stages = [[*layers, candidate("words", 2048, 128)]]
+    layers = [parameter(str(place), 128, 512, steepness=1.5) for place in range(4)]
+    stages = [[*layers, parameter("words", 2048, 128)]]
     planner = planned(20.0, 1000, 0, stages, 4.0)
-    assert isinstance(planner.choices[0][-1], SendLowRank)
-    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+    assert isinstance(planner.choices[-1], SendLowRank)
+    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.parameters, planner.choices, strict=True)}
     planner.observe(shown([seen({**noise, "words": 25.0})]))
     planner.decide(10)
-    assert planner.choices[0][-1] == SendRounded("int2")
-    assert all(isinstance(one, SendLowRank) for one in planner.choices[0][:-1])
+    assert planner.choices[-1] == SendRounded("int2")
+    assert all(isinstance(one, SendLowRank) for one in planner.choices[:-1])
 
 
 def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
-    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
-    words = candidate("words", 2048, 128, steepness=1.2, by_rows=1.3)
+    layers = [parameter(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+    words = parameter("words", 2048, 128, steepness=1.2, by_rows=1.3)
     planner = planned(28.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], SendRows)
+    assert isinstance(planner.choices[-1], SendRows)
     assert planner.ranks(0)["words"] == words.rank_beside_rows == 8 and planner.formats(0)["words"].startswith("rows:")
-    assert all(isinstance(one, SendLowRank) for one in planner.choices[0][:-1])
-    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+    assert all(isinstance(one, SendLowRank) for one in planner.choices[:-1])
+    noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.parameters, planner.choices, strict=True)}
     planner.observe(shown([seen({**noise, "words": 8.0})]))  # as of many tokens, each of them about as often
     planner.decide(10)
-    assert isinstance(planner.choices[0][-1], SendLowRank)
+    assert isinstance(planner.choices[-1], SendLowRank)
 
 
 def test_a_parameter_with_more_energy_gets_more_bytes() -> None:
-    twins = [candidate("loud", steepness=1.0), candidate("quiet", steepness=1.0)]
+    twins = [parameter("loud", steepness=1.0), parameter("quiet", steepness=1.0)]
     planner = planned(16.0, 1000, 0, [twins], 4.0)
-    loud, quiet = (c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
+    loud, quiet = (c.noise(one) for c, one in zip(planner.parameters, planner.choices, strict=True))
     planner.observe(shown([{"loud": (loud, 30.0), "quiet": (quiet, 0.3)}]))
     planner.decide(10)
-    loud, quiet = (c.size(one, BYTES) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True))
+    loud, quiet = (c.size(one, BYTES) for c, one in zip(planner.parameters, planner.choices, strict=True))
     assert loud > 2 * quiet
 
 
 def test_a_parameter_that_was_not_measured_weighs_as_before_whatever_the_unit_of_gradients() -> None:
-    planner = planned(16.0, 1000, 0, [[candidate(name) for name in ("loud", "quiet", "unknown")]], 4.0)
+    planner = planned(16.0, 1000, 0, [[parameter(name) for name in ("loud", "quiet", "unknown")]], 4.0)
     planner.observe(shown([{"loud": (0.5, 3e-12), "quiet": (0.5, 1e-12)}]))
-    assert [one.energy for one in planner.candidates[0]] == pytest.approx([1.5, 0.5, 1.0])
+    assert [one.energy for one in planner.parameters] == pytest.approx([1.5, 0.5, 1.0])
 
 
 def test_a_vector_has_no_rank_and_travels_in_eight_bits_whatever_the_budget() -> None:
     for share in (0.1, 0.6, 1.1):
-        assert spend([candidate("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [SendRounded("int8")]
+        assert spend([parameter("bias", 1, 512, low_rank=False)], BYTES, 512 * share) == [SendRounded("int8")]
 
 
 def test_no_other_choices_in_the_budget_are_much_better() -> None:
-    three = [candidate("a", steepness=0.5), candidate("b", 32, 256, steepness=2.0), candidate("c", 1, 2000, False)]
+    three = [parameter("a", steepness=0.5), parameter("b", 32, 256, steepness=2.0), parameter("c", 1, 2000, False)]
     sizes = {c.matrix.name: options(c, BYTES) for c in three}
     for share in (0.2, 0.3, 0.6):
         budget = share * sum(c.elements for c in three)
@@ -228,9 +228,9 @@ def test_no_other_choices_in_the_budget_are_much_better() -> None:
 
 
 def test_a_budget_below_the_smallest_options_gets_these() -> None:
-    (chosen,) = spend([candidate("w")], BYTES, 1.0)
+    (chosen,) = spend([parameter("w")], BYTES, 1.0)
     assert chosen == SendLowRank(4)
-    planner = planned(1000.0, 100, 10, [[candidate("w")]], 4.0)
+    planner = planned(1000.0, 100, 10, [[parameter("w")]], 4.0)
     assert planner.reason == "the budget is too small"
 
 
@@ -242,7 +242,7 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
         sent += size
         if (iteration + 1) % window == 0:
             measured = (
-                [seen({c.matrix.name: noise for c in planner.candidates[0]})] if iteration >= planner.first else [{}]
+                [seen({c.matrix.name: noise for c in planner.parameters})] if iteration >= planner.first else [{}]
             )
             dense = (iteration + 1) * planner.ledger.fp32_bytes
             planner.observe(shown(measured, sent, dense, dense))
@@ -253,7 +253,7 @@ def run_of(planner: BudgetPlanner, iterations: int, window: int, overhead: float
 @pytest.mark.parametrize("overhead", [1.0, 1.1, 2.0])
 @pytest.mark.parametrize("volume", [8.0, 24.0])
 def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)] + [candidate("bias", 1, 128, low_rank=False)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)] + [parameter("bias", 1, 128, low_rank=False)]]
     planner = planned(volume, 1000, 25, stages, 1 + 1 / 64)
     assert run_of(planner, 1000, 20, overhead, noise=0.5) == pytest.approx(volume, rel=0.02)
 
@@ -262,7 +262,7 @@ def test_a_run_sends_its_budget(volume: float, overhead: float) -> None:
 def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_budget_where_they_are_usual(
     host_bytes: float,
 ) -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(12.0, 1000, 0, stages, host_bytes)
     whole = planner.ledger.fp32_bytes * host_bytes / 4  # bytes of a step by the host
     sent, compressed, tried = 0.0, 0.0, 0
@@ -275,7 +275,7 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         noise = {str(place): 0.5 for place in range(6)}
         steps = 20 * (window + 1)
         counted = sent, steps * whole, steps * planner.ledger.fp32_bytes
-        planner.observe(shown([seen(noise)], *counted, host_share=1 - own / 20), idle=idle)
+        planner.observe(shown([seen(noise)], *counted, host_share=1 - own / 20), outside_budget=idle)
         planner.decide(20 * (window + 1))
         assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
     budgeted = 1000 - (20 * 20 - 3)  # steps
@@ -283,7 +283,7 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
 
 
 def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(12.0, 1000, 0, stages, 2.0)
     whole = (
         planner.ledger.fp32_bytes / 2
@@ -305,18 +305,18 @@ def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
 
 def test_a_stage_that_had_nothing_to_compress_starts_anew_after_a_resume() -> None:
     def planner(excluded: tuple[int, ...]) -> BudgetPlanner:
-        stages = [[candidate("a", 128, 256)], [candidate("b", 128, 256)]]
+        stages = [[parameter("a", 128, 256)], [parameter("b", 128, 256)]]
         return planned(12.0, 1000, 0, stages, 4.0, excluded)
 
     before, after, fresh = planner((0,)), planner(()), planner(())
     before.observe(shown([{}, seen({"b": 0.3})], 1.0, 2.0, 2.0))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.candidates[0] == fresh.candidates[0] and after.choices[0] == fresh.choices[0]
-    assert after.candidates[1] == before.candidates[1] and after.choices[1] == before.choices[1]
+    assert after.parameters[0] == fresh.parameters[0] and after.choices[0] == fresh.choices[0]
+    assert after.parameters[1:] == before.parameters and after.choices[1:] == before.choices
 
 
 def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
     sent, sizes = 0.0, []
     for window, noise in enumerate([0.5, 12.0, 12.0, 4.0, 0.5, 0.5, 0.5]):
@@ -339,7 +339,7 @@ def test_where_too_little_of_the_gradient_arrives_steps_get_more_until_it_does()
 
 def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> None:
     """The windows between iterations 100 and 250 bring noise; relief ends after them, and the run goes on at rank."""
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     budgets: dict[bool, list[float]] = {}
     for troubled in (False, True):
         planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
@@ -359,7 +359,7 @@ def test_steps_after_relief_have_their_budget_as_if_there_had_been_none() -> Non
 
 
 def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(24.0, 400, 0, stages, 4.0, least_fidelity=0.1)
     sent, sizes = 0.0, []
     for window in range(12):
@@ -375,7 +375,7 @@ def test_relief_goes_on_when_it_has_taken_the_whole_budget() -> None:
 @pytest.mark.parametrize("rmax", [24, 72, 100, None])
 def test_relief_that_steps_cannot_take_is_not_charged_to_it(rmax: int | None) -> None:
     """The link, or the finest format, bounds what relieved steps take; later ones have their budget all the same."""
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1, rmax=rmax)
     sent, sizes, reliefs = 0.0, [], []
     for window in range(20):
@@ -393,7 +393,7 @@ def test_relief_that_steps_cannot_take_is_not_charged_to_it(rmax: int | None) ->
 
 
 def test_a_bound_on_the_rank_may_change() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     planner = planned(8.0, 1000, 0, stages, 4.0)
     free = planner.budget(0)
     planner.bound(8)
@@ -403,21 +403,21 @@ def test_a_bound_on_the_rank_may_change() -> None:
 
 
 def test_a_bound_on_the_rank_leaves_what_has_none_its_eight_bits() -> None:
-    stages = [[candidate("w"), candidate("bias", 1, 512, low_rank=False)]]
+    stages = [[parameter("w"), parameter("bias", 1, 512, low_rank=False)]]
     planner = planned(8.0, 1000, 0, stages, 4.0, rmax=8)
     assert planner.most == pytest.approx(stages[0][0].size(AT_8, BYTES) + 512 * BYTES["int8"])
 
 
 def test_a_step_with_relief_keeps_no_bytes_for_later_ones() -> None:
-    planner = planned(24.0, 1000, 0, [[candidate("w")]], 4.0, least_fidelity=0.1)
-    assert planner.little(0) > 0
+    planner = planned(24.0, 1000, 0, [[parameter("w")]], 4.0, least_fidelity=0.1)
+    assert planner.enough_noise(0) > 0
     planner.observe(shown([seen({"w": 50.0})]))
     planner.decide(20)
-    assert planner.relief == 2 and planner.little(20) == 0
+    assert planner.relief == 2 and planner.enough_noise(20) == 0
 
 
 def test_rounding_because_that_is_faster_ends_relief() -> None:
-    planner = planned(24.0, 1000, 0, [[candidate("w")]], 4.0, least_fidelity=0.1)
+    planner = planned(24.0, 1000, 0, [[parameter("w")]], 4.0, least_fidelity=0.1)
     for iteration, rounds, relief in ((20, False, 2), (40, True, 1)):
         planner.rounds = rounds
         planner.observe(shown([seen({"w": 50.0})]))
@@ -429,15 +429,15 @@ def test_relief_is_charged_with_compressed_steps_alone_and_with_all_of_them_once
     ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=0.0)
     ledger.grant(0, 2.0)
     assert ledger.granted == StepBytes(10, 10)
-    ledger.observe(shown([], 60.0, 100.0, 100.0, host_share=0.5), idle=False)  # the host's half took 50
+    ledger.observe(shown([], 60.0, 100.0, 100.0, host_share=0.5), outside_budget=False)  # the host's half took 50
     assert ledger.counts.sent_by_relief == 5.0
-    ledger.observe(shown([], 1060.0, 1100.0, 1100.0), idle=False)
+    ledger.observe(shown([], 1060.0, 1100.0, 1100.0), outside_budget=False)
     ledger.grant(11, 2.0)
     assert ledger.step(11, 2.0).by_budget < 0, "steps took more than they were granted, at the cost of the budget"
 
 
 def test_what_later_steps_take_at_least_is_kept_for_them_with_their_overhead() -> None:
-    ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=2.0, worth=[100.0] + [1.0] * 19)
+    ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=2.0, weights=[100.0] + [1.0] * 19)
     assert ledger.step(0, 1.0).by_budget == pytest.approx(20 * 10 - 19 * 2)
     ledger.overhead = 2.0
     assert ledger.step(0, 1.0).by_budget == pytest.approx(20 * 10 - 19 * 4)
@@ -445,15 +445,15 @@ def test_what_later_steps_take_at_least_is_kept_for_them_with_their_overhead() -
 
 def test_what_is_spare_is_spread_over_a_window_that_is_longer_than_a_twentieth_of_the_run() -> None:
     """A window has a measured step, so that in a short run it may be a quarter of it."""
-    worth = [100.0] + [1.0] * 39
-    short, long = (Ledger(10.0, 40, 100.0, 100.0, least=8.0, worth=worth, window=window) for window in (2, 10))
+    weights = [100.0] + [1.0] * 39
+    short, long = (Ledger(10.0, 40, 100.0, 100.0, least=8.0, weights=weights, window=window) for window in (2, 10))
     spare = 40 * (10 - 8)
     assert short.step(0, 1.0).by_budget == 8 + spare / 2
     assert long.step(0, 1.0).by_budget == 8 + spare / 10
 
 
 def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     settings = {"learning_rate_power": 0.7, "least_fidelity": 0.1}
     planner = planned(24.0, 1000, 0, stages, 4.0, learning_rate=lambda iteration: 1 - iteration / 1000, **settings)
     for iteration, relief in ((700, 2.0), (780, 4.0), (820, 1.0), (900, 1.0)):
@@ -464,13 +464,13 @@ def test_steps_of_a_tiny_learning_rate_get_no_more_than_their_budget() -> None:
 
 
 def test_steps_of_a_larger_learning_rate_get_more_and_the_run_sends_its_budget() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
 
     def rate(iteration: int) -> float:
         return 3e-4 * (1 - iteration / 1000)
 
-    worth = worth_of(rate, 1000, 0.5)
-    assert [worth[iteration] for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.2**0.5])
+    weights = byte_weights(rate, 1000, 0.5)
+    assert [weights[iteration] for iteration in (0, 750, 999)] == pytest.approx([1, 0.5, 0.2**0.5])
     planner = planned(12.0, 1000, 25, stages, 1 + 1 / 64, learning_rate=rate, learning_rate_power=0.5)
     even = planned(12.0, 1000, 25, stages, 1 + 1 / 64)
     assert planner._size(planner.choices) > 1.3 * even._size(even.choices)
@@ -482,9 +482,9 @@ def test_steps_in_which_the_learning_rate_still_rises_get_as_much_as_those_of_it
     def rate(iteration: int) -> float:
         return min(iteration / 100, 1 - (iteration - 100) / 900)
 
-    worth = worth_of(rate, 1000, 0.5)
-    assert worth[:101] == [1.0] * 101
-    assert [worth[iteration] for iteration in (550, 999)] == pytest.approx([0.5**0.5, 0.2**0.5])
+    weights = byte_weights(rate, 1000, 0.5)
+    assert weights[:101] == [1.0] * 101
+    assert [weights[iteration] for iteration in (550, 999)] == pytest.approx([0.5**0.5, 0.2**0.5])
 
 
 @pytest.mark.parametrize("volume", [24.0, 48.0, 100.0])
@@ -493,7 +493,7 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
 ) -> None:
     """At 100x the last steps would have less than the smallest choices take."""
     monkeypatch.setattr(budget_module, "LITTLE_NOISE", 0.0)  # nothing is kept for them
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     rate = {"learning_rate": lambda iteration: 1 - iteration / 1000, "learning_rate_power": 0.7}
     planner = planned(volume, 1000, 10, stages, 0.5, **rate)
     assert run_of(planner, 1000, 20, 1.0, noise=0.5) == pytest.approx(volume, rel=0.005)
@@ -501,7 +501,7 @@ def test_a_run_whose_learning_rate_falls_to_zero_sends_no_more_than_its_budget(
 
 
 def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
-    word = candidate("word", 4096, 128, by_rows=1.3)
+    word = parameter("word", 4096, 128, by_rows=1.3)
     in_bits = replace(word, current=SendRounded("int8"))
     assert in_bits.noise(AT_16) == word.noise(AT_16), "what was never tried is"
     for choice in (AT_16, by_share(0.1), IN_4_BITS):
@@ -511,21 +511,21 @@ def test_a_known_way_that_is_not_in_use_must_be_better_by_a_quarter() -> None:
 
 
 def test_another_number_of_bits_is_another_encoding_of_the_same_method() -> None:
-    rounded = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(IN_4_BITS, 1.0), current=IN_4_BITS)
+    rounded = replace(parameter("word", 4096, 128, by_rows=1.3).fitted(IN_4_BITS, 1.0), current=IN_4_BITS)
     assert rounded.choices(BYTES, same_method=True) == [SendRounded(name) for name in BYTES]
     fewer_bits = SendRounded("int2")
     assert rounded.noise(fewer_bits) == pytest.approx(1.25 * rounded.rounding.noise("int2"))
-    at_rank = replace(candidate("word", 4096, 128, by_rows=1.3).fitted(AT_8, 1.0), current=AT_8)
+    at_rank = replace(parameter("word", 4096, 128, by_rows=1.3).fitted(AT_8, 1.0), current=AT_8)
     assert {type(choice) for choice in at_rank.choices(BYTES, same_method=True)} == {SendLowRank}
     assert at_rank.noise(AT_16) == replace(at_rank, current=None).noise(AT_16), "another rank is no other encoding"
 
 
 def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
     """An embedding of which a tenth of the rows hold nearly all energy, and one whose rows are alike."""
-    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+    layers = [parameter(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
 
     def after_warmup(shares: list[float], even: float = 1.0) -> BudgetPlanner:
-        words = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
+        words = parameter("words", 8192, 128, steepness=1.2, by_rows=0.3)
         planner = planned(24.0, 1000, 10, [[*layers, words]], 1 + 1 / 64)
         dense = 10 * planner.ledger.fp32_bytes
         rows = StageObservation(row_shares={"words": [*shares, even]})
@@ -535,36 +535,36 @@ def test_rows_that_the_warm_up_has_seen_take_the_place_of_a_guess() -> None:
 
     held = [min(1.0, 10 * share) ** 0.5 for share in ROW_SHARES]
     sparse = after_warmup(held, 0.1)
-    low_rank = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
-    assert sparse.candidates[0][-1].noise(AT_16) == pytest.approx(10 * low_rank.noise(AT_16)), "what few rows have"
-    assert sparse.choices[0][-1] in (by_share(0.07, rank=8), by_share(0.1, rank=8)) and not sparse.changed[0]
-    assert sparse.candidates[0][-1].rows.spectrum.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
+    low_rank = parameter("words", 8192, 128, steepness=1.2, by_rows=0.3)
+    assert sparse.parameters[-1].noise(AT_16) == pytest.approx(10 * low_rank.noise(AT_16)), "what few rows have"
+    assert sparse.choices[-1] in (by_share(0.07, rank=8), by_share(0.1, rank=8)) and not any(sparse.changed)
+    assert sparse.parameters[-1].rows.spectrum.noise(410) == pytest.approx(1 / held[3] ** 2 - 1, rel=0.01)
     even = after_warmup(list(ROW_SHARES))
-    assert not isinstance(even.choices[0][-1], SendRows)
+    assert not isinstance(even.choices[-1], SendRows)
     state = json.loads(json.dumps(sparse.state_dict()))
     again = after_warmup(list(ROW_SHARES))
     again.load_state_dict(state)
-    assert again.candidates == sparse.candidates and again.choices == sparse.choices
-    fitted = sparse.candidates[0][-1].fitted(by_share(0.05), 2.0)
+    assert again.parameters == sparse.parameters and again.choices == sparse.choices
+    fitted = sparse.parameters[-1].fitted(by_share(0.05), 2.0)
     assert fitted.noise(by_share(0.05)) == pytest.approx(2.0, rel=0.02) and fitted.noise(by_share(0.02)) > 4
     for nothing in ([], [math.nan] * 10, [0.0] * 10, held[:9]):
-        assert after_warmup(nothing).candidates[0][-1].rows.spectrum.held == ()
+        assert after_warmup(nothing).parameters[-1].rows.spectrum.measured_shares == ()
 
 
 def test_noise_that_grows_makes_the_other_way_no_better() -> None:
-    word = candidate("word", 4096, 128, by_rows=1.3).fitted(by_share(0.1), 0.2)
+    word = parameter("word", 4096, 128, by_rows=1.3).fitted(by_share(0.1), 0.2)
     first = word.noise(AT_16) / word.noise(by_share(0.1))
     for noise in (0.4, 0.8, 1.6, 3.2):
         word = word.fitted(by_share(0.1), noise)
     assert word.noise(by_share(0.1)) > 4 * 0.2
     assert first <= word.noise(AT_16) / word.noise(by_share(0.1)) < 1.3 * first  # rows are rounded as well
-    assert word.noise(IN_4_BITS) == candidate("word", 4096, 128).noise(IN_4_BITS), (
+    assert word.noise(IN_4_BITS) == parameter("word", 4096, 128).noise(IN_4_BITS), (
         "rounding is the same for all gradients"
     )
 
 
 def test_noise_of_low_rank_that_grows_makes_rows_no_better() -> None:
-    word = first = candidate("word", 4096, 128, by_rows=1.3).fitted(AT_16, 0.2)
+    word = first = parameter("word", 4096, 128, by_rows=1.3).fitted(AT_16, 0.2)
     for noise in (0.4, 0.8, 1.6, 3.2):
         word = word.fitted(AT_16, noise)
     assert word.noise(AT_16) > 4 * first.noise(AT_16)
@@ -574,7 +574,7 @@ def test_noise_of_low_rank_that_grows_makes_rows_no_better() -> None:
 
 @pytest.mark.parametrize("bad", [1, 3, 5])
 def test_windows_in_which_nothing_arrived_make_the_other_way_no_better_afterwards(bad: int) -> None:
-    word = candidate("word", 4096, 128, by_rows=1.3)
+    word = parameter("word", 4096, 128, by_rows=1.3)
     for _ in range(6):
         word = word.fitted(by_share(0.1), 0.2)
     before = word.noise(AT_16)
@@ -587,15 +587,15 @@ def test_windows_in_which_nothing_arrived_make_the_other_way_no_better_afterward
 
 
 def test_stages_that_are_never_compressed_take_their_part_of_the_budget() -> None:
-    stage = [candidate(str(place), 128, 256) for place in range(4)]
+    stage = [parameter(str(place), 128, 256) for place in range(4)]
     alone = planned(6.0, 100, 0, [stage], 4.0)
-    beside = planned(6.0, 100, 0, [stage, [candidate("other", 96, 96)]], 4.0, excluded=(1,))
+    beside = planned(6.0, 100, 0, [stage, [parameter("other", 96, 96)]], 4.0, excluded=(1,))
     assert beside._size(beside.choices) < 0.8 * alone._size(alone.choices)
-    assert list(beside.choices) == [0]
+    assert beside.stage_of == [0] * 4
 
 
 def test_what_stages_that_are_never_compressed_send_is_no_overhead() -> None:
-    stages = [[candidate("w", 128, 256)], [candidate("other", 96, 96)]]
+    stages = [[parameter("w", 128, 256)], [parameter("other", 96, 96)]]
     planner = planned(6.0, 100, 0, stages, 4.0, (1,))
     sent = 0.0
     for end in (10, 20):
@@ -607,18 +607,18 @@ def test_what_stages_that_are_never_compressed_send_is_no_overhead() -> None:
 
 
 def test_parameters_keep_their_method_only_where_it_fits_the_budget() -> None:
-    stages = [[candidate(str(place), 128, 256, steepness=0.5, rounding=1.0) for place in range(4)]]
+    stages = [[parameter(str(place), 128, 256, steepness=0.5, rounding=1.0) for place in range(4)]]
     planner = planned(20.0, 1000, 0, stages, 4.0)
-    planner.choices = {0: [SendRounded("int2")] * 4}  # as of an earlier window, when steps had more bytes
+    planner.choices = [SendRounded("int2")] * 4  # as of an earlier window, when steps had more bytes
     planner.decide(10)
     assert planner._size(planner.choices) <= planner.budget(10)
 
 
 def test_a_plan_changes_for_a_gain_alone() -> None:
-    stages = [[candidate(str(place), 128, 256, steepness=1.5, rounding=4.0) for place in range(4)]]
+    stages = [[parameter(str(place), 128, 256, steepness=1.5, rounding=4.0) for place in range(4)]]
     planner = planned(20.0, 1000, 0, stages, 4.0)
-    before = {place: list(choices) for place, choices in planner.choices.items()}
-    predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], before[0], strict=True)}
+    before = list(planner.choices)
+    predicted = {c.matrix.name: c.noise(one) for c, one in zip(planner.parameters, before, strict=True)}
     size = planner._size(planner.choices)
     dense = planner.ledger.fp32_bytes
     noise = seen({name: 1.03 * noise for name, noise in predicted.items()})
@@ -629,41 +629,41 @@ def test_a_plan_changes_for_a_gain_alone() -> None:
     for end in (20, 30, 40, 50):
         planner.observe(shown([seen(predicted)], end * size, end * dense, end * dense))
     planner.decide(50)
-    assert planner.choices != before and planner.choices[0][0] != before[0][0]
+    assert planner.choices != before and planner.choices[0] != before[0]
     planner.decide(1000)  # after the last step there is nothing to plan
 
 
 def test_the_first_window_of_a_new_way_says_nothing_of_it() -> None:
     """What low rank has left is sent with the first rows: that is no noise of rows."""
-    layers = [candidate(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
-    words = candidate("words", 4096, 128, steepness=1.7, by_rows=1.3)
+    layers = [parameter(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
+    words = parameter("words", 4096, 128, steepness=1.7, by_rows=1.3)
     planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], SendLowRank), "low rank is tried first"
+    assert isinstance(planner.choices[-1], SendLowRank), "low rank is tried first"
 
     def window(end: int, of_words: float) -> None:
-        noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.candidates[0], planner.choices[0], strict=True)}
+        noise = {c.matrix.name: c.noise(one) for c, one in zip(planner.parameters, planner.choices, strict=True)}
         planner.observe(shown([seen({**noise, "words": of_words})]))
         planner.decide(end)
 
     window(10, 8.0)
-    assert isinstance(planner.choices[0][-1], SendRows) and planner.changed[0] == ["words"]
+    assert isinstance(planner.choices[-1], SendRows) and planner.changed == [False] * 4 + [True]
     window(20, 30.0)
-    assert isinstance(planner.choices[0][-1], SendRows) and planner.changed[0] == []
+    assert isinstance(planner.choices[-1], SendRows) and not any(planner.changed)
     window(30, 30.0)
-    assert isinstance(planner.choices[0][-1], SendLowRank)
+    assert isinstance(planner.choices[-1], SendLowRank)
 
 
 @pytest.mark.parametrize(("energy", "moves"), [(0.04, False), (20.0, True)])
 def test_ways_change_only_where_the_whole_plan_gains_a_tenth(energy: float, moves: bool) -> None:
     """What an embedding gains by another way may be little beside the noise of the layers."""
-    layers = [candidate(str(place), 128, 512).fitted(SendLowRank(28), 1.0) for place in range(6)]
-    words = candidate("words", 1024, 128, by_rows=1.3)
+    layers = [parameter(str(place), 128, 512).fitted(SendLowRank(28), 1.0) for place in range(6)]
+    words = parameter("words", 1024, 128, by_rows=1.3)
     planner = planned(24.0, 1000, 0, [[*layers, words]], 4.0)
-    assert isinstance(planner.choices[0][-1], SendLowRank)
-    few = candidate("words", 1024, 128, by_rows=2.5).rows
-    planner.candidates[0][-1] = replace(words.fitted(AT_16, 4.0), rows=few).weighed(energy)
+    assert isinstance(planner.choices[-1], SendLowRank)
+    few = parameter("words", 1024, 128, by_rows=2.5).rows
+    planner.parameters[-1] = replace(words.fitted(AT_16, 4.0), rows=few).with_energy(energy)
     usual, best = (planner._best(10, planner.choices, same_methods=same).choices for same in (True, False))
-    assert isinstance(best[0][-1], SendRows) and planner._noise(best) < 0.99 * planner._noise(usual)
+    assert isinstance(best[-1], SendRows) and planner._noise(best) < 0.99 * planner._noise(usual)
     planner.decide(10)
     assert planner.choices == (best if moves else usual)
 
@@ -676,11 +676,10 @@ def controller(
     link_times: LinkTimes | None = None,
 ) -> Controller:
     config = EDGCConfig.of(volume=volume, window=10, allocation="uniform")
-    stages = [[candidate(f"{stage}", 128, 256), candidate("bias", 1, 128, low_rank=False)] for stage in range(2)]
+    stages = [[parameter(f"{stage}", 128, 256), parameter("bias", 1, 128, low_rank=False)] for stage in range(2)]
     planner = planned(volume, 200, 10, stages, 1.0, excluded, rounds=rounds)
-    matrices = [[own[0].matrix] for own in stages]
-    costs = [None, None]
-    return Controller(config, 200, matrices, costs, excluded, budget=planner, trials=trials, link_times=link_times)
+    controlled = [ControlledStage([stage[0].matrix], excluded=index in excluded) for index, stage in enumerate(stages)]
+    return Controller(config, 200, controlled, planner, trials, link_times)
 
 
 def observed(noise: float, *counted: float, reduce_seconds: float = math.nan, **rest: Any) -> WindowObservation:
@@ -719,7 +718,7 @@ def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bo
 
 
 def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     sizes: dict[float, list[float]] = {}
     for little in (0.0, 0.1):
         monkeypatch.setattr(budget_module, "LITTLE_NOISE", little)
@@ -729,7 +728,7 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
             dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             # the same choices make thirty times the noise in the second half of the run
             growth = 1 if window < 25 else 30
-            noise = {one.matrix.name: 0.02 * growth for one in planner.candidates[0]}
+            noise = {one.matrix.name: 0.02 * growth for one in planner.parameters}
             planner.observe(shown([seen(noise) if window else {}], sent, dense, dense))
             planner.decide(20 * (window + 1))
             sizes.setdefault(little, []).append(planner._size(planner.choices))
@@ -740,7 +739,7 @@ def test_early_steps_with_little_noise_leave_bytes_for_later_ones(monkeypatch: p
 
 
 def test_a_step_gets_what_its_window_is_worth() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     rate = {"learning_rate": lambda iteration: 1.0 if iteration < 50 else 0.5, "learning_rate_power": 1.0}
     by_two, by_window = (planned(8.0, 100, 0, stages, 0.5, **rate, window=window) for window in (2, 20))
     assert by_two.ledger.share[40] == by_window.ledger.share[0] * 75 / 35 == pytest.approx(1 / 35)
@@ -749,7 +748,7 @@ def test_a_step_gets_what_its_window_is_worth() -> None:
 
 
 def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     usual, small = (planned(volume, 100, 5, stages, 0.5) for volume in (24.0, 5000.0))
     assert 24.0 < usual.reachable == small.reachable < 5000.0
     sent = 5 * usual.ledger.uncompressed + 95 * sum(options(one, BYTES)[0].size for one in stages[0])
@@ -759,16 +758,16 @@ def test_what_a_run_can_send_at_least_bounds_its_volume() -> None:
 def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
     # parameters in few bits alone have rank 0, and a cost fitted to larger ranks may be 0 there
     config = EDGCConfig.of(volume=4.0, window=10, allocation="uniform")
-    stages = [[candidate("bias", 1, 128, low_rank=False)]]
+    stages = [[parameter("bias", 1, 128, low_rank=False)]]
     planner = planned(4.0, 200, 10, stages, 1.0)
     cost = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
-    under_test = Controller(config, 200, [[]], [cost], (), budget=planner)
+    under_test = Controller(config, 200, [ControlledStage([], cost)], planner)
     under_test.observe(WindowObservation([StageObservation(-5.0, reduce_seconds=0.1)]))
     assert under_test.times.costs == [cost]
 
 
 def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send() -> None:
-    stages = [[candidate(str(place), 128, 256) for place in range(6)]]
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
     usual, extra = (
         planned(12.0, 1000, 0, stages, 4.0, learning_rate=lambda i: 1 - i / 1000, learning_rate_power=1.0)
         for _ in range(2)
@@ -781,7 +780,7 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
             sent += 20 * (sent_by_host * planner.ledger.fp32_bytes if idle else planner._size(planner.choices))
             dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             noise = seen({str(place): 0.5 for place in range(6)})
-            planner.observe(shown([noise], sent, dense, dense, host_share=float(idle)), idle=idle)
+            planner.observe(shown([noise], sent, dense, dense, host_share=float(idle)), outside_budget=idle)
             planner.decide(20 * (window + 1))
             assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6)
         sizes.append(planner._size(planner.choices))
@@ -790,7 +789,7 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
 
 def test_the_evenness_of_rows_is_counted_once() -> None:
     shares = [min(1.0, 0.3 + share) for share in ROW_SHARES]
-    before = candidate("words", 8192, 128, steepness=1.2, by_rows=0.3)
+    before = parameter("words", 8192, 128, steepness=1.2, by_rows=0.3)
     once = before.with_rows([*shares, 0.25])
     often = once
     for _ in range(3):
@@ -823,7 +822,7 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
 def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had() -> None:
     under_test = controller()
     assert under_test.budget is not None
-    under_test.settle(under_test.state_dict(), rmax=8)
+    under_test.adopt_ranks(under_test.state_dict(), rmax=8)
     assert under_test.budget.most == under_test.budget._at_rank(8) < math.inf
     assert under_test.config.ranks.rmax == under_test.entropy.config.ranks.rmax == 8
 
@@ -870,9 +869,9 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
     sent = budget.ledger.counts.run.sent + 8 * each + 2 * step / 20
     under_test.observe(observed(0.5, sent, 30 * step, 30 * step))
     if before == "low rank":
-        assert budget.ledger.counts.idle.fp32 == 0
+        assert budget.ledger.counts.outside_budget.fp32 == 0
     else:
-        assert budget.ledger.counts.idle.fp32 == 30 * step
+        assert budget.ledger.counts.outside_budget.fp32 == 30 * step
         assert budget.budget(30) == pytest.approx(step / 20) == pytest.approx(expected)
 
 
@@ -889,11 +888,11 @@ def test_a_resumed_run_rounds_if_the_run_before_had_to() -> None:
     rounding, own = controller(rounds=True), controller()
     state = json.loads(json.dumps(rounding.state_dict()))
     assert own.load_state_dict(state) and not own.rounds, "other ranks were asked for: its own link decides"
-    own.settle(state)
+    own.adopt_ranks(state)
     assert own.rounds
-    own.settle(controller().state_dict())
+    own.adopt_ranks(controller().state_dict())
     assert not own.rounds
-    own.settle({**state, "budget": None})
+    own.adopt_ranks({**state, "budget": None})
     assert not own.rounds
 
 
@@ -947,7 +946,7 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
     assert resumed.load_state_dict(state) and resumed.link_times == saved
     own = controller(rounds=rounds, link_times=TIMES)
     assert own.load_state_dict(state) and own.link_times == TIMES, "its own link was timed"
-    own.settle(state)
+    own.adopt_ranks(state)
     assert own.load_state_dict(state) and own.link_times == saved
 
 
@@ -969,7 +968,7 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="other parameters"):
         other = controller()
         assert other.budget is not None
-        other.budget.candidates[1][0] = candidate("another", 128, 256)
+        other.budget.parameters[2] = parameter("another", 128, 256)
         other.load_state_dict(state)
     older = {name: part for name, part in state["budget"].items() if name != "changed"}
     with pytest.raises(ValueError, match="another release"):
@@ -994,12 +993,12 @@ def test_a_volume_without_parameters_of_its_own_has_nothing_to_learn() -> None:
     for window in range(1, 4):
         planner.observe(shown([{}], 8e6 * window, 8e6 * window, 8e6 * window))
         planner.decide(50 * window)
-    assert planner.choices == {0: []}
+    assert planner.choices == []
 
 
 def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
     def planner(iterations: int) -> BudgetPlanner:
-        return planned(24.0, iterations, 10, [[candidate("w")]], 4.0)
+        return planned(24.0, iterations, 10, [[parameter("w")]], 4.0)
 
     before, longer = planner(1000), planner(2000)
     spent, dense = before.ledger.fp32_bytes * 500 / 16, before.ledger.fp32_bytes * 500  # more than its share
@@ -1011,8 +1010,8 @@ def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
 
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
     settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
-    planner = BudgetPlanner(settings, 1000, [[candidate("w")]], (), BYTES, 4.0)
-    c = Controller(settings, 1000, [[MatrixSpec("w", 64, 128)]], [None], budget=planner)
+    planner = BudgetPlanner(settings, 1000, [[parameter("w")]], (), BYTES, 4.0)
+    c = Controller(settings, 1000, [ControlledStage([MatrixSpec("w", 64, 128)])], planner)
     before = c.plan
     c.plan = replace(before, reasons=("of another link",))
     c.observe(WindowObservation([StageObservation()]))
@@ -1020,29 +1019,29 @@ def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
 
 
 def test_a_parameter_counts_by_its_size_and_energy_in_the_mean_energy_and_in_the_fidelity() -> None:
-    planner = planned(16.0, 1000, 0, [[candidate("large", 64, 192), candidate("small", 64, 64)]], 4.0)
+    planner = planned(16.0, 1000, 0, [[parameter("large", 64, 192), parameter("small", 64, 64)]], 4.0)
     planner.observe(shown([{"large": (1.0, 2.0), "small": (3.0, 6.0)}]))
-    assert [one.energy for one in planner.candidates[0]] == pytest.approx([2 / 3, 2.0])  # over a mean of 3
+    assert [one.energy for one in planner.parameters] == pytest.approx([2 / 3, 2.0])  # over a mean of 3
     assert planner.fidelity == pytest.approx((3 * 2 / 2 + 1 * 6 / 4) / (3 * 2 + 1 * 6))
 
 
 def test_a_resume_in_the_first_window_of_a_new_way_learns_nothing_of_it_either() -> None:
-    planner, again = (planned(16.0, 1000, 0, [[candidate("w")]], 4.0) for _ in range(2))
-    planner.changed = {0: ["w"]}
+    planner, again = (planned(16.0, 1000, 0, [[parameter("w")]], 4.0) for _ in range(2))
+    planner.changed = [True]
     again.load_state_dict(json.loads(json.dumps(planner.state_dict())))
-    before = again.candidates[0][0].learned()
+    before = again.parameters[0].learned()
     again.observe(shown([seen({"w": 30.0})]))
-    assert again.candidates[0][0].learned() == before
+    assert again.parameters[0].learned() == before
 
 
 @pytest.mark.parametrize("choice", [SendRounded("int4"), SendLowRank(8), by_share(0.1)], ids=str)
 def test_dear_bytes_are_dear_however_a_parameter_travels(choice: Choice) -> None:
-    one = candidate("words", 512, 64, by_rows=1.3)
+    one = parameter("words", 512, 64, by_rows=1.3)
     assert replace(one, price=3.0).size(choice, BYTES) == pytest.approx(3 * one.size(choice, BYTES))
 
 
 def test_relief_goes_on_after_a_resume_and_is_no_part_of_the_budget_there_either() -> None:
-    planner, again = (planned(24.0, 1000, 0, [[candidate("w", 128, 256)]], 4.0, least_fidelity=0.1) for _ in range(2))
+    planner, again = (planned(24.0, 1000, 0, [[parameter("w", 128, 256)]], 4.0, least_fidelity=0.1) for _ in range(2))
     dense = 20 * planner.ledger.fp32_bytes
     planner.observe(shown([seen({"w": 30.0})], dense / 24, dense, dense))
     planner.decide(20)
@@ -1054,18 +1053,18 @@ def test_relief_goes_on_after_a_resume_and_is_no_part_of_the_budget_there_either
 
 
 def test_relief_is_so_many_times_what_a_step_of_this_learning_rate_gets() -> None:
-    worth = [1.0] * 50 + [0.5] * 50
-    ledger = Ledger(10.0, 100, 1000.0, 1000.0, 1.0, worth)
+    weights = [1.0] * 50 + [0.5] * 50
+    ledger = Ledger(10.0, 100, 1000.0, 1000.0, 1.0, weights)
     for iteration in (0, 60):
         step = ledger.step(iteration, 3.0)
-        usual = 100.0 * worth[iteration] / 0.75
+        usual = 100.0 * weights[iteration] / 0.75
         assert step.total == pytest.approx(max(step.by_budget, usual) + 2 * usual)
 
 
 def test_noise_is_at_most_a_hundred_times_that_of_the_law_however_hard_a_spectrum_has_become() -> None:
     one = EnergySpectrum(64, 1.5)
-    assert one.harder(1e4).noise(8) == pytest.approx(100 * one.noise(8))
-    assert one.harder(1e4).harder(1e-4).noise(8) == pytest.approx(one.noise(8))
+    assert one.with_noise_scaled(1e4).noise(8) == pytest.approx(100 * one.noise(8))
+    assert one.with_noise_scaled(1e4).with_noise_scaled(1e-4).noise(8) == pytest.approx(one.noise(8))
     law = noise_of_format("int4")
     assert RoundingNoise().fitted("int4", 0.6 * law).noise("int4") == pytest.approx(0.6 * law)
 
@@ -1073,7 +1072,7 @@ def test_noise_is_at_most_a_hundred_times_that_of_the_law_however_hard_a_spectru
 def test_no_budget_that_holds_the_smallest_option_is_exceeded() -> None:
     """From a rank to bits is a long step up the hull, and the next one, to more bits, a short one."""
     formats = {f"int{bits}": bits / 8 + 1 / 64 for bits in (2, 3, 4, 5, 6, 8)}
-    one = candidate("w", 256, 256)
+    one = parameter("w", 256, 256)
     hull = options(one, formats)
     assert any(b.size - a.size > c.size - b.size for a, b, c in zip(hull, hull[1:], hull[2:], strict=False))
     for budget in np.linspace(hull[0].size, hull[-1].size, 300):

@@ -30,7 +30,7 @@ class State:
             "empty": {},
         }
 
-    def settle_errors(self, communicator: object, iteration: int) -> Iterator[tuple[str, Tensor]]:
+    def summed_errors(self, communicator: object, iteration: int) -> Iterator[tuple[str, Tensor]]:
         yield from self.errors.items()
 
     def state_dict(self) -> dict[str, dict[str, Packed]]:

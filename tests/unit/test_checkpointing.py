@@ -13,7 +13,7 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
@@ -39,8 +39,8 @@ def index_of(config: EDGCConfig, **parts: Any) -> Any:
     """Of a checkpoint of a run with these settings."""
     from megatron.edgc.checkpoint_index import ASKED, RESOLVED, Index
 
-    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.only(ASKED)}
-    usual |= {"resolved": config.only(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
+    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.subset(ASKED)}
+    usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
     return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
 
 
@@ -133,10 +133,10 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
     messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
     config = EDGCConfig.of(pp="auto:int4")
-    specs = [[MatrixSpec(one.id, 8, 8)] for one in boundaries]
-    controller = Controller(message_config(config), 100, specs, [None, None], excluded={0, 1})
+    stages = [ControlledStage([MatrixSpec(one.id, 8, 8)], excluded=True) for one in boundaries]
+    controller = Controller(message_config(config), 100, stages)
     plan = {"plan": {"ranks": kept}}
-    saved = SavedMessages([one.id for one in boundaries], config.only(ASKED_OF_MESSAGES), {}, plan)
+    saved = SavedMessages([one.id for one in boundaries], config.subset(ASKED_OF_MESSAGES), {}, plan)
     own = resume(run_state(config, messages=messages, message_controller=controller), index_of(config, messages=saved))
     loaded: list[Any] = []
     monkeypatch.setattr(checkpoint_loading, "resume_controller", lambda *arguments: loaded.append(arguments))

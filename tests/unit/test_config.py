@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgc.compress.engines.base import Elementwise, LowRank
-from edgc.config import ConfigError, EDGCConfig, Messages, RankPolicy, Study, flag, knobs
+from edgc.config import ConfigError, EDGCConfig, Messages, RankPolicy, Study, flag, setting_fields
 from edgc.engines import ENGINES, engine_class
 from edgc.presets import PRESETS
 
@@ -138,9 +138,9 @@ def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
     assert EDGCConfig.of(warmup_fraction=0.025).warmup(500) == 13
     balanced = EDGCConfig.from_preset({})
     assert [balanced.warmup(iterations) for iterations in (10, 40, 60, 100, 500)] == [1, 2, 2, 3, 13]
-    for other in (balanced.but(dense_wire="fp32"), balanced.but(equalise=False)):
+    for other in (balanced.replace(dense_wire="fp32"), balanced.replace(equalise=False)):
         assert other.warmup(40) == 1, "nothing is taken for a scale that rounding has made zero"
-    assert balanced.but(warmup_fraction=0.0).warmup(60) == 0
+    assert balanced.replace(warmup_fraction=0.0).warmup(60) == 0
 
 
 def test_a_share_of_the_run_adds_whole_error_iterations() -> None:
@@ -166,8 +166,8 @@ def test_defaults_are_the_papers() -> None:
 
 
 def test_every_knob_says_what_it_is() -> None:
-    for knob in knobs():
-        assert all(knob.metadata[key] for key in ("help", "unit", "source")), knob.name
+    for setting in setting_fields():
+        assert all(setting.metadata[key] for key in ("help", "unit", "source")), setting.name
     assert flag("warmup_fraction") == "--edgc-warmup-fraction"
     assert flag("align") == "--edgc-no-align"
     assert flag("equalise") == "--edgc-equalise"
@@ -302,9 +302,9 @@ def test_what_sets_a_rank_cannot_be_given_to_an_engine_without_one(unused: dict[
 def test_settings_keep_their_values_with_and_without_their_groups() -> None:
     for name in PRESETS:
         config = EDGCConfig.from_preset({"preset": name})
-        assert EDGCConfig.of(**config.flat()) == config == config.but()
-        assert config.but(window=7) == EDGCConfig.of(**{**config.flat(), "window": 7}) != config
-    assert len(config.flat()) == len(knobs()) - 1 + len(fields(Study))
+        assert EDGCConfig.of(**config.flat()) == config == config.replace()
+        assert config.replace(window=7) == EDGCConfig.of(**{**config.flat(), "window": 7}) != config
+    assert len(config.flat()) == len(setting_fields()) - 1 + len(fields(Study))
 
 
 def test_names_that_settings_know_are_those_of_the_rooms_that_need_torch() -> None:
@@ -326,6 +326,6 @@ def test_what_is_sampled_costs_at_most_a_thousandth_of_a_dense_run() -> None:
     sampler = CompressionState(config, None, torch.device("cpu"), 0).fidelity
     assert sampler is not None
     sizes = [3 * 1024 * 1024, 1024 * 1024, 4096 * 1024, 4096 * 1024, 3 * 1024, 4096, *[1024] * 6]
-    entries = sum(len(sampler.places(f"{place}", size, torch.device("cpu"))) for place, size in enumerate(sizes))
+    entries = sum(len(sampler.indices(f"{place}", size, torch.device("cpu"))) for place, size in enumerate(sizes))
     sent = VALUES * entries * config.ranks.iteration_sampling_rate
     assert 0 < sent / sum(sizes) <= 0.001

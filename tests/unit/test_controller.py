@@ -10,7 +10,7 @@ import pytest
 
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_model import StageRankModel
 from edgc.plan.rank_plan import RankPlan, Summing
@@ -21,12 +21,13 @@ from edgc.specs import MatrixSpec
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
 COST = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
+STAGE = ControlledStage(MATRICES, COST)
 WINDOW = 100
 BASE = EDGCConfig.of(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.25)
 
 
 def controller(stages: int = 1, cost: StageCost = COST, iterations: int = 10_000, **settings: Any) -> Controller:
-    return Controller(BASE.but(**settings), iterations, [MATRICES] * stages, [cost] * stages)
+    return Controller(BASE.replace(**settings), iterations, [ControlledStage(MATRICES, cost)] * stages)
 
 
 def play(c: Controller, history: list[float], backward: float = math.nan) -> list[tuple[int | None, ...]]:
@@ -241,13 +242,14 @@ def test_alignment_gives_later_stages_the_rank_that_ends_with_the_first() -> Non
 def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> None:
     # 4 ms of backward at 1 ms a rank as above, and of messages 8 ms uncompressed or 1 ms a rank and 4 ms
     message = StageCost(CommCost(0.004, 0.001), 0.008, 0.008)
-    config = BASE.but(align=True, rank_step=64)
-    c = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3, message_costs=[None, message, message])
+    config = BASE.replace(align=True, rank_step=64)
+    sends_back = ControlledStage(MATRICES, COST, message)
+    c = Controller(config, 10_000, [STAGE, sends_back, sends_back])
     assert play(c, [*WARM, -5.2], backward=0.004)[-1] == (16, 28, 40)
     seen = StageObservation(entropy=-5.2, micro_backward_seconds=0.004)
     c.observe(WindowObservation([seen, seen, replace(seen, message_rank=1)]))
     assert c.decide(12 * WINDOW).ranks == (16, 28, 36)  # 5 ms instead of 8: 37, a multiple of four
-    again = Controller(config, 10_000, [MATRICES] * 3, [COST] * 3)
+    again = Controller(config, 10_000, [STAGE] * 3)
     again.load_state_dict(json.loads(json.dumps(c.state_dict())))
     assert again.times.message_costs == c.times.message_costs
 
@@ -263,7 +265,7 @@ def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage()
 
 def test_the_slowest_stages_reductions_say_whether_a_trial_is_due() -> None:
     for slowest, due in ((0.3, False), (0.8, True)):
-        c = Controller(BASE, 10_000, [MATRICES] * 3, [COST] * 3, trials=Trials(10_000, 1.0, overlapped=False))
+        c = Controller(BASE, 10_000, [STAGE] * 3, trials=Trials(10_000, 1.0, overlapped=False))
         seen = [StageObservation(reduce_seconds=seconds) for seconds in (0.1, slowest, math.nan)]
         c.observe(WindowObservation(seen, step_seconds={False: [2.0] * 9, True: []}))
         assert c.trials is not None and c.trials.due == due
@@ -319,7 +321,7 @@ def test_versions_grow_only_when_ranks_change() -> None:
 
 
 def test_a_stage_without_matrices_stays_dense() -> None:
-    c = Controller(BASE, 1000, [(), MATRICES], [None, COST])
+    c = Controller(BASE, 1000, [ControlledStage(()), STAGE])
     for window in range(3):
         c.observe(WindowObservation([StageObservation(), StageObservation(entropy=-5.0)]))
         plan = c.decide((window + 1) * WINDOW)
@@ -447,7 +449,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 observations for 1 stages"):
         controller().observe(WindowObservation([StageObservation()] * 2))
     with pytest.raises(ValueError, match="rmin and rmax must be resolved"):
-        Controller(EDGCConfig(), 10_000, [MATRICES], [COST])
+        Controller(EDGCConfig(), 10_000, [STAGE])
 
 
 def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width() -> None:
@@ -465,7 +467,11 @@ def test_ranks_are_resolved_from_the_break_even_rank_and_the_share_of_the_width(
     static = EDGCConfig.of(static_rank=1 / 16)
     for break_even, rank in ((200, 64), (40, 40)):
         settled = resolve_ranks(static, break_even, 1024)
-        assert (settled.ranks.settled_static_rank, settled.asks_link, static.asks_link) == (rank, False, True)
+        assert (settled.ranks.resolved_static_rank, settled.rank_depends_on_link, static.rank_depends_on_link) == (
+            rank,
+            False,
+            True,
+        )
 
 
 def falling(strength: float) -> list[float]:
@@ -506,10 +512,12 @@ def test_water_filling_also_shares_a_static_rank() -> None:
 @pytest.mark.parametrize("price", [1.0, 3.0])
 def test_one_water_level_shares_a_static_rank_out_over_all_stages(price: float) -> None:
     """The tied embedding of a pipeline is a stage of one matrix. Its steps of rank cost ``price`` times the bytes."""
-    config = BASE.but(allocation="waterfill", rmin=None, rmax=None, static_rank=32, align=True, min_saving=1.0)
+    config = BASE.replace(allocation="waterfill", rmin=None, rmax=None, static_rank=32, align=True, min_saving=1.0)
     layers, embedding = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 1024, 1024)), (MatrixSpec("a", 1024, 1024),)
     too_small = (MatrixSpec("c", 8, 8),)  # no rank pays there, so nothing is measured: the others do not wait for it
-    c = Controller(config, 10_000, [layers, layers, embedding, too_small], [COST] * 4, prices=[1.0, 1.0, price, 1.0])
+    stages = [ControlledStage(one, COST) for one in (layers, layers, embedding, too_small)]
+    stages[2] = replace(stages[2], price=price)
+    c = Controller(config, 10_000, stages)
     quiet, loud = {"a": falling(1.0), "b": falling(1.0)}, {"a": falling(1e4)}
     c.observe(WindowObservation([StageObservation(energies=own) for own in (quiet, quiet, loud, {})]))
     first, second, last, none = c.decide(100).matrix_ranks
@@ -578,8 +586,8 @@ def test_without_a_spectrum_the_rank_stays() -> None:
 @pytest.mark.parametrize("settings", [{"static_rank": 8}, {"rmin": 4, "rmax": 8}])
 def test_a_stage_that_is_to_stay_dense_does(settings: dict[str, int]) -> None:
     config = EDGCConfig.of(**settings, window=10, warmup_fraction=0, entropy_stability=1)  # type: ignore[arg-type]
-    stages = [[MatrixSpec("w", 64, 64)]] * 2
-    both, first = (Controller(config, 100, stages, [None, None], dense) for dense in ((), (1,)))
+    stage = ControlledStage([MatrixSpec("w", 64, 64)])
+    both, first = (Controller(config, 100, [stage, replace(stage, excluded=excluded)]) for excluded in (False, True))
     for window in range(1, 4):
         for one in (both, first):
             one.observe(WindowObservation([StageObservation(-1.0), StageObservation(-1.0)]))

@@ -6,14 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 from edgc import flags
-from edgc.config import EDGCConfig, knobs
+from edgc.config import EDGCConfig, setting_fields
 from edgc.flags import HEADINGS
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_every_setting_is_in_one_group_and_the_first_group_has_eleven() -> None:
-    assert Counter(name for names in HEADINGS.values() for name in names) == Counter(knob.name for knob in knobs())
+    assert Counter(name for names in HEADINGS.values() for name in names) == Counter(
+        setting.name for setting in setting_fields()
+    )
     assert len(next(iter(HEADINGS.values()))) == 11
 
 

@@ -350,7 +350,7 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
         in_bytes = probe.cost_in_bytes(selection, config, 8, RUN)
         assert rank is not None
         assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
-        again = probe.probe([selection], config.but(dense_wire="int4"), communicator(), CPU, run)
+        again = probe.probe([selection], config.replace(dense_wire="int4"), communicator(), CPU, run)
         assert again.rounded_seconds == again.dense_seconds == 1, "the warm-up rounds alike"
 
 

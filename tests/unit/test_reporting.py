@@ -96,7 +96,9 @@ def test_a_run_that_rounds_has_missed_nothing(
         assert ("all gradients rounded" in capsys.readouterr().out) != resumed
         under_test.parameters = [1500]
         if resumed:
-            budget = SimpleNamespace(rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(idle=ByteCount())))
+            budget = SimpleNamespace(
+                rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(outside_budget=ByteCount()))
+            )
             under_test.resume(PLAN, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
         plan = replace(PLAN, ranks=(NO_RANK,), reasons=("rounding is faster",), formats=({"w": "int4"},))
         report = replace(
@@ -162,7 +164,7 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
 def test_a_resumed_run_knows_whether_the_host_has_summed_before(
     idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = SimpleNamespace(counts=SimpleNamespace(idle=ByteCount(fp32=idle)))
+    ledger = SimpleNamespace(counts=SimpleNamespace(outside_budget=ByteCount(fp32=idle)))
     under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(rounds=False, ledger=ledger))
     under_test.resume(PLAN, controller)  # type: ignore[arg-type]
     under_test.window(

@@ -11,7 +11,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import ReductionSizes, Run
-from edgc.plan.settle import plan_run
+from edgc.plan.run_plan import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
 
@@ -316,7 +316,7 @@ def test_rows_are_a_choice_of_embeddings_alone() -> None:
     run = Run(iterations=1000, replicas=4)
     config = EDGCConfig.from_preset({"volume": 10.0})
     (planned,) = plan_run(config, run, [[stage]]).stages
-    rows = {one.matrix.name: one.rows is not None for one in sizes({"int4": 0.5}, run=run).candidates(planned)}
+    rows = {one.matrix.name: one.rows is not None for one in sizes({"int4": 0.5}, run=run).parameters(planned)}
     assert rows == {"words": True, "qkv": False}
 
 
@@ -332,7 +332,7 @@ def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
     config = EDGCConfig.of(volume=24.0, warmup_fraction=0.1)
     with pytest.raises(ConfigError, match="--edgc-volume = 24: the warm-up of 10 % of the run in fp32 alone"):
         plan_run(config, RUN, [[stage]])
-    plan_run(config.but(dense_wire="int8"), RUN, [[stage]])
+    plan_run(config.replace(dense_wire="int8"), RUN, [[stage]])
 
 
 def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_nothing() -> None:
@@ -342,7 +342,7 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
     for run, price, count in ((RUN, 2 * (7 / 8) / (3 / 4), 1), (Run(iterations=1000, replicas=1), 1.0, 0)):
         plan = plan_run(config, run, [[layers, tied]])
         messages = sizes({"int4": 0.5}, run=run)
-        of_layers, (of_embedding,) = (messages.candidates(stage) for stage in plan.stages)
+        of_layers, (of_embedding,) = (messages.parameters(stage) for stage in plan.stages)
         assert len(of_layers) == count and of_embedding.price == pytest.approx(price)
         assert of_embedding.size(SendRounded("int4"), messages.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
 

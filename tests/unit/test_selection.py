@@ -7,8 +7,8 @@ from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, has_rank
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import Run
+from edgc.plan.run_plan import break_even
 from edgc.plan.selection import largest_rank, pays, select, width
-from edgc.plan.settle import break_even
 from edgc.specs import MatrixSpec, Parameter
 
 PARAMETERS = [
@@ -69,7 +69,7 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert break_even(cost, selection.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
-    one_factor = config.but(engine="alternating", rest_wire="bf16", dense_wire="bf16")
+    one_factor = config.replace(engine="alternating", rest_wire="bf16", dense_wire="bf16")
     cost = cost_of_link(selection, one_factor, processes=4, gbps=0.008, run=run)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)

@@ -48,7 +48,7 @@ def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
     own = session.Session.__new__(session.Session)
     own.args, own.chunks, own.seam = Namespace(), [], None
     own.requested = requested
-    own.config = own.requested.but(fuse_embedding_sync=True)
+    own.config = own.requested.replace(fuse_embedding_sync=True)
     own.run = Run(iterations=1000, replicas=4, pipeline_stages=2)
     plan = own._plan(torch.device("cpu"))
     keys = [StageKey(StageKind.LAYERS, 0), StageKey(StageKind.EMBEDDING, 0)]

@@ -20,7 +20,7 @@ from edgc.hosts.steps import compressed_anew
 from edgc.observe.measurements import Measurements
 from edgc.observe.timing import Spans
 from edgc.plan.comm_cost import CommCost, StageCost
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import select
@@ -110,7 +110,7 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
     assert window.reduce_seconds == 4.0
     cost = StageCost(CommCost(0.0, 0.1), 4.0, 4.0)
     config = EDGCConfig.of(window=10, rmin=16, rmax=64)
-    controller = Controller(config, 100, [[MatrixSpec("w", 256, 256)]], [cost])
+    controller = Controller(config, 100, [ControlledStage([MatrixSpec("w", 256, 256)], cost)])
     controller.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)]))
     assert controller.times.costs[0] == cost
 

@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from edgc.config import EDGCConfig
-from edgc.plan.controller import Controller
+from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.specs import MatrixSpec
 from tools.experiments.entries import Line
@@ -41,11 +41,11 @@ def replays(line: Line, stage: int, window: int, kept: float) -> Replay:
     own = line["windows"][0]["iteration"]
     if window % own or kept * window < own:
         raise ValueError(f"windows of {own} iterations do not make {kept:g} of one of {window}")
-    config = EDGCConfig.from_preset({"preset": "paper", "rmax": RMAX, "rmin": RMAX // 4, "align": False}).but(
+    config = EDGCConfig.from_preset({"preset": "paper", "rmax": RMAX, "rmin": RMAX // 4, "align": False}).replace(
         window=window
     )
     matrices = [MatrixSpec(f"{place}", *shape) for place, shape in enumerate(line["matrices"][stage])]
-    controller = Controller(config, line["iterations"], [matrices], [None])
+    controller = Controller(config, line["iterations"], [ControlledStage(matrices)])
     every = round(1 / kept)
     held = (math.nan, math.nan)
     seen: list[float] = []

@@ -162,7 +162,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
     void = set() if pipeline and "--edgc-pp" not in arguments else {"pp"}
     given = {flag.removeprefix("--edgc-").replace("-", "_"): value for flag, value in pairwise(arguments)}
     by_entropy = RankPolicy.of(given) is RankPolicy.ENTROPY
-    if Messages.of(meaning.get("pp", "off")).follows and not by_entropy:
+    if Messages.of(meaning.get("pp", "off")).needs_rank and not by_entropy:
         void.add("pp")
     if "volume" not in given and (given.keys() & (NOT_BY_ENTROPY | BY_ENTROPY - {"rmax"}) or not by_entropy):
         void |= OF_A_VOLUME

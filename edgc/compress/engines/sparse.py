@@ -52,13 +52,15 @@ class TopK(Sparse):
         all_values = torch.split(of_values.contiguous().view(torch.float32), sizes, dim=1)
         all_indices = torch.split(of_indices.contiguous().view(index_type), sizes, dim=1)
         sums, shares = [], []
-        for tensor, indices, own, received, places in zip(
+        for tensor, indices, own, received, entries in zip(
             tensors, chosen, values, all_values, all_indices, strict=True
         ):
             shares.append(_spread(tensor, indices.long(), own))
             total = tensor.new_zeros(tensor.numel())
-            for value, place in zip(received, places, strict=True):  # in the same order on every process: the same bits
-                total.index_add_(0, place.long(), value)
+            for value, indices in zip(
+                received, entries, strict=True
+            ):  # in the same order on every process: the same bits
+                total.index_add_(0, indices.long(), value)
             sums.append(total.view_as(tensor))
         return Sums(sums, shares, all_finite([*all_values, *sums]))
 

@@ -76,8 +76,8 @@ class ElementwiseRoute(Route):
             else:
                 result = yield from engine.sum(own, communicator)
             if self.fed_back:
-                places = [piece for part in portion for piece in part]
-                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in places]
+                indices = [piece for part in portion for piece in part]
+                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in indices]
                 _subtract([one for part in values for one in part], result.shares, errors)
             if own and own[0] is not result.sums[0]:  # else it was summed in place
                 torch._foreach_copy_(own, list(result.sums))
@@ -98,12 +98,12 @@ class ElementwiseRoute(Route):
 
 def _subtract(values: Sequence[Tensor], shares: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """values - shares, into ``out``."""
-    for places in batches(values):
-        if len(places) == 1:  # in one pass over what may be large
-            torch.sub(values[places[0]], shares[places[0]], out=out[places[0]])
+    for indices in batches(values):
+        if len(indices) == 1:  # in one pass over what may be large
+            torch.sub(values[indices[0]], shares[indices[0]], out=out[indices[0]])
         else:
-            torch._foreach_copy_([out[place] for place in places], [values[place] for place in places])
-            torch._foreach_sub_([out[place] for place in places], [shares[place] for place in places])
+            torch._foreach_copy_([out[index] for index in indices], [values[index] for index in indices])
+            torch._foreach_sub_([out[index] for index in indices], [shares[index] for index in indices])
 
 
 Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end

@@ -96,7 +96,7 @@ class FactorRoute(Route):
         excess = [self.excess[name].view(1, 1) for name in names]
         divided = map_stacked(torch.div, [share.left for share in shares], excess)
         gained = torch._foreach_mul([total.left for total in sums], gain)
-        for place, (name, matrix) in enumerate(self.matrices.items()):
+        for index, (name, matrix) in enumerate(self.matrices.items()):
             with record_function("edgc/residual"):
                 # The division takes the place of the copy with which ``addmm`` begins: no further pass over the matrix.
                 older, waiting = self._waiting(name), 1 - self.error_gain
@@ -104,10 +104,10 @@ class FactorRoute(Route):
                     error, waiting = torch.div(matrix, self.excess[name]), 1.0
                 else:  # error = waiting * older + M / excess - share / excess
                     error = torch.addcdiv(older, matrix, self.excess[name], value=1 / waiting)
-                error.addmm_(divided[place], shares[place].right, beta=waiting, alpha=-1)
+                error.addmm_(divided[index], shares[index].right, beta=waiting, alpha=-1)
             self.context.feedback.store({name: error}, finite, self.context.iteration)
             with record_function("edgc/reconstruct"):
-                Product(gained[place], sums[place].right).write(matrix, self._own_rows(name))
+                Product(gained[index], sums[index].right).write(matrix, self._own_rows(name))
                 if name in self.first_sums:
                     rows, total = self.first_sums[name]
                     matrix.index_add_(0, rows, total * gain)

@@ -45,17 +45,17 @@ def missing_gpu() -> str:
 
     On a cluster one process that took the CPU instead would leave all others waiting for it.
     """
-    place = int(os.environ.get("LOCAL_RANK", "0"))
+    index = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        torch.zeros(1, device=f"cuda:{place}")  # a device that is lost may still be counted
+        torch.zeros(1, device=f"cuda:{index}")  # a device that is lost may still be counted
     except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
         who = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
-        if 0 < (visible := torch.cuda.device_count()) <= place:
+        if 0 < (visible := torch.cuda.device_count()) <= index:
             return (
-                f"{who} asks for GPU {place} and sees {visible}: give every process of a node all of its GPUs "
+                f"{who} asks for GPU {index} and sees {visible}: give every process of a node all of its GPUs "
                 "(Slurm: --gpus-per-node instead of --gpus-per-task, and no --gpu-bind)"
             )
-        return f"{who} cannot use GPU {place} ({str(error).splitlines()[0]}): give {FLAG} to train on the CPU"
+        return f"{who} cannot use GPU {index} ({str(error).splitlines()[0]}): give {FLAG} to train on the CPU"
     return ""
 
 
@@ -240,9 +240,9 @@ def _redirect_attention() -> None:
             if group.size() > 1:
                 key, value = (gathered(part, group) for part in (key, value))
                 if mask is None:  # as on inner pipeline stages
-                    places = torch.arange(len(key))
-                    pieces, rank = places.chunk(2 * group.size()), group.rank()
-                    mask = places > torch.cat([pieces[rank], pieces[-1 - rank]]).unsqueeze(1)
+                    indices = torch.arange(len(key))
+                    pieces, rank = indices.chunk(2 * group.size()), group.rank()
+                    mask = indices > torch.cat([pieces[rank], pieces[-1 - rank]]).unsqueeze(1)
                     mask = mask[None, None]
             return super().forward(query, key, value, mask, *args, **kw)
 
@@ -265,8 +265,8 @@ def _redirect_optimizer() -> None:
     def fill_outside_autograd(self: Any, model_param: Any, tensors: Any) -> None:
         with torch.no_grad():
             fill(self, model_param, {"step": None, **tensors})
-            group, place = self.model_param_group_index_map[model_param]
-            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+            group, index = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
             state["step"] = state["step"].clone()
 
     DistributedOptimizer._set_main_param_and_optimizer_states = fill_outside_autograd

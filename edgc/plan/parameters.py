@@ -46,12 +46,12 @@ class PartialSend:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedParameter:
     """A parameter, and what it costs to send it.
 
     ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
-    gradient, over that of the mean entry of all. ``current``: how it travels now; None where nothing has begun.
-    ``even``: how alike its rows are, as far as the guess of ``directions`` knows.
+    gradient, over that of the mean entry of all. ``current``: how it travels now; None before compression has begun.
+    ``row_evenness``: how alike its rows are (1: all alike), as far as the guess of ``directions`` knows.
     """
 
     matrix: MatrixSpec
@@ -61,16 +61,16 @@ class Candidate:
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
     current: Choice | None = None
-    even: float = 1.0
+    row_evenness: float = 1.0
 
     @property
     def rank_beside_rows(self) -> int:
-        """Of what the rows leave."""
+        """The rank that takes what the rows leave."""
         return nearest_rank(RANK_BESIDE_ROWS * min(self.matrix.rows, self.matrix.cols))
 
     @property
     def weight(self) -> float:
-        """Of its noise."""
+        """Weight of its noise among those of all parameters."""
         return self.energy * self.elements
 
     @property
@@ -116,7 +116,7 @@ class Candidate:
         changes = self.current is not None and self.current.encoding != choice.encoding
         return NOISE_OF_CHANGE * noise if known and changes else noise
 
-    def fitted(self, choice: Choice, noise: float) -> "Candidate":
+    def fitted(self, choice: Choice, noise: float) -> "PlannedParameter":
         """The same with the noise that was measured under ``choice``."""
         if not noise > 0:
             return self
@@ -127,10 +127,10 @@ class Candidate:
         noise = max(noise - self.rounding.noise(before.format_name), 0.01 * noise)
         after = replace(before, spectrum=before.spectrum.fitted(sent, noise))
         if isinstance(choice, SendLowRank):
-            return replace(self, directions=after, rows=_grown(self.rows, before, after, sent))
-        return replace(self, rows=after, directions=_grown(self.directions, before, after, sent))
+            return replace(self, directions=after, rows=_noisier_as_well(self.rows, before, after, sent))
+        return replace(self, rows=after, directions=_noisier_as_well(self.directions, before, after, sent))
 
-    def with_rows(self, shares: Sequence[float]) -> "Candidate":
+    def with_rows(self, shares: Sequence[float]) -> "PlannedParameter":
         """The same where the largest rows are known to hold these shares of a gradient, at each of ``ROW_SHARES``.
 
         The last number says how even rows are: 1 if they are alike, a tenth if a tenth of them has all. What low rank
@@ -138,34 +138,44 @@ class Candidate:
         """
         if self.rows is None or len(shares) != len(ROW_SHARES) + 1 or not all(0 < share <= 1.001 for share in shares):
             return self
-        *parts, even = shares
+        *parts, evenness = shares
         counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
-        held = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
-        known = replace(self, rows=replace(self.rows, spectrum=replace(self.rows.spectrum, held=tuple(held.items()))))
+        measured = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
+        of_rows = replace(self.rows.spectrum, measured_shares=tuple(measured.items()))
+        known = replace(self, rows=replace(self.rows, spectrum=of_rows))
         if self.directions is None or self.directions.spectrum.measurements:
             return known
-        harder = self.directions.spectrum.harder(self.even / even)  # what an earlier window showed is taken back
-        return replace(known, directions=replace(self.directions, spectrum=harder), even=even)
+        # the factor of an earlier window is taken back
+        of_directions = self.directions.spectrum.with_noise_scaled(self.row_evenness / evenness)
+        return replace(known, directions=replace(self.directions, spectrum=of_directions), row_evenness=evenness)
 
-    def weighed(self, energy: float) -> "Candidate":
+    def with_energy(self, energy: float) -> "PlannedParameter":
         """The same with this energy of an entry, if it is known."""
         return replace(self, energy=energy) if 0 < energy < math.inf else self
 
     @property
     def shape(self) -> list[Any]:
-        """What must be as it was for a choice of then to make sense now."""
+        """Rows, columns, and whether low rank is allowed: a saved choice is valid only where these are the same."""
         return [self.matrix.rows, self.matrix.cols, self.directions is not None]
 
     def learned(self) -> list[Any]:
         """What measurements have shown, as plain numbers and lists."""
-        spectra = [None if way is None else way.spectrum for way in (self.directions, self.rows)]
-        return [None if one is None else [one.steepness, one.factor, one.measurements, one.held] for one in spectra] + [
-            [self.rounding.factor, self.rounding.measurements],
-            self.energy,
-            self.even,
+        spectra = [
+            None
+            if send is None
+            else [
+                send.spectrum.steepness,
+                send.spectrum.factor,
+                send.spectrum.measurements,
+                send.spectrum.measured_shares,
+            ]
+            for send in (self.directions, self.rows)
         ]
+        return [*spectra, [self.rounding.factor, self.rounding.measurements], self.energy, self.row_evenness]
 
-    def with_learned(self, directions: Any, rows: Any, rounding: Any, energy: float, even: float) -> "Candidate":
+    def with_learned(
+        self, directions: Any, rows: Any, rounding: Any, energy: float, row_evenness: float
+    ) -> "PlannedParameter":
         """The same with what ``learned`` gave."""
         return replace(
             self,
@@ -173,7 +183,7 @@ class Candidate:
             rows=_with_spectrum(self.rows, rows),
             rounding=RoundingNoise(*rounding),
             energy=energy,
-            even=even,
+            row_evenness=row_evenness,
         )
 
     def _partial_send(self, choice: SendLowRank | SendRows) -> PartialSend:
@@ -185,12 +195,14 @@ class Candidate:
 def _with_spectrum(send: PartialSend | None, learned: Any) -> PartialSend | None:
     if send is None:
         return None
-    steepness, factor, measurements, held = learned
-    pairs = tuple((count, share) for count, share in held)
+    steepness, factor, measurements, measured_shares = learned
+    pairs = tuple((count, share) for count, share in measured_shares)
     return replace(send, spectrum=EnergySpectrum(send.spectrum.parts, steepness, factor, measurements, pairs))
 
 
-def _grown(other: PartialSend | None, before: PartialSend, after: PartialSend, sent: int) -> PartialSend | None:
+def _noisier_as_well(
+    other: PartialSend | None, before: PartialSend, after: PartialSend, sent: int
+) -> PartialSend | None:
     """What is known of the other parts once these are measured again: gradients that spread wider do so in both.
 
     Else the other way would look ever better as the noise grows, only because nothing measures it.
@@ -198,4 +210,4 @@ def _grown(other: PartialSend | None, before: PartialSend, after: PartialSend, s
     known, now = before.spectrum.noise(sent), after.spectrum.noise(sent)
     if other is None or not before.spectrum.measurements or not known > 0:
         return other
-    return replace(other, spectrum=other.spectrum.harder(now / known))
+    return replace(other, spectrum=other.spectrum.with_noise_scaled(now / known))

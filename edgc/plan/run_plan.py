@@ -36,7 +36,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     config.check_run(run.iterations)
     by_volume = config.rank_policy is RankPolicy.VOLUME
     if by_volume:
-        config = config.but(window=_window(config, run.iterations))
+        config = config.replace(window=_window(config, run.iterations))
         _check_warmup(config, run)
     known = [stage for own in processes for stage in own]
     # by shape: a large run has thousands of processes with hundreds of parameters each
@@ -47,7 +47,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     times: LinkTimes | None = None
     warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
-    if config.asks_link and not (by_volume and run.alone):
+    if config.rank_depends_on_link and not (by_volume and run.alone):
         lowest = usable if run.alone else _lowest_break_even(config, run, known)
         if by_volume and config.ranks.rmax is None:  # who gives a rank wants low rank
             times = _link_times(config, run, known, lowest)
@@ -59,7 +59,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         warnings += _too_short(config, run, compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
-        config = config.but(dense_wire="fp32", param_wire=None)
+        config = config.replace(dense_wire="fp32", param_wire=None)
     return RunPlan(config, stages, compresses, tuple(warnings), tries, rounds, times)
 
 
@@ -82,7 +82,7 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
     """Raises ``ConfigError`` for a rank beyond the largest that saves anything in a matrix of the model."""
     _, largest = static_ranks(config) or (None, None)
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
-    rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.settled_rmax
+    rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.resolved_rmax
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
         if rank is not None and rank > usable:
             raise ConfigError(
@@ -99,7 +99,7 @@ def _settled(
     """
     by_volume = config.rank_policy is RankPolicy.VOLUME
     warnings: list[str] = []
-    asked = config.ranks.settled_rmax is not None
+    asked = config.ranks.resolved_rmax is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
     untimed = by_volume and all(stage.cost is None for stage in known)
     compresses = asked or rounds or untimed or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
@@ -107,19 +107,19 @@ def _settled(
     tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or by_volume)
     if not compresses:
         warnings.append(_why_dense(config, lowest, usable, tries))
-        if config.pipeline.messages.follows:
+        if config.pipeline.messages.needs_rank:
             warnings.append(
                 "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
                 f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
             )
-            config = config.but(pp="off")
+            config = config.replace(pp="off")
     if compresses or tries:
         # where steps will try, the link of now is no bound for that of later
         bound = lowest if compresses and not rounds else usable
         matrices = [matrix for stage in known for matrix in select(stage.parameters, config).matrices]
         return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
     formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
-    dense = config.but(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
+    dense = config.replace(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
     return dense, compresses, tries, warnings
 
 
