@@ -16,8 +16,8 @@ def interpreted_kernels() -> ModuleType:
     spec = importlib.util.find_spec("edgc.compress.kernels")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with triton.setting_fields.runtime.scope():
-        triton.setting_fields.runtime.interpret = True
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
     return module
 

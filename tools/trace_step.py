@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator
 from edgc.comm.overlap import Overlap
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -85,7 +85,7 @@ def _process(rank: int, layers: int, width: int, low_rank: int, output: Path) ->
     parameters = [Parameter(f"{layer}.{kind}", shape) for layer in range(layers) for kind, shape in shapes.items()]
     config = EDGCConfig.of(**{**BALANCED, "basis_cycle": 1}, static_rank=low_rank, iteration_sampling_rate=0.01)
     assert dist.group.WORLD is not None
-    communicator = Communicator(dist.group.WORLD, Traffic())
+    communicator = Communicator.uncounted(dist.group.WORLD)
     units = cut(((parameter, 4 * parameter.elements) for parameter in parameters), least=1)
     reducers = [GradientReducer.of(unit, config, communicator, CPU) for unit in units]
     for reducer in reducers:

@@ -220,6 +220,11 @@ class Communicator:
         self.process: int = dist.get_rank(group)
         self.members: list[int] = dist.get_process_group_ranks(group)  # their numbers in the whole run
 
+    @classmethod
+    def uncounted(cls, group: dist.ProcessGroup) -> "Communicator":
+        """For messages that are no training traffic, as of probes, checks and checkpoints."""
+        return cls(group, Traffic())
+
     def all_reduce(self, tensor: Tensor) -> Exchange[Tensor]:
         """The sum of (n,) tensors over the group; ``tensor`` may be overwritten."""
         message = AllReduce(self, tensor)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run_to_end
+from edgc.comm.collectives import Communicator, run_to_end
 from edgc.comm.packed import Packed
 from edgc.errors import ReplicaMismatch
 
@@ -60,7 +60,7 @@ def compare(
     for column, kind in enumerate(KINDS):
         for name, own in kinds[kind].items():
             digests[indices[name], column] = own
-    uncounted = Communicator(communicator.group, Traffic())  # a check is no gradient traffic
+    uncounted = Communicator.uncounted(communicator.group)
     gathered = run_to_end(uncounted.all_gather(digests.view(-1)))
     check(names, gathered.view(-1, *digests.shape), communicator.members, iteration)
 

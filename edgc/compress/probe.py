@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -25,13 +25,28 @@ REPETITIONS = 3
 BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
 
-def cost_of_link(selection: Selection, config: EDGCConfig, processes: int, gbps: float, run: Run) -> StageCost:
-    """Cost of a stage whose data-parallel group has so many processes on links of ``gbps`` Gbit/s, without latency."""
-    return cost_in_bytes(selection, config, processes, run).scaled(8 / (gbps * 1e9))
+@dataclass(frozen=True)
+class SentBytes:
+    """What a process sends in the reductions of a step of a stage, in bytes.
+
+    ``compressed``: at a rank. ``uncompressed``: in EDGC's own sums without compression. ``host``: in the host's sums.
+    """
+
+    compressed: CommCost
+    uncompressed: float
+    host: float
+
+    def at_rank(self, rank: int | None) -> float:
+        """Bytes at this rank; None: uncompressed."""
+        return self.uncompressed if rank is None else self.compressed.seconds(rank)
+
+    def over(self, gbps: float) -> StageCost:
+        """What they take on links of ``gbps`` Gbit/s, without latency."""
+        return StageCost(self.compressed, self.uncompressed, self.host).scaled(8 / (gbps * 1e9))
 
 
-def cost_in_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Run) -> StageCost:
-    """The same with the bytes that each process sends in a step in the place of seconds."""
+def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Run) -> SentBytes:
+    """Bytes of a stage whose data-parallel group has so many processes."""
     # A rounded sum of which each process needs its shard ends halfway, unless one needs most of what there is: so it is
     # with what low rank does not take.
     rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
@@ -39,8 +54,8 @@ def cost_in_bytes(selection: Selection, config: EDGCConfig, processes: int, run:
     dense = selection.matrix_elements + selection.other_elements
     host = all_reduce_bytes(dense * run.host_bytes, processes)
     warmup = wire(config.formats.dense_wire)
-    uncompressed = all_reduce_bytes(dense * run.rounded_share * warmup.bytes_per_value(), processes)
-    return StageCost(CommCost(rest, factors), host if warmup.exact else uncompressed, host)
+    rounded = all_reduce_bytes(dense * run.rounded_share * warmup.bytes_per_value(), processes)
+    return SentBytes(CommCost(rest, factors), host if warmup.exact else rounded, host)
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
@@ -50,12 +65,12 @@ def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> i
 
 
 def _rest_bytes(selection: Selection, config: EDGCConfig) -> float:
-    """Of a message of what the engine leaves."""
+    """Bytes of a message of what the engine leaves."""
     return selection.other_elements * wire(config.formats.rest_wire).bytes_per_value()
 
 
 def _bytes_per_rank(selection: Selection, config: EDGCConfig) -> float:
-    """Of a message of factors."""
+    """Bytes of a message of factors, per unit of rank."""
     engine = engine_class(config.engine)
     return float(sum(engine.bytes_per_rank(matrix, config) for matrix in selection.matrices))
 

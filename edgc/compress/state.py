@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Communicator, Traffic, run_to_end
+from edgc.comm.collectives import Communicator, run_to_end
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
 from edgc.compress.engines.base import Engine
@@ -99,7 +99,7 @@ class CompressionState:
         Only the sum matters to training, so it is what a checkpoint holds, whatever the number of processes. Every
         process of the group must run this to its end.
         """
-        uncounted = Communicator(communicator.group, Traffic())  # a checkpoint is no training traffic
+        uncounted = Communicator.uncounted(communicator.group)
         norms = self.norms.values()
         if norms is not None:  # each process has seen its own gradients: all continue with the mean of those seen
             both = torch.cat([norms, (norms > 0).float()])

@@ -49,4 +49,4 @@ def reduction_cost(
         return None
     if config.ranks.link_gbps is None:
         return probe.probe(selections, config, communicator, device, run)
-    return probe.cost_of_link(whole, config, communicator.world_size, config.ranks.link_gbps, run)
+    return probe.sent_bytes(whole, config, communicator.world_size, run).over(config.ranks.link_gbps)

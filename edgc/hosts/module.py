@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edgc.byte_counts import ByteCount, RunBytes
-from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
+from edgc.comm.collectives import Communicator, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
@@ -40,7 +40,7 @@ from edgc.specs import Parameter
 
 KEY = StageKey(StageKind.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
-# Taken as asked for, not as the run before has settled it: a window follows from the length of the run.
+# Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
 ASKED = (*OF_THE_JOB, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
 
@@ -142,7 +142,7 @@ class EDGCState:
         if any(parameter.device != self.device for parameter in parameters):
             raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
         group = self.group or all_processes()
-        uncounted = Communicator(group, Traffic())  # probing is no training traffic
+        uncounted = Communicator.uncounted(group)
         self.processes, self._process = uncounted.world_size, uncounted.process
         run = Run(
             iterations=self.iterations,
@@ -375,7 +375,7 @@ class EDGCState:
         if same:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in ASKED}})
         self._build(config, timed=not same)
-        if same:  # the settled ranks look as if they had been asked for, and nothing was timed
+        if same:  # resolved ranks look as if they had been asked for, and nothing was timed
             trials, budget = state["controller"]["trials"], state["controller"]["budget"]
             self.plan = replace(self.plan, tries=trials is not None, rounds=budget is not None and budget["rounds"])
         self.steps = state["steps"]

@@ -26,11 +26,7 @@ class GradientObserver:
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig):
         self.matrices = matrices
         self.study = config.study
-        self.sampler = GradientSampler(
-            iteration_rate=config.ranks.iteration_sampling_rate,
-            gradient_rate=config.ranks.gradient_sampling_rate,
-            seed=config.seed,
-        )
+        self.sampler = GradientSampler.of(config)
         self.measurements = Measurements()
         self._iteration: int | None = None
         self._before = self.measurements  # those before ``_iteration``

@@ -6,6 +6,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 
 _MAX_DENOMINATOR = 10**6  # sampling rates are fractions of at most this denominator
@@ -28,6 +29,12 @@ class GradientSampler:
         for field in ("iteration_rate", "gradient_rate"):
             if not 1 / _MAX_DENOMINATOR <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be at least 1e-6 and at most 1")
+
+    @classmethod
+    def of(cls, config: EDGCConfig) -> "GradientSampler":
+        """That of a run with these settings."""
+        ranks = config.ranks
+        return cls(ranks.iteration_sampling_rate, ranks.gradient_sampling_rate, config.seed)
 
     def measures(self, iteration: int) -> bool:
         """Whether this iteration is measured: from 0 on, evenly spread, a fraction alpha in the long run."""

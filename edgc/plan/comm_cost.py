@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from edgc.plan.ranks import RANK_MULTIPLE
+
 RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
 # in time, of compressing a message between stages: the probe has the processor to itself, training has not
 MESSAGE_GAIN = 1.1
@@ -98,12 +100,9 @@ class StageCost:
     def seconds(self, rank: int | None) -> float:
         return self.dense_seconds if rank is None else self.compressed.seconds(rank)
 
-
-def break_even_rank(cost: CommCost, dense_seconds: float) -> int:
-    """The largest rank whose compressed time does not exceed the dense time; 0 if there is none.
-
-    Raises ValueError unless ``dense_seconds`` is finite and at least 0.
-    """
-    if not 0 <= dense_seconds < math.inf:
-        raise ValueError(f"dense_seconds = {dense_seconds}: must be finite and at least 0")
-    return math.floor(cost.rank(dense_seconds) * (1 + RANK_SLACK))
+    def break_even_rank(self, share: float = 1.0) -> int:
+        """The largest rank, a multiple of 4, at which the stage takes at most ``share`` of the time of the host's own
+        sum, whatever it saves; 0 if none does.
+        """
+        most = self.compressed.rank(share * self.host_seconds) * (1 + RANK_SLACK)
+        return RANK_MULTIPLE * int(most // RANK_MULTIPLE)

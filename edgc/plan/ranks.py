@@ -29,7 +29,7 @@ def resolve_ranks(config: EDGCConfig, break_even: int, width: int) -> EDGCConfig
 
 
 def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
-    """The smallest and largest rank of a run whose ``static_rank`` is settled."""
+    """The smallest and largest rank of a run whose ``static_rank`` is resolved."""
     rank, tilt = config.ranks.resolved_static_rank, abs(config.study.rank_tilt)
     if rank is None:
         return None
@@ -37,7 +37,7 @@ def static_ranks(config: EDGCConfig) -> tuple[int, int] | None:
 
 
 def smallest_rank(config: EDGCConfig) -> int:
-    """The smallest rank that a run can have, as far as ``config`` settles it."""
+    """The smallest rank that a run can have, as far as ``config`` says it."""
     static = static_ranks(config)
     return static[0] if static else config.ranks.rmin or RANK_MULTIPLE
 

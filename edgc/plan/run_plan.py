@@ -5,30 +5,17 @@ from collections.abc import Sequence
 
 from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
 from edgc.plan.choices import ROUNDED, bits_of
-from edgc.plan.comm_cost import StageCost, break_even_rank
+from edgc.plan.comm_cost import StageCost
 from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, static_ranks
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.selection import largest_rank, select, width
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
-from edgc.specs import MatrixSpec
-
-
-def break_even(cost: StageCost, matrices: Sequence[MatrixSpec], min_saving: float) -> int:
-    """The largest rank at which a stage is not slower than the host's sum and still saves enough; 0 if none is."""
-    return min(link_rank(cost), largest_rank(matrices, min_saving))
-
-
-def link_rank(cost: StageCost, share: float = 1.0) -> int:
-    """The largest rank, whatever it saves, at which a stage takes no longer than this share of the time of the host's
-    sum; 0 if none does.
-    """
-    return RANK_MULTIPLE * (break_even_rank(cost.compressed, share * cost.host_seconds) // RANK_MULTIPLE)
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
-    """Settle rmin and rmax, and sort the parameters of every stage.
+    """Resolve rmin and rmax, and sort the parameters of every stage.
 
     ``processes``: the stages of each process, the first of each its layers. Raises ``ConfigError`` for ranks at which
     no matrix of the model saves anything, and for settings that cannot work in a run of this length.
@@ -53,7 +40,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             times = _link_times(config, run, known, lowest)
         rounds = times is not None and times.rounding_pays
         why = [_why_rounded(config, times)] if times is not None and rounds else []
-        config, compresses, tries, warnings = _settled(config, run, known, usable, lowest, rounds)
+        config, compresses, tries, warnings = _by_link(config, run, known, usable, lowest, rounds)
         warnings = [*why, *warnings]
     if compresses or tries:
         warnings += _too_short(config, run, compresses)
@@ -91,7 +78,7 @@ def _check_ranks(config: EDGCConfig, usable: int) -> None:
             )
 
 
-def _settled(
+def _by_link(
     config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, lowest: int, rounds: bool
 ) -> tuple[EDGCConfig, bool, bool, list[str]]:
     """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
@@ -218,10 +205,10 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
         if stage.cost is None or dense_because(stage.key, config, run):
             continue
         if config.rank_policy is RankPolicy.VOLUME:  # which itself says how much must be saved
-            lowest.append(link_rank(stage.cost, WORTH_IT))
+            lowest.append(stage.cost.break_even_rank(WORTH_IT))
         else:
             matrices = select(stage.parameters, config).matrices
-            lowest.append(break_even(stage.cost, matrices, config.study.min_saving))
+            lowest.append(min(stage.cost.break_even_rank(), largest_rank(matrices, config.study.min_saving)))
     return min(lowest, default=0)
 
 

@@ -14,6 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
+from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import (
     All,
     AllReduce,
@@ -22,6 +23,7 @@ from edgc.comm.collectives import (
     Exchange,
     Traffic,
     Work,
+    all_reduce_bytes,
     interleave,
     run_to_end,
 )
@@ -252,9 +254,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         for bucket in self.buckets:
-            factor = bucket.gradient_scaling_factor
-            if config.average_in_collective:
-                factor /= self.edgc_sums.communicator.world_size
+            factor = scaling_factor(self, bucket)
             if factor != 1.0:
                 with torch.no_grad():
                     bucket.grad_data *= factor
@@ -326,9 +326,24 @@ def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:
 
 
 def count_host_sum(traffic: Traffic, group: _ParamAndGradBucketGroup, buffer: Tensor) -> None:
-    """Count what Megatron's own collective sends of a bucket."""
+    """Count what Megatron's own collective sends of a bucket, or of a gradient in it."""
     processes = dist.get_world_size(process_group(group))
     if group.ddp_config.use_distributed_optimizer:
         traffic.count_reduce_scatter(buffer, processes)
     else:
         traffic.count_all_reduce(buffer, processes)
+
+
+def sum_bytes(group: _ParamAndGradBucketGroup, gradient: Tensor) -> ByteCount:
+    """What Megatron's own sum of a gradient sends, and what an all-reduce of it in fp32 would."""
+    host = Traffic()
+    count_host_sum(host, group, gradient)
+    return ByteCount(
+        host=host.bytes, fp32=all_reduce_bytes(4.0 * gradient.numel(), dist.get_world_size(process_group(group)))
+    )
+
+
+def scaling_factor(group: _ParamAndGradBucketGroup, bucket: _ParamAndGradBucket) -> float:
+    """By what a gradient is multiplied before it is summed; an average in the collective becomes one before it."""
+    factor = float(bucket.gradient_scaling_factor)
+    return factor / dist.get_world_size(process_group(group)) if group.ddp_config.average_in_collective else factor

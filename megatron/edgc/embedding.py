@@ -21,12 +21,12 @@ from megatron.training import get_args
 from torch import Tensor
 
 from edgc.byte_counts import ByteCount
-from edgc.comm.collectives import Traffic, all_reduce_bytes, run_to_end
+from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
 from edgc.observe.timing import Spans
-from megatron.edgc.bucket_groups import count_host_sum, process_group
+from megatron.edgc.bucket_groups import scaling_factor, sum_bytes
 from megatron.edgc.seam import Seam
 
 TIED = "word_embeddings.weight"  # its name in both stages
@@ -73,11 +73,7 @@ class TiedEmbedding:
 
     def step_bytes(self) -> ByteCount:
         """What Megatron's two sums send in a step."""
-        host = Traffic()
-        count_host_sum(host, self._group, self.gradient())
-        host.count_all_reduce(self.gradient(), COPIES)
-        size, replicas = 4.0 * self.gradient().numel(), dist.get_world_size(process_group(self._group))
-        return ByteCount(host=host.bytes, fp32=all_reduce_bytes(size, replicas) + all_reduce_bytes(size, COPIES))
+        return sum_bytes(self._group, self.gradient()) + copies_bytes(self.gradient())
 
     def attach(self, reducer: GradientReducer, spans: Spans, step: Callable[[], Step]) -> None:
         """``step`` tells of the step under way."""
@@ -99,9 +95,7 @@ class TiedEmbedding:
         self.reducer.begin(step.iteration)
         # as of all gradients, the entropy is that of what the bucket has not scaled yet
         # filled on the device: a copy to it would make the CPU wait
-        factor = torch.full((), float(self._bucket.gradient_scaling_factor), device=self.gradient().device)
-        if self._group.ddp_config.average_in_collective:
-            factor /= dist.get_world_size(process_group(self._group))
+        factor = torch.full((), scaling_factor(self._group, self._bucket), device=self.gradient().device)
         self.reducer.observer.measure(
             gradient, step.iteration, factor if step.loss_scale is None else factor * step.loss_scale
         )
@@ -109,6 +103,12 @@ class TiedEmbedding:
         with torch.no_grad():
             run_to_end(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
         self._spans.add(start)
+
+
+def copies_bytes(gradient: Tensor) -> ByteCount:
+    """What Megatron's sum over the two copies of a tied embedding sends, and what it would in fp32."""
+    host, fp32 = (all_reduce_bytes(size, COPIES) for size in (gradient.nbytes, 4.0 * gradient.numel()))
+    return ByteCount(host=host, fp32=fp32)
 
 
 def tied_copy(

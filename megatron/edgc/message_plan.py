@@ -9,7 +9,6 @@ from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, fl
 from edgc.plan.comm_cost import MESSAGE_GAIN, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.run_plan import link_rank
 from megatron.edgc.message_costs import largest_message_rank, message_shape
 
 
@@ -29,7 +28,7 @@ class MessagePlan:
 def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> MessagePlan:
     """How messages are compressed, and where.
 
-    ``config`` has the ranks of gradients settled; ``costs``: of gradients on their way to the stage before, by sender.
+    ``config`` has the ranks of gradients resolved; ``costs``: of gradients on their way to the stage before, by sender.
     Raises ``ConfigError`` for a rank at which messages are not smaller.
     """
     messages = config.pipeline.messages
@@ -47,7 +46,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
         return MessagePlan(message_config(config), slower, _warning(config, costs, slower))
     usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
-        usable = min([usable, *map(link_rank, costs.values())])
+        usable = min([usable, *(cost.break_even_rank() for cost in costs.values())])
     if not usable:
         warning = (
             f"messages between stages stay uncompressed: no rank makes them {config.study.min_saving:g}x smaller and "

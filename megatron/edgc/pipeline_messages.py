@@ -63,11 +63,7 @@ class PipelineMessages:
         ]
         self.senders: dict[tuple[Direction, int], MessageSender] = {}  # by direction and chunk
         self.bytes: dict[Direction, ByteCount] = {"forward": ByteCount(), "backward": ByteCount()}  # so far
-        self.sampler = GradientSampler(
-            iteration_rate=config.ranks.iteration_sampling_rate,
-            gradient_rate=config.ranks.gradient_sampling_rate,
-            seed=config.seed,
-        )
+        self.sampler = GradientSampler.of(config)
         self.entropy: dict[Direction, list[float | Tensor]] = {"forward": [], "backward": []}
         self._window_start = self.bytes.copy()
         self._iteration: int | None = None

@@ -18,7 +18,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron.training.training import update_train_iters
 from torch import Tensor, nn
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator
 from edgc.comm.objects import all_gather_objects
 from edgc.comm.overlap import Overlap
 from edgc.config import ConfigError, EDGCConfig, RankPolicy
@@ -191,7 +191,7 @@ class Session:
             raise ConfigError(f"pipeline stage {', '.join(empty)} has no parameters to train{beside}")
         layers = self.stages[0]
         # probing is no training traffic
-        communicator = Communicator(layers.process_group, Traffic())
+        communicator = Communicator.uncounted(layers.process_group)
         cost = reduction_cost(layers.units_of_parameters, self.config, self.run, communicator, device)
         plan = plan_run(self.config, self.run, self._known(cost))
         given_back = not plan.compresses and not plan.tries  # else a resumed run has one stage more, or less

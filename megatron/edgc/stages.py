@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from edgc.byte_counts import ByteCount
-from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes
+from edgc.comm.collectives import Communicator
 from edgc.comm.overlap import Overlap
 from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
@@ -25,8 +25,8 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
-from megatron.edgc.bucket_groups import EDGCBucketGroup, StageSums, WeightGather, count_host_sum, process_group
-from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, tied_copy
+from megatron.edgc.bucket_groups import EDGCBucketGroup, StageSums, WeightGather, process_group, sum_bytes
+from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, copies_bytes, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
 WORDS = "embedding.word_embeddings.weight"
@@ -60,17 +60,13 @@ class MegatronStage(Stage):
     """
 
     def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
-        host, fp32 = Traffic(), 0.0
+        step_bytes = ByteCount() if embedding is None else copies_bytes(embedding)
         for one in named:
             for bucket in one.group.buckets:
                 for parameter in one.names.keys() & bucket.param_to_index.keys():
                     gradient = bucket.grad_data[slice(*bucket.param_to_index[parameter])]
-                    count_host_sum(host, one.group, gradient)
-                    fp32 += all_reduce_bytes(4.0 * gradient.numel(), dist.get_world_size(process_group(one.group)))
-        if embedding is not None:
-            host.count_all_reduce(embedding, COPIES)
-            fp32 += all_reduce_bytes(4.0 * embedding.numel(), COPIES)
-        super().__init__(key, device, ByteCount(host=host.bytes, fp32=fp32))
+                    step_bytes += sum_bytes(one.group, gradient)
+        super().__init__(key, device, step_bytes)
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []

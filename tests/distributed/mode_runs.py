@@ -255,7 +255,7 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
         cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
         patch.setattr(training, "message_costs", lambda *args: {1: cost})
     if "break_even" in case:
-        patch.setattr(message_plan, "link_rank", lambda cost: case["break_even"])
+        patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])
     if case.get("full_rank"):
         for module in (edgc.plan.selection, edgc.plan.sharing):
             patch.setattr(module, "pays", lambda *args: True)

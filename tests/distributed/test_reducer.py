@@ -14,7 +14,7 @@ from edgc import stacking
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
 from edgc.comm.overlap import Overlap
 from edgc.compress import router
-from edgc.compress.probe import cost_in_bytes
+from edgc.compress.probe import sent_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.routes import elementwise
 from edgc.config import EDGCConfig
@@ -297,12 +297,12 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
         config = EDGCConfig.of(iteration_sampling_rate=1e-6, **settings)  # type: ignore[arg-type]
         traffic = Traffic()
         own = GradientReducer.of(large, config, Communicator(dist.group.WORLD, traffic), CPU)
-        cost = cost_in_bytes(own.router.selection, config, ranks, Run(iterations=1, replicas=ranks))
+        sent = sent_bytes(own.router.selection, config, ranks, Run(iterations=1, replicas=ranks))
         for place, level in enumerate((8, None)):
             own.set_rank(level)
             before = traffic.bytes
             run_to_end(own.reduce({p.name: torch.randn(p.shape) for p in large}, iteration=1 + place))
-            found.append((traffic.bytes - before, cost.seconds(level)))
+            found.append((traffic.bytes - before, sent.at_rank(level)))
     config = EDGCConfig.of(iteration_sampling_rate=1e-6, dense_wire="int4")
     for dtype in (torch.float32, torch.bfloat16):
         traffic = Traffic()
@@ -311,8 +311,8 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
         shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
         run_to_end(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
         run = Run(iterations=1, replicas=ranks, gradient_bytes=dtype.itemsize, scatters=True)
-        cost = cost_in_bytes(own.router.selection, config, ranks, run)
-        found.append((traffic.bytes, cost.seconds(None)))
+        sent = sent_bytes(own.router.selection, config, ranks, run)
+        found.append((traffic.bytes, sent.uncompressed))
     return found
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from edgc.plan.alignment import StageTimes, aligned_rank
-from edgc.plan.comm_cost import CommCost, StageCost, break_even_rank
+from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.observation import StageObservation
 
 
@@ -145,17 +145,14 @@ def test_aligned_rank_names_bad_input(first, slope, slack, r_max, message: str) 
         aligned_rank(first, CommCost(0.0, slope), slack, r_max)
 
 
-def test_break_even_is_the_largest_rank_not_slower_than_dense() -> None:
+def test_break_even_is_the_largest_rank_not_slower_than_the_host() -> None:
     cost = CommCost(0.02, 0.003)
-    for dense in np.linspace(0.02, 1.0, 97):
-        rank = break_even_rank(cost, dense)
-        assert cost.seconds(rank) <= dense * (1 + 1e-8) < cost.seconds(rank + 1) * (1 + 1e-7)
-    assert break_even_rank(CommCost(0.0, 0.1), 0.3) == 3  # 0.3 / 0.1 comes out below 3
-    assert break_even_rank(cost, 0.01) == 0
-    assert isinstance(break_even_rank(cost, 0.1), int)
-    for dense in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"dense_seconds = {dense}"):
-            break_even_rank(cost, dense)
+    for host in np.linspace(0.02, 1.0, 97):
+        rank = StageCost(cost, dense_seconds=9.0, host_seconds=host).break_even_rank()
+        assert rank % 4 == 0 and cost.seconds(rank) <= host * (1 + 1e-8) < cost.seconds(rank + 4) * (1 + 1e-7)
+    assert StageCost(CommCost(0.0, 0.1), 9.0, 0.4).break_even_rank() == 4
+    assert StageCost(CommCost(0.0, 0.1), 9.0, 1.2 / 0.75).break_even_rank(0.75) == 12  # 1.2 / 0.1 comes out below 12
+    assert StageCost(cost, 9.0, 0.01).break_even_rank() == 0
 
 
 @pytest.mark.parametrize(("by_host", "rank", "predicted"), [(False, 5, 5.0), (False, None, 10.0), (True, 5, 20.0)])

@@ -347,9 +347,9 @@ def test_the_probe_times_rounding_where_that_sends_more_than_the_volume(
     assert cost.rounded_seconds == (0.25 if timed else None)
     if volume is not None and timed:
         rank = cost.volume_rank
-        in_bytes = probe.cost_in_bytes(selection, config, 8, RUN)
+        sent = probe.sent_bytes(selection, config, 8, RUN)
         assert rank is not None
-        assert in_bytes.seconds(rank) <= in_bytes.host_seconds / volume < in_bytes.seconds(rank + 1)
+        assert sent.at_rank(rank) <= sent.host / volume < sent.at_rank(rank + 1)
         again = probe.probe([selection], config.replace(dense_wire="int4"), communicator(), CPU, run)
         assert again.rounded_seconds == again.dense_seconds == 1, "the warm-up rounds alike"
 

@@ -2,12 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.compress.probe import cost_of_link
+from edgc.compress.probe import sent_bytes
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, has_rank
-from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import Run
-from edgc.plan.run_plan import break_even
 from edgc.plan.selection import largest_rank, pays, select, width
 from edgc.specs import MatrixSpec, Parameter
 
@@ -65,19 +63,18 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     parameters = [Parameter("a", (100, 200)), Parameter("b", (300, 100)), Parameter("bias", (500,))]
     config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
     selection, run = select(parameters, config), Run(iterations=1000, replicas=4)
-    cost = cost_of_link(selection, config, processes=4, gbps=0.008, run=run)  # 1 MB/s
+    cost = sent_bytes(selection, config, processes=4, run=run).over(0.008)  # 1 MB/s
     assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    assert break_even(cost, selection.matrices, 1.0) == 48  # limited by half of 100, in multiples of 4
+    assert cost.break_even_rank() == 100 and largest_rank(selection.matrices, 1.0) == 48
     one_factor = config.replace(engine="alternating", rest_wire="bf16", dense_wire="bf16")
-    cost = cost_of_link(selection, one_factor, processes=4, gbps=0.008, run=run)
+    cost = sent_bytes(selection, one_factor, processes=4, run=run).over(0.008)
     assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    of_half = cost_of_link(selection, one_factor, 4, 0.008, replace(run, gradient_bytes=2))
+    of_half = sent_bytes(selection, one_factor, 4, replace(run, gradient_bytes=2)).over(0.008)
     assert of_half.host_seconds == cost.host_seconds / 2
-    assert break_even(StageCost(CommCost(0.0, 0.001), 0.001, 0.02), selection.matrices, 1.0) == 20
 
 
 def test_the_width_is_the_smaller_side_of_most_entries() -> None:

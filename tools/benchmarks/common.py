@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc.comm.collectives import Communicator, Traffic
+from edgc.comm.collectives import Communicator
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.selection import Selection
@@ -22,7 +22,7 @@ BALANCED: dict[str, Any] = {name: value for name, value in PRESETS["balanced"].i
 def make_reducer(selection: Selection, config: EDGCConfig, device: torch.device) -> GradientReducer:
     """A reducer over all processes, which starts to count its traffic."""
     assert dist.group.WORLD is not None
-    return GradientReducer(selection, config, Communicator(dist.group.WORLD, Traffic()), device)
+    return GradientReducer(selection, config, Communicator.uncounted(dist.group.WORLD), device)
 
 
 def versions() -> dict[str, str]:

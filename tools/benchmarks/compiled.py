@@ -89,7 +89,7 @@ def _described(name: str, capability: int, rank: int, made: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
-        tool = triton.setting_fields.nvidia.cuobjdump.path
+        tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run(
             [tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True
         ).stdout

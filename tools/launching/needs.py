@@ -17,8 +17,8 @@ from tools.launching.checks import check
 from tools.launching.configs import Cluster, LaunchError, Model, method_flags, split_flags
 
 if TYPE_CHECKING:
+    from edgc.compress.probe import SentBytes
     from edgc.config import EDGCConfig
-    from edgc.plan.comm_cost import StageCost
     from edgc.specs import Parameter
 
 VOCABULARY = 50257  # GPT-2's byte-pair encoding
@@ -191,7 +191,7 @@ def _stage_needs(
     import torch
 
     from edgc.comm.collectives import all_reduce_bytes
-    from edgc.compress.probe import cost_in_bytes
+    from edgc.compress.probe import sent_bytes
     from edgc.plan.run import Run
     from edgc.plan.selection import select
     from megatron.edgc.embedding import COPIES
@@ -216,13 +216,13 @@ def _stage_needs(
 
     run = Run(iterations=1, replicas=copies, gradient_bytes=gradient, scatters=args.use_distributed_optimizer)
 
-    def cost(reduced: Iterable[Parameter], processes: int, run: Run) -> StageCost:
-        return cost_in_bytes(select(reduced, config, min(ranks)), config, processes, run)
+    def sent(reduced: Iterable[Parameter], processes: int, run: Run) -> SentBytes:
+        return sent_bytes(select(reduced, config, min(ranks)), config, processes, run)
 
-    compressed = [cost((parameter for parameter in parameters.values() if parameter is not fused), copies, run)]
+    compressed = [sent((parameter for parameter in parameters.values() if parameter is not fused), copies, run)]
     if fused is not None:
-        compressed.append(cost([fused], COPIES * copies, replace(run, scatters=False)))
-    dense = cost(parameters.values(), copies, run).host_seconds + tied_bytes
+        compressed.append(sent([fused], COPIES * copies, replace(run, scatters=False)))
+    dense = sent(parameters.values(), copies, run).host + tied_bytes
     summed_apart = 0.0 if fused is not None else tied_bytes
     return StageNeeds(
         layers=len(part.decoder.layers),
@@ -234,7 +234,7 @@ def _stage_needs(
         edgc=_state(list(parameters.values()), config, ranks, repeatable(args)),
         sent={
             "dense": dense,
-            **{str(rank): sum(one.seconds(rank) for one in compressed) + summed_apart for rank in ranks},
+            **{str(rank): sum(one.at_rank(rank) for one in compressed) + summed_apart for rank in ranks},
         },
         gathered=elements * (2 if half else 4) * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
         messages=messages,

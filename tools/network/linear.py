@@ -15,7 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from edgc.comm.collectives import Communicator, Traffic, run_to_end
+from edgc.comm.collectives import Communicator, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost
@@ -97,7 +97,7 @@ def main() -> None:
     members = [dist.new_group(list(range(place, dist.get_world_size(), groups))) for place in range(groups)]
     group = members[process % groups]
     assert isinstance(group, dist.ProcessGroup)
-    communicator = Communicator(group, Traffic())
+    communicator = Communicator.uncounted(group)
     shapes = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "fc1": (4 * WIDTH, WIDTH), "fc2": (WIDTH, 4 * WIDTH)}
     parameters = [Parameter(f"{layer}.{kind}", shape) for layer in range(LAYERS) for kind, shape in shapes.items()]
     found = {}

@@ -55,7 +55,7 @@ class Sums:
 
 
 class Elementwise(Engine, ABC):
-    """An engine that rounds or leaves out single values."""
+    """An engine that rounds or leaves out single values or whole rows."""
 
     exact = False  # whether sums are those of fp32, so that no errors are left
     equalised = True  # whether the equaliser's scales divide what is put in
@@ -65,19 +65,7 @@ class Elementwise(Engine, ABC):
 
     @abstractmethod
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
-        """The sums of fp32 matrices; of tensors of any shape, if the engine is ``Piecewise``."""
-
-
-class Piecewise(Elementwise, ABC):
-    """An engine to which it is all the same whether gradients come whole or in pieces of whole groups of values."""
-
-    @abstractmethod
-    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
-        """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
-
-    @abstractmethod
-    def shards_pay(self, sizes: Sequence[int]) -> bool:
-        """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""
+        """The sums of fp32 matrices."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import Piecewise, Sums
+from edgc.compress.engines.base import Elementwise, Sums
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
 from edgc.stacking import all_finite
 
 
-class Rounding(Piecewise):
-    """Sums in a wire format. In fp32 that is the dense all-reduce, which leaves no error."""
+class Rounding(Elementwise):
+    """Sums in a wire format. In fp32 that is the dense all-reduce, which leaves no error.
+
+    To this engine it is all the same whether gradients come whole or in pieces of whole groups of values.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Rounding(Piecewise):
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, process, *names))
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
+        """The sums of fp32 tensors of any shape."""
         if self.exact:  # then nothing is left of this process, and nobody asks for its share
             sums = yield from communicator.sum_alone(tensors, self.wire)
             return Sums(sums, [], all_finite(sums))
@@ -47,9 +51,11 @@ class Rounding(Piecewise):
         return Sums(sums, shares, all_finite(sums))
 
     def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
+        """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
         sums, shares = yield from communicator.sum_shards(shards, self.wire, self._generator)
         finite = all_finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.device)
         return Sums(sums, [share for shard in shares for share in shard], finite)
 
     def shards_pay(self, sizes: Sequence[int]) -> bool:
+        """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""
         return not self.exact and max(sizes) * len(sizes) < 2 * sum(sizes)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from edgc.comm.collectives import Exchange
 from edgc.comm.wire import GROUP
-from edgc.compress.engines.base import Elementwise, Piecewise
+from edgc.compress.engines.base import Elementwise
+from edgc.compress.engines.rounding import Rounding
 from edgc.compress.equaliser import squared_norms
 from edgc.compress.routes.base import ReductionContext, Route
 from edgc.specs import MatrixSpec
@@ -56,7 +57,7 @@ class ElementwiseRoute(Route):
     def _sum_in_place(self) -> Exchange[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
         communicator, engine = self.context.communicator, self.engine
-        if not isinstance(engine, Piecewise):
+        if not isinstance(engine, Rounding):
             result = yield from engine.sum(list(self.matrices.values()), communicator)
             listed = list(self.matrices.values())
             _subtract(listed, result.shares, list(self.errors.values()))
