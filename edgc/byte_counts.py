@@ -29,13 +29,13 @@ class ByteCount:
         )
 
     def to_event(self, name: str) -> dict[str, float]:
-        """As the event log has it under this name."""
+        """Fields of the event log under this name."""
         return {name: self.sent, f"{name}_dense": self.host}
 
 
 @dataclass(frozen=True)
 class RunBytes:
-    """Of gradients, of updated weights, and of messages between pipeline stages."""
+    """The byte counts of gradients, of updated weights, and of messages between pipeline stages."""
 
     gradients: ByteCount = ByteCount()
     weights: ByteCount = ByteCount()
@@ -57,7 +57,7 @@ class RunBytes:
         )
 
     def to_event(self) -> dict[str, float]:
-        """As the event log has it."""
+        """Fields of the event log."""
         return {
             **self.gradients.to_event("dp_bytes"),
             **self.weights.to_event("param_bytes"),

@@ -47,7 +47,7 @@ class RankPolicy(Enum):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "RankPolicy":
-        """That of these settings by name, whose values may still break a rule. One that is missing has its default."""
+        """The policy of these settings by name, which may still break a rule. A missing one has its default."""
         engine = settings.get("engine", EDGCConfig.engine)
         if engine == "dense":
             return cls.NONE
@@ -347,7 +347,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """In which formats values travel and errors are stored."""
+    """The formats in which values travel and errors are stored."""
 
     dense_wire: str = _setting(
         "fp32",
@@ -402,7 +402,7 @@ class Formats:
 
     @property
     def basis_wires(self) -> tuple[str, str]:
-        """Of the stronger and of the weaker columns of powersgd's first factor."""
+        """The formats of the stronger and of the weaker columns of powersgd's first factor."""
         strong, _, weak = self.basis_wire.partition("+")
         return strong, weak or strong
 
@@ -688,7 +688,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 
 def _part(fraction: float, iterations: int) -> int:
-    """Of so many iterations, rounded up."""
+    """The number of iterations that is this share of so many, rounded up."""
     return math.ceil(fraction * iterations - 1e-9)  # 0.07 of 100 is a little above 7 in binary
 
 

@@ -10,7 +10,7 @@ ShardBounds = Sequence[int]
 
 
 def shard_bounds(start: int, end: int, shard: int, processes: int) -> ShardBounds:
-    """Of a gradient that lies between ``start`` and ``end`` of a buffer, of which each process has a shard so long."""
+    """The bounds of a gradient between ``start`` and ``end`` of a buffer, of which each process has a shard so long."""
     return [min(max(process * shard, start), end) - start for process in range(processes + 1)]
 
 
@@ -51,6 +51,6 @@ class Parameter:
 
     @property
     def spec(self) -> MatrixSpec:
-        """As a matrix: the first dimension by all others; a vector is one row."""
+        """The parameter as a matrix: the first dimension by all others; a vector is one row."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
         return MatrixSpec(self.name, rows, self.elements // rows if rows else 0, self.embedding, self.sparse_rows)

@@ -61,7 +61,7 @@ def _folds(tensor: Tensor) -> bool:
 
 @functools.cache
 def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
-    """Of the codes in a word."""
+    """The bit positions of the codes in a word."""
     return (torch.arange(count) * bits).to(_word(bits)[2]).to(device)
 
 

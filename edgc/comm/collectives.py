@@ -222,7 +222,7 @@ class Communicator:
 
     @classmethod
     def uncounted(cls, group: dist.ProcessGroup) -> "Communicator":
-        """For messages that are no training traffic, as of probes, checks and checkpoints."""
+        """A communicator for what is no training traffic: probes, checks and checkpoints."""
         return cls(group, Traffic())
 
     def all_reduce(self, tensor: Tensor) -> Exchange[Tensor]:
@@ -271,7 +271,7 @@ class Communicator:
         return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Exchange[list[Tensor]]:
-        """As ``sum``, where nobody wants the shares. ``tensors`` may be overwritten, and one may be its own sum."""
+        """``sum`` without the shares. ``tensors`` may be overwritten, and one may be its own sum."""
         if wire.exact:
             alone = len(tensors) == 1 and tensors[0].is_contiguous()
             joined = tensors[0].view(-1) if alone else torch.cat([one.reshape(-1) for one in tensors])
@@ -309,7 +309,7 @@ class Communicator:
     def sum_shards(
         self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
     ) -> Exchange[tuple[list[Tensor], list[list[Tensor]]]]:
-        """As ``sum``, but process i gets only the sums of ``shards[i]``: the all-to-all alone, half the bytes.
+        """``sum``, of which process i gets only the sums of ``shards[i]``: the all-to-all alone, half the bytes.
 
         Returns (this process's sums, shares of all that was put in). Shards are padded to the size of the largest one.
         """

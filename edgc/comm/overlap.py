@@ -68,7 +68,7 @@ class Overlap:
         self._under_way = [handle for handle in self._under_way if not handle.done]
 
     def queue(self) -> AbstractContextManager[object]:
-        """Where kernels of reductions are queued."""
+        """The stream on which kernels of reductions are queued."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start_own(self, collective: Callable[[], Work], spans: Spans) -> "Handle":

@@ -75,7 +75,7 @@ def on_cpu(condition: Tensor) -> bool:
 
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:
-    """Of each pair this one if its boolean condition holds, else the other, of the same shape and wire, bit for bit."""
+    """The first of each pair where its boolean condition holds, else the second, which has the same shape and wire."""
     if all(on_cpu(condition) for condition in conditions):  # then nothing is copied
         return [this if condition else other for condition, this, other in zip(conditions, these, others, strict=True)]
     messages = map_stacked(
@@ -90,6 +90,6 @@ def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Se
 
 
 def _chosen(condition: Tensor, this: Tensor, other: Tensor) -> Tensor:
-    """Of messages (count, 1, bytes), by conditions (count, 1, 1)."""
+    """``choose_all`` of messages (count, 1, bytes), by conditions (count, 1, 1)."""
     word = torch.int16 if this.shape[-1] % 4 else torch.int32  # faster than bytes
     return torch.where(condition, this.view(word), other.view(word)).view(torch.uint8)

@@ -64,7 +64,7 @@ class Batch(Mapping[str, Operand]):
         return _where_known(torch.div, products, [operand.scales and operand.scales[1] for operand in self.values()])
 
     def restored(self, left: Sequence[Tensor], *rights: Sequence[Tensor]) -> list[dict[str, Product]]:
-        """Of each list of right factors (r x n), with the left ones (m x r): what approximates the gradients, by name.
+        """Approximations of the gradients, by name, for each list of right factors (r x n) with the left ones (m x r).
 
         The factors' products approximate M.
         """

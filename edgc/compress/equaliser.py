@@ -93,7 +93,7 @@ class Equaliser:
                 self._moments[names[index]] = (of_row, of_col)
 
     def state_dict(self) -> dict[str, Packed]:
-        """By parameter name and side; its tensors are replaced, never changed: no copies."""
+        """The averages by parameter name and side. Tensors are replaced, never changed, so these are no copies."""
         return {
             f"{name}:{side}": Packed(moment, FP32)
             for name, pair in self._moments.items()

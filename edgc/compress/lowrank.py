@@ -70,7 +70,7 @@ def orthonormalise(p: Tensor) -> Tensor:
 
 
 def cholesky_basis(p: Tensor) -> Tensor:
-    """As ``orthonormalise``, by two Cholesky factorisations of Gram matrices, of which a GPU does many at once.
+    """``orthonormalise`` by three Cholesky factorisations of Gram matrices, of which a GPU does many at once.
 
     Shifted CholeskyQR3 (Fukaya et al. 2020, SIAM J. Sci. Comput. 42) in float64 of columns scaled to norm 1. It needs
     independent columns, so each gets a millionth of a random one, which is what completes the basis where ``p`` is

@@ -48,7 +48,7 @@ class Measuring:
         self._energy: Tensor | None = None  # of what is to be sent
 
     def before(self, gradients: Mapping[str, Tensor], routes: Sequence[Route]) -> Mapping[str, Tensor]:
-        """Before errors are added. What to divide the new error of each gradient by: see ``Route.prepare``."""
+        """Measure before errors are added. Returns what to divide each new error by: see ``Route.prepare``."""
         self._gradients = gradients
         self._route_of = {name: route for route in routes for name in route.matrices}
         # A sum in fp32 leaves no error: there the host's clipping is enough.
@@ -66,7 +66,7 @@ class Measuring:
         return {} if self._spikes is None else self._spikes.by_name()
 
     def exchanges(self) -> list[Exchange[None]]:
-        """Once the routes have added errors: what is exchanged beside theirs."""
+        """The exchanges beside those of the routes, which have added errors by now."""
         if self.of_compression:
             self._energy = sum((self._owed(name).square().sum() for name in self._gradients), torch.zeros(()))
         exchanges = []
@@ -78,7 +78,7 @@ class Measuring:
         return exchanges
 
     def after(self, finite: Tensor) -> Exchange[None]:
-        """Once the routes have committed; ``finite``: whether all sums were, a boolean on the device."""
+        """Measure after the routes have committed. ``finite``: whether all sums were, a boolean on the device."""
         norms = self.state.norms
         if self._spikes is not None:
             norms.keep(self._fed_back)

@@ -80,7 +80,7 @@ class GradientReducer:
         self.router.set_rank(rank, matrix_ranks, formats, by_host)
 
     def begin(self, iteration: int) -> None:
-        """Before ``plain`` is asked. With ``repeatable``, an iteration that was already reduced starts anew."""
+        """Begin an iteration, before ``plain`` is asked. With ``repeatable``, a repeated one starts anew."""
         self.finite = None
         if self.plain:
             self.state.norms.keep(())  # norms that the next reduction finds would be old

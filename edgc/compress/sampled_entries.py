@@ -28,7 +28,7 @@ class SampledEntries:
         self.owed = self.true
 
     def prepare(self, owed: Callable[[str], Tensor]) -> None:
-        """Once the routes have added errors. ``owed``: of a name, the gradient with the whole of its error."""
+        """Take samples once the routes have added errors. ``owed``: a gradient with the whole of its error, by name."""
         self.owed = torch.cat([self.sampler.take({name: owed(name)}) for name in self.matrices])
 
     def exchange(self) -> Exchange[None]:
@@ -36,7 +36,7 @@ class SampledEntries:
         self.true, self.owed = yield from _sums([self.true, self.owed], self.context.communicator)
 
     def compare(self, gradients: Mapping[str, Tensor], finite: Tensor) -> Exchange[dict[str, Tensor]]:
-        """Once the routes have written the sums into ``gradients``: what ``FidelitySampler.compare`` gives."""
+        """What ``FidelitySampler.compare`` gives, once the routes have written the sums into ``gradients``."""
         context, sampler = self.context, self.sampler
         got = sampler.take({name: gradients[name] for name in self.matrices})
         if context.shards:  # a process knows only its own part of the sums

@@ -103,7 +103,7 @@ class RunningNorms:
         self._running = dict(zip(sorted(self._running), norms.unbind(), strict=True))
 
     def state_dict(self) -> dict[str, Packed]:
-        """By parameter name; its tensors are replaced, never changed: no copies."""
+        """The running norms by parameter name. Tensors are replaced, never changed, so these are no copies."""
         return {f"{name}:norm": Packed(running, FP32) for name, running in self._running.items()}
 
     def load_state_dict(self, state: Mapping[str, Packed]) -> None:

@@ -44,9 +44,9 @@ def misfit(layout: Layout, elements: Mapping[str, int]) -> str:
     for contents in (one for key, one in layout.items() if key.startswith(ERROR)):
         for name, (shape, _, _) in contents.items():
             if name not in elements:
-                return f"an error of {name}, which this model lacks"
+                return f"error feedback of {name}, which this model lacks"
             if (found := math.prod(shape)) != elements[name]:
-                return f"an error of {name} with {found} values, where this model's has {elements[name]}"
+                return f"error feedback of {name} with {found} values, where this model's has {elements[name]}"
     return ""
 
 

@@ -18,7 +18,7 @@ from edgc.specs import MatrixSpec, Parameter
 
 
 def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
-    """For the controller of a run."""
+    """The sizes that the controller of a run needs."""
     warmup = wire(config.formats.dense_wire)
     uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
     bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in FORMATS}
@@ -37,8 +37,8 @@ def reduction_cost(
     communicator: Communicator,
     device: torch.device,
 ) -> StageCost | None:
-    """Of the layers of this process: timed on its link, or computed from ``link_gbps``; None where no rank depends on
-    it.
+    """The cost of reducing this process's layers: timed on its link, or computed from ``link_gbps``. None where no rank
+    depends on it.
 
     ``units``: the parameters that are reduced together. Every process of the communicator must call this at the same
     time.

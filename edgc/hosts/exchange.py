@@ -27,10 +27,10 @@ class MessageTraffic(Protocol):
     boundaries: list[Boundary]
 
     def take_window(self) -> list[MessageWindow]:
-        """Of those that this process has sent since the last call."""
+        """What this process has sent since the last call."""
 
     def byte_count(self) -> ByteCount:
-        """So far."""
+        """Bytes so far."""
 
 
 class WindowExchange:

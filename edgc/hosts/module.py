@@ -176,7 +176,7 @@ class EDGCState:
         self._started = True
 
     def _announce(self) -> None:
-        """Before the first step: a run that was resumed was built twice."""
+        """Report the start before the first step, not when built: a run that is resumed is built twice."""
         if self.reporter is not None:
             return
         warn_of_kernels(self.config, self.device, self.group)

@@ -95,7 +95,7 @@ class Reporter:
         self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.outside_budget.fp32 > 0)
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
-        """At the log interval: how far, how fast, how long still."""
+        """Say at the log interval how far the run is, how fast, and how long it still takes."""
         if self.log_interval and completed % self.log_interval == 0 and step_seconds:
             self._print([wording.progress_line(completed, self.run.iterations, step_seconds)])
 
@@ -127,7 +127,7 @@ class Reporter:
         self._print(wording.end_lines(report, self.run, self.parameters))
 
     def _warn_at_end(self, report: WindowReport, by_host: bool) -> None:
-        """Of what a whole run has not done. ``by_host``: in its last window the host has summed."""
+        """Warn of what a whole run has not done. ``by_host``: in its last window the host has summed."""
         volume = self.config.ranks.volume
         if volume is not None and not self._unbudgeted:
             warn_of_missed_volume(volume, report, self.group)

@@ -39,7 +39,7 @@ class Stage:
 
     @property
     def reducers(self) -> list[GradientReducer]:
-        """In the order in which gradients come, the same on every process of the group."""
+        """The reducers in the order in which gradients come, the same on every process of the group."""
         return [unit.reducer for unit in self.units]
 
     def set_rank(self, active: Sequence[int | None], index: int, plan: RankPlan, by_host: bool = False) -> None:
@@ -52,7 +52,7 @@ class Stage:
             reducer.set_rank(active[index], planned.matrix_ranks, planned.formats, by_host)
 
     def end_step(self) -> None:
-        """Once a step, when all its reductions have ended."""
+        """End a step, when all its reductions have ended."""
         self._other_ways += self.step_bytes
         self.spans.close()
 
@@ -88,11 +88,11 @@ class Stage:
 
     @property
     def gradient_bytes(self) -> ByteCount:
-        """So far."""
+        """Bytes of gradients so far."""
         return replace(self._other_ways, sent=self.traffic.bytes)
 
     def byte_counts(self) -> RunBytes:
-        """So far."""
+        """Bytes so far."""
         by_host = self.weights_by_host.bytes
         return RunBytes(self.gradient_bytes, ByteCount(self.weights.bytes, by_host, by_host))
 

@@ -175,7 +175,7 @@ class StepDriver:
         return sorted({key for key, flag in finite if not bool(flag)})
 
     def end(self, iteration: int) -> bool:
-        """After the step's reductions: compare replicas where it is time to, count the step; whether it is a new one.
+        """Compare replicas where it is time to, and count the step. Returns whether it is a new one.
 
         Raises ``ReplicaMismatch``.
         """

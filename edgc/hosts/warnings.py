@@ -15,7 +15,7 @@ LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
 
 
 def warn(message: str, group: ProcessGroup | None = None) -> None:
-    """One warning line, once for all processes of the group."""
+    """Print one warning line, once for all processes of the group."""
     if process(group) == 0:
         print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
 
@@ -27,7 +27,7 @@ def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None 
 
 
 def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
-    """Before a run that cannot send as little as its volume."""
+    """Warn before a run that cannot send as little as its volume."""
     budget = controller.budget
     if budget is not None and budget.reachable < budget.volume:
         message = (
@@ -38,19 +38,19 @@ def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) ->
 
 
 def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGroup | None = None) -> None:
-    """After a whole run that has sent more than its volume allows."""
+    """Warn after a whole run that has sent more than its volume allows."""
     gradients = report.bytes.gradients
     if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
         message = (
-            f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes: it has few "
-            "windows, few iterations were measured, too little of the gradient arrived for a while, or padding and "
-            "samples are a large part of what so small a model sends"
+            f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes. Possible causes: "
+            "the run has few windows or few measured iterations, too little of the gradient arrived for a while, or "
+            "padding and samples are a large part of what so small a model sends"
         )
         warn(message, group)
 
 
 def warn_of_warmup(report: WindowReport, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
-    """After a whole run, of the stages whose entropy was not stable in time."""
+    """Warn after a whole run of the stages whose entropy was not stable in time."""
     seen = zip(report.stages, report.ranks, report.plan.reasons, strict=True)
     dense = [str(stage.stage) for stage, rank, why in seen if rank is None and why in (WARM_UP, STABLE)]
     if dense:
@@ -63,7 +63,7 @@ def warn_of_warmup(report: WindowReport, config: EDGCConfig, group: ProcessGroup
 
 
 def warn_of_kernels(config: EDGCConfig, device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Where fused kernels are asked for that do not run on this device."""
+    """Warn where fused kernels are asked for that do not run on this device."""
     if config.study.kernels == "fused" and triton_kernels(device) is None:
-        message = "Triton's kernels need Triton and a GPU from Ampere on; plain torch goes on"
+        message = "Triton's kernels need Triton and a GPU from Ampere on; EDGC uses plain torch instead"
         warn(f"{flag('kernels')} = fused: {message}", group)

@@ -22,7 +22,7 @@ def start_lines(plan: RunPlan, gradient_bytes: int) -> list[str]:
 
 
 def embedding_line(size: float, apart: str) -> str:
-    """Of a tied embedding whose copies, of ``size`` bytes, the host itself sums. ``apart``: why EDGC cannot."""
+    """The line on a tied embedding whose copies, of ``size`` bytes, the host sums. ``apart``: why EDGC cannot."""
     what = f"by the host, counted, not compressed: {_bytes(size)} a step"
     why = f": {flag('fuse_embedding_sync')} {apart}" if apart else ""
     return f"tied embedding summed over first and last stage {what}{why}"
@@ -142,7 +142,7 @@ def _rank_name(dense: str, rankless: str, rank: int | None) -> str:
 
 
 def _move(was: str, plan: RankPlan, index: int, name: Callable[[int | None], str]) -> str:
-    """From the rank in use to the one ahead, why, and what entropy and bounds alone would have made of it."""
+    """The rank in use, the one ahead, why, and what entropy and bounds alone would have made of it."""
     notes = [plan.reasons[index]]
     _, matrix_ranks, formats = plan.of_stage(index)
     if formats is not None:
@@ -157,12 +157,13 @@ def _move(was: str, plan: RankPlan, index: int, name: Callable[[int | None], str
 
 
 def relief_text(before: float, now: float, least_fidelity: float) -> str:
-    """Where too little of the gradient has begun to arrive, or steps need no more bytes for it."""
+    """The line where too little of the gradient has begun to arrive, or where steps need no more bytes for it."""
     if now > before:
         least = f"less than {100 * least_fidelity:g} % of the energy that the optimizer got lay along the true gradient"
-        return f"{least}: steps now get {now:g} times their budget"
+        return f"{least}: steps may now send {now:g} times their budget"
     how = f"{now:g} times their budget" if now > 1 else "their budget again"
-    return f"steps get {how}: enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
+    why = "enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
+    return f"steps may send {how}: {why}"
 
 
 def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:

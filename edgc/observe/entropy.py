@@ -84,7 +84,7 @@ class KeptPieces:
 
     @property
     def entries(self) -> int:
-        """So far."""
+        """The number of entries so far."""
         return sum(piece.numel() for piece in self._pieces)
 
     def add(self, x: Tensor) -> None:
@@ -169,7 +169,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], float | Tensor]] = {
 
 
 def pieces(estimator: str) -> GaussianPieces | KeptPieces:
-    """For the estimate of this name: what takes entries piece by piece."""
+    """An estimate of this name that takes entries piece by piece."""
     estimate = ESTIMATORS[estimator]
     return GaussianPieces() if estimate is gaussian_entropy else KeptPieces(estimate)  # type: ignore[arg-type]
 

@@ -76,7 +76,7 @@ class Products(Agreement):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of one parameter, in the units of the gradient, of the update and of the descent, and of Adam's updates."""
+    """Sums of one parameter, in the units of the gradient, of the update and of the descent, and of Adam's updates."""
 
     gradient: Products = Products()
     update: Products = Products()
@@ -86,7 +86,7 @@ class Fidelity:
 
     @property
     def energy(self) -> float:
-        """Of an entry of g, in the unit of the descent."""
+        """The mean energy of an entry of g, in the unit of the descent."""
         return self.descent.true / self.entries if self.entries else math.nan
 
     @classmethod
@@ -98,12 +98,12 @@ class Fidelity:
 
     @classmethod
     def total(cls, several: Iterable["Fidelity"]) -> "Fidelity":
-        """Of all entries of several, from other processes, steps or parameters."""
+        """The fidelity of all entries of several, from other processes, steps or parameters."""
         columns = zip(*(one._values() for one in several), strict=True)
         return cls.of([math.fsum(column) for column in columns])
 
     def to_event(self) -> dict[str, float]:
-        """As the event log has it, of four digits."""
+        """Fields of the event log, of four digits."""
         units = {"": self.gradient, "_of_update": self.update, "_of_descent": self.descent}
         numbers = {
             f"{name}{suffix}": getattr(products, name)
@@ -146,7 +146,7 @@ class FidelitySampler:
         return torch.cat([values[self.indices(name, len(values), values.device)].float() for name, values in flat])
 
     def inside(self, tensors: Mapping[str, Tensor], parts: Mapping[str, tuple[int, int]]) -> Tensor:
-        """For each entry of ``take`` whether it lies in the part (start, stop) of its flattened tensor."""
+        """Whether each entry of ``take`` lies in the part (start, stop) of its flattened tensor."""
         masks = []
         for name, tensor in tensors.items():
             indices, (start, stop) = self.indices(name, tensor.numel(), tensor.device), parts[name]
@@ -161,7 +161,7 @@ class FidelitySampler:
     def compare(
         self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
     ) -> dict[str, Tensor]:
-        """By name the values of a ``Fidelity`` (19,).
+        """The values of a ``Fidelity`` (19,), by name.
 
         ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
         the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.

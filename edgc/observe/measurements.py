@@ -31,7 +31,7 @@ class Measurements:
     windows: int = 0  # before this one
 
     def copy(self) -> "Measurements":
-        """As they are now, whatever is added later."""
+        """The measurements of now, whatever is added later."""
         return Measurements(**{name: copy(value) for name, value in vars(self).items()})
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Measurements:
         return _means(self.row_shares)
 
     def total_fidelity(self) -> dict[str, Fidelity]:
-        """By parameter, over the measured iterations whose sums were finite."""
+        """The fidelity of each parameter over the measured iterations whose sums were finite."""
         steps = [(list(one), torch.stack(list(one.values())).tolist()) for one in self.fidelity if one]
         seen: dict[str, list[Fidelity]] = {}
         for names, rows in steps:
@@ -75,7 +75,7 @@ class Measurements:
 
 
 def _plain(value: Any) -> Any:
-    """Without classes, and without tensors on a device: a number in place of a 0-dimensional one."""
+    """The value without classes and without tensors on a device; a 0-dimensional one becomes a number."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, dict):

@@ -22,8 +22,8 @@ class GradientStatistics:
 
     @classmethod
     def of(cls, sample: Tensor) -> "GradientStatistics":
-        """Of a tensor of any shape with at least two elements. Where these do not vary, skewness and kurtosis are NaN,
-        and entropies minus infinity.
+        """The statistics of a tensor of any shape with at least two elements. Where these do not vary, skewness and
+        kurtosis are NaN, and entropies minus infinity.
         """
         values = sample.detach().double()
         centred = values - values.mean()

@@ -35,7 +35,7 @@ class GradientObserver:
         self._awaited: set[str] = set()  # the matrices whose gradients have not
 
     def begin(self, iteration: int) -> None:
-        """Before the iteration is measured: keep what ``roll_back`` needs."""
+        """Keep what ``roll_back`` needs, before the iteration is measured."""
         self._pieces = None
         if iteration != self._iteration:
             self._iteration, self._before = iteration, self.measurements.copy()
@@ -45,7 +45,7 @@ class GradientObserver:
         return self.sampler.measures(iteration) and iteration != self._skipped
 
     def measure(self, gradients: Mapping[str, Tensor], iteration: int, loss_scale: Tensor | None = None) -> None:
-        """On a measured iteration, estimate the entropy of the local, accumulated, uncompressed gradient (GDS).
+        """Estimate, in a measured iteration, the entropy of the local, accumulated, uncompressed gradient (GDS).
 
         ``gradients`` hold ``loss_scale`` times the gradient. They may come in several calls: the entropy is that of all
         matrices, taken together.
@@ -81,7 +81,7 @@ class GradientObserver:
             self.measurements.add_spikes(excess, limit, finite)
 
     def add_unsent(self, share: Tensor, energies: dict[str, Tensor] | None, finite: Tensor) -> None:
-        """After the reduction of a measured iteration: the norm of its errors over that of what was to be sent.
+        """Note, after the reduction of a measured iteration, the norm of its errors over that of what was to be sent.
 
         ``energies``: squared column norms of Q by matrix, where the engine has a rank.
         """
@@ -91,11 +91,11 @@ class GradientObserver:
             self.measurements.energies.append(masked)
 
     def add_fidelity(self, values: dict[str, Tensor]) -> None:
-        """After the reduction of a measured iteration: what ``FidelitySampler.compare`` gives."""
+        """Note, after the reduction of a measured iteration, what ``FidelitySampler.compare`` gives."""
         self.measurements.fidelity.append(values)
 
     def add_row_shares(self, squares: Mapping[str, Tensor]) -> None:
-        """In a measured iteration of a warm-up: squared norms of the rows of gradients, by name."""
+        """Note, in a measured iteration of a warm-up, squared norms of the rows of gradients, by name."""
         self.measurements.row_shares.append({name: row_shares(own, ROW_SHARES) for name, own in squares.items()})
 
     def take(self) -> Measurements:

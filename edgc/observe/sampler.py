@@ -32,7 +32,7 @@ class GradientSampler:
 
     @classmethod
     def of(cls, config: EDGCConfig) -> "GradientSampler":
-        """That of a run with these settings."""
+        """The sampler of a run with these settings."""
         ranks = config.ranks
         return cls(ranks.iteration_sampling_rate, ranks.gradient_sampling_rate, config.seed)
 

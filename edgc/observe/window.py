@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True)
 class Boundary:
-    """Where messages between pipeline stages go, counted from 0: gradients ``backward``, activations ``forward``."""
+    """Two pipeline stages, counted from 0, and what they send: gradients ``backward``, activations ``forward``."""
 
     direction: Direction
     sender: int
@@ -57,7 +57,7 @@ class MessageWindow:
         )
 
     def to_event(self) -> dict[str, Any]:
-        """As the event log has it."""
+        """Fields of the event log."""
         return {**asdict(self), "boundary": str(self.boundary), **self.bytes.to_event("bytes")}
 
 
@@ -90,7 +90,7 @@ class StageWindow:
         return math.fsum(count * cosine for count, cosine in seen) / entries if entries else math.nan
 
     def to_event(self) -> dict[str, Any]:
-        """As the event log has it, without ``energies``: all spectra would swell it."""
+        """Fields of the event log, without ``energies``: all spectra would swell it."""
         event = {**asdict(self), "stage": str(self.stage), **self.bytes.to_event("dp_bytes")}
         del event["energies"], event["bytes"]
         event["fidelity"] = {name: seen.to_event() for name, seen in self.fidelity.items()}
@@ -146,7 +146,7 @@ class WindowReport:
     costs: tuple[StageCost | None, ...] = ()
 
     def to_event(self) -> dict[str, Any]:
-        """As the event log has it."""
+        """Fields of the event log."""
         stages = [stage.to_event() for stage in self.stages]
         messages = [message.to_event() for message in self.messages]
         event = {**asdict(self), "stages": stages, "messages": messages, **self.bytes.to_event()}
@@ -155,7 +155,7 @@ class WindowReport:
 
 
 def _mean_values(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Of each matrix over the processes: data-parallel ones saw the same sums, others hold other parts of the stage."""
+    """Means by matrix over the processes: replicas saw the same sums, others hold other parts of the stage."""
     means = {}
     for name in several[0]:
         seen = [one[name] for one in several if len(one.get(name, ())) == len(several[0][name])]
@@ -164,19 +164,19 @@ def _mean_values(several: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
 
 
 def _by_name(several: Sequence[Mapping[str, T]], combine: Callable[[list[T]], T]) -> dict[str, T]:
-    """Of each name, what the values of those that have it combine to."""
+    """What the values of each name combine to, of those that have it."""
     names = dict.fromkeys(name for one in several for name in one)
     return {name: combine([one[name] for one in several if name in one]) for name in names}
 
 
 def by_layer_kind(steps: Sequence[Mapping[str, GradientStatistics]]) -> dict[str, GradientStatistics]:
-    """From parameters to kinds of layer: means over the layers of a kind, then over steps."""
+    """Statistics by kind of layer: means over the layers of a kind, then over steps."""
     mean = GradientStatistics.mean
     return _by_name([_by_name([{layer_kind(name): one} for name, one in step.items()], mean) for step in steps], mean)
 
 
 def layer_kind(name: str) -> str:
-    """Of the layer of a parameter: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    """The kind of layer of a parameter: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
     return ".".join(name.split(".")[-2:])
 
 

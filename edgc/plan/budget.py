@@ -265,7 +265,7 @@ class BudgetPlanner:
 
 
 def mean_energy(measured: Sequence[tuple[int, float, float]]) -> float:
-    """Of an entry of all gradients; NaN if nothing was measured.
+    """The mean energy of an entry of all gradients; NaN if nothing was measured.
 
     ``measured``: of each parameter the number of elements, the noise, and the energy of an entry.
     """

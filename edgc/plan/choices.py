@@ -84,17 +84,17 @@ def from_list(saved: Sequence[Any]) -> Choice:
 
 
 def rounded_format(low_rank: bool) -> str:
-    """In which a parameter travels where all are rounded; ``low_rank``: low rank could take it."""
+    """The format of a parameter where all are rounded. ``low_rank``: low rank could take it."""
     return ROUNDED if low_rank else ROUNDED_FINE
 
 
 def bits_of(name: str) -> int:
-    """Of a value in a wire format, without its share of a scale: 4 of int4."""
+    """The bits of a value in a wire format, without its share of a scale: 4 of int4."""
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 def ranks_to_try(directions: int) -> list[int]:
-    """Those that a plan chooses from, up to half of full rank, which is ``directions``."""
+    """The ranks that a plan chooses from, up to half of full rank, which is ``directions``."""
     ranks, rank = [], RANK_MULTIPLE
     while rank <= directions // 2:
         ranks.append(rank)

@@ -29,7 +29,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Of the slowest stage's reductions: by the host, with every gradient rounded, and in low rank at a volume.
+    """Times of the slowest stage's reductions: by the host, with every gradient rounded, and in low rank at a volume.
 
     ``slower``: seconds that an all-reduce in fp32 takes longer than when the three were timed. Each way takes longer by
     its share of the bytes.
@@ -41,7 +41,7 @@ class LinkTimes:
     slower: float = 0.0
 
     def seconds(self, way: Timing) -> float:
-        """That one of the three takes now."""
+        """The seconds that one of the three takes now."""
         return way.seconds + self.slower * way.bytes_sent
 
     @property

@@ -65,7 +65,7 @@ class EnergySpectrum:
     measured_shares: tuple[tuple[int, float], ...] = ()
 
     def noise(self, sent: int) -> float:
-        """Where each step sends so many parts."""
+        """The noise where each step sends so many parts."""
         return min(self.factor, LARGEST_FACTOR) * self._law(sent)
 
     def _law(self, sent: int) -> float:
@@ -104,7 +104,7 @@ class RoundingNoise:
     measurements: int = 0
 
     def noise(self, format_name: str) -> float:
-        """Where every value travels in this format."""
+        """The noise where every value travels in this format."""
         return self.factor * noise_of_format(format_name)
 
     def fitted(self, format_name: str, noise: float) -> "RoundingNoise":
@@ -120,14 +120,14 @@ def _averaged(noise: float, before: float, measurements: int) -> float:
 
 
 def noise_of_format(name: str) -> float:
-    """Of normal values, with error feedback; 0 for formats whose rounding does not matter."""
+    """The noise of normal values, with error feedback; 0 for formats whose rounding does not matter."""
     lost = LOST.get(name, 0.0)
     return lost / (1 - lost)
 
 
 @lru_cache(maxsize=4096)
 def noise_of_parts(sent: int, parts: int, steepness: float) -> float:
-    """Of energies j^-steepness: see the top of this module."""
+    """The noise of parts whose energies are j^-steepness: see the top of this module."""
     if sent >= parts:
         return 0.0
     energies = np.arange(1.0, parts + 1) ** -steepness

@@ -97,7 +97,7 @@ class ConstantRank(Policy):
         return self._begun_anew(plan, self.sharing.uniform)
 
     def _rank(self, iteration: int) -> int:
-        """At the middle of the window that begins at ``iteration``."""
+        """The rank at the middle of the window that begins at ``iteration``."""
         rank, tilt = self.config.ranks.resolved_static_rank or NO_RANK, self.config.study.rank_tilt
         end = min(iteration + self.config.ranks.window, self.iterations)
         progress = (iteration + end) / 2 / self.iterations

@@ -10,7 +10,7 @@ NEVER_COMPRESSED = "never compressed"  # the reason of a stage that has nothing 
 
 
 def rank_in_words(rank: int | None) -> str:
-    """For tables: ``dense``, ``rounded`` without a rank, or the rank."""
+    """The rank as tables have it: ``dense``, ``rounded`` without a rank, or the number."""
     return "dense" if rank is None else "rounded" if rank == NO_RANK else str(rank)
 
 

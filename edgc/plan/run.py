@@ -38,17 +38,17 @@ class Run:
 
     @property
     def host_share(self) -> float:
-        """Of an all-reduce's bytes, what the host's own sum sends."""
+        """The share of an all-reduce's bytes that the host's own sum sends."""
         return 0.5 if self.scatters else 1.0
 
     @property
     def host_bytes(self) -> float:
-        """Of one value in the host's own sum."""
+        """The bytes of one value in the host's own sum."""
         return self.gradient_bytes * self.host_share
 
     @property
     def rounded_share(self) -> float:
-        """Of an all-reduce's bytes, what a sum of rounded values sends: a reduce-scatter also sums these.
+        """The share of an all-reduce's bytes that a sum of rounded values sends: a reduce-scatter also sums these.
 
         Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
         """
@@ -92,7 +92,7 @@ class ReductionSizes:
         return found + [PlannedParameter(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, kind: StageKind) -> float:
-        """Of bytes of a stage, in the unit of a stage of layers: a tied embedding is sent by the processes of two."""
+        """The price of a stage's bytes; that of layers is 1. The processes of two stages send a tied embedding."""
         if kind is not StageKind.EMBEDDING or self.run.alone:
             return 1.0
         own, both = self.run.replicas, 2 * self.run.replicas

@@ -111,7 +111,7 @@ def _by_link(
 
 
 def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> LinkTimes | None:
-    """Of the slowest stage that may be compressed; None where rounding was not timed.
+    """Times of the slowest stage that may be compressed; None where rounding was not timed.
 
     Low rank is at the mean rank that the volume pays for, or at ``lowest``, the break-even rank, if there is one and it
     is smaller.
@@ -178,7 +178,7 @@ def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
 
 
 def _window(config: EDGCConfig, iterations: int) -> int:
-    """At most a twentieth of the run, so that what is measured can set a budget's plan; never without a measurement."""
+    """A window of at most a twentieth of the run, so that measurements can set plans, and of at least one of them."""
     measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
     return max(min(config.ranks.window, max(iterations // WINDOWS, 2)), measured)
 

@@ -149,7 +149,7 @@ SHARES = {"waterfill": water_filled_ranks, "lgreco": fewest_bytes_ranks}
 
 @dataclass(frozen=True)
 class Sharing:
-    """By ``--edgc-allocation``.
+    """Shares the ranks of stages out among their matrices by ``--edgc-allocation``.
 
     ``matrices``: of each stage. ``energies``: of each stage, as in a ``StageObservation``. ``prices``: of the bytes of
     each stage, where one rank is shared out over all of them.
@@ -202,5 +202,5 @@ class Sharing:
 
 
 def _as_before(plan: RankPlan, index: int, rank: int | None) -> Mapping[str, int] | None:
-    """Where nothing has been measured since."""
+    """The ranks as they are, where nothing has been measured since."""
     return plan.matrix_ranks[index] if plan.ranks[index] == rank and plan.matrix_ranks else None

@@ -60,11 +60,11 @@ class StagePlan:
 
     @property
     def elements(self) -> int:
-        """Of all its parameters."""
+        """The elements of all its parameters."""
         return self.selection.other_elements + self.selection.matrix_elements
 
     def to_event(self) -> dict[str, Any]:
-        """As the event log has it."""
+        """Fields of the event log."""
         return {
             "name": str(self.key),
             "matrices": [[matrix.name, matrix.rows, matrix.cols] for matrix in self.selection.matrices],

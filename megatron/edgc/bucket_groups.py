@@ -71,8 +71,8 @@ class StageSums:
         if not self._come:
             if step.iteration == self._begun and not self.repeatable:
                 raise StepError(
-                    f"iteration {step.iteration + 1}: gradients are reduced a second time. A loop on Megatron's parts "
-                    "sets args.curr_iteration in each step. It leaves the call of finalize_model_grads to "
+                    f"iteration {step.iteration + 1}: gradients are reduced a second time. In a loop of your own, set "
+                    "args.curr_iteration in each step, and do not call finalize_model_grads: the schedule calls "
                     "config.finalize_model_grads_func, which EDGC has set"
                 )
             self._begun = step.iteration
@@ -237,7 +237,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         self.param_gather_dispatched = True
 
     def keep_weights(self) -> None:
-        """Before the optimizer's step: remember the own shards as the other processes have them."""
+        """Remember, before the optimizer's step, the own shards as the other processes have them."""
         weights = self.edgc_weights
         # parameters in fp32 are the optimizer's own: they must not be rounded
         if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
@@ -249,7 +249,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         self.edgc_weights.before = None
 
     def _check_and_scale(self) -> None:
-        """As Megatron does before its own collective; an average in the collective becomes one before it."""
+        """Check and scale gradients as Megatron does before its own collective."""
         config = self.ddp_config
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
@@ -271,7 +271,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         return views
 
     def _shard_bounds(self) -> dict[str, ShardBounds]:
-        """Where in each flattened gradient the shards of the processes begin and end."""
+        """The bounds of the processes' shards in each flattened gradient, by name."""
         processes = self.edgc_sums.communicator.world_size
         return {
             self.edgc_names[parameter]: shard_bounds(start, end, bucket.grad_data.numel() // processes, processes)
@@ -306,7 +306,7 @@ class WeightGather:
 
 
 def _parts(bucket: _ParamAndGradBucket, processes: int) -> list[list[int]]:
-    """For each process's shard of a bucket: the lengths of the pieces of parameters, and of gaps, in it."""
+    """The lengths of the pieces of parameters, and of gaps, in each process's shard of a bucket."""
     size = bucket.param_data.numel() // processes
     ends = {end for ends in bucket.param_to_index.values() for end in ends}
     cuts = sorted(ends | {process * size for process in range(processes + 1)})
@@ -344,6 +344,6 @@ def sum_bytes(group: _ParamAndGradBucketGroup, gradient: Tensor) -> ByteCount:
 
 
 def scaling_factor(group: _ParamAndGradBucketGroup, bucket: _ParamAndGradBucket) -> float:
-    """By what a gradient is multiplied before it is summed; an average in the collective becomes one before it."""
+    """The factor of a gradient before it is summed; an average in the collective becomes one before it."""
     factor = float(bucket.gradient_scaling_factor)
     return factor / dist.get_world_size(process_group(group)) if group.ddp_config.average_in_collective else factor

@@ -80,7 +80,7 @@ class Index:
     saved: dict[str, SavedStage]  # by ``stage_key``
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved: plain values.
+        """The index as plain values, as it is saved.
 
         Those of controllers are a text, in which NaN equals itself: Megatron warns where two processes have values that
         differ.

@@ -14,7 +14,7 @@ ENTRY = "edgc"  # of the state dict that Megatron saves
 
 
 def stage_key(stage: MegatronStage) -> str:
-    """Of a stage's state: where in the model it belongs, whatever the number of data-parallel processes."""
+    """The key of a stage's state: where in the model it belongs, whatever the number of data-parallel processes."""
     key = stage.key
     if key.kind is StageKind.EXPERTS:
         tensor = parallel_state.get_expert_tensor_parallel_rank()
@@ -24,23 +24,23 @@ def stage_key(stage: MegatronStage) -> str:
 
 
 def tensor_key(stage: MegatronStage, name: str) -> str:
-    """Of one tensor of a stage's state, as ``edgc.hosts.checkpoint.stage_state`` names it."""
+    """The key of one tensor of a stage's state, as ``edgc.hosts.checkpoint.stage_state`` names it."""
     return f"{stage_key(stage)}.{name}"
 
 
 def measurements_key(stage: MegatronStage) -> str:
-    """Of what its processes have measured; ``of_process`` has that of each."""
+    """The key of what a stage's processes have measured; ``of_process`` makes that of each."""
     return f"{stage_key(stage)}.measurements"
 
 
 def message_key() -> str:
-    """Of what the processes of ``replica_group`` have left unsent of messages; ``of_process`` has that of each."""
+    """The key of what ``replica_group`` has left unsent of messages; ``of_process`` makes that of each process."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return f"messages{stage}-tp{parallel_state.get_tensor_model_parallel_rank()}"
 
 
 def of_process(key: str, process: int) -> str:
-    """Of what one process of a group has for itself."""
+    """The key of what one process of a group has for itself."""
     return f"{key}.{process}"
 
 

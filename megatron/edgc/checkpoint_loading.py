@@ -76,7 +76,7 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
 
 
 class Resume:
-    """One load: of what is ``usable`` of a checkpoint, into the live objects of a run."""
+    """Loads what is ``usable`` of one checkpoint into the live objects of a run."""
 
     def __init__(self, run: RunState, usable: Usable, folder: str):
         self.run, self.usable, self.index = run, usable, usable.index
@@ -165,7 +165,7 @@ class Resume:
         alike = layers is not None and (layers.processes == 1) == (processes == 1)
         settings = {name: index.resolved[name] for name in RANK_SETTINGS} if alike and not others else {}
         if self._resume(run.controller, index.controller, settings) and others:
-            warn(f"{self.name} was written with other ranks or another link given: those of now hold")
+            warn(f"{self.name} was written with other ranks or another link given: this run's settings hold")
 
     def _resume_messages(self) -> None:
         """The controller of messages."""

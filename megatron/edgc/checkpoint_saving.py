@@ -38,7 +38,7 @@ class CheckpointSaver:
         self._before: tuple[int, Sequence[Any]] = (-1, ())
 
     def keep_controllers(self, iteration: int) -> None:
-        """Before the controllers decide at the end of this step's window: Megatron may save without the step."""
+        """Keep their state before they decide at the end of this step's window: Megatron may save without the step."""
         self._before = iteration, self._controllers()
 
     def _controllers(self) -> list[Any]:

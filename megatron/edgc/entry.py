@@ -71,7 +71,7 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
 
 
 def _check_installed(session: Session) -> None:
-    """Once Megatron has built its model, EDGC must know it: else it would train as without EDGC."""
+    """Check, once Megatron has built its model, that EDGC knows it: else it would train as without EDGC."""
 
     def set_up_with_edgc(*args: Any, **kwargs: Any) -> Any:
         found = set_up(*args, **kwargs)
@@ -86,7 +86,7 @@ def _check_installed(session: Session) -> None:
 
 
 def _install_on_built_models(session: Session) -> None:
-    """Of a ``model_provider`` Megatron builds and wraps the model in one function."""
+    """Install EDGC on models that a ``model_provider`` makes, which Megatron builds and wraps in one function."""
 
     def get_model_with_edgc(*args: Any, **kwargs: Any) -> Any:
         return session.install(get_model(*args, **kwargs))

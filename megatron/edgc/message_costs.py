@@ -46,7 +46,7 @@ def largest_message_rank(config: EDGCConfig, args: Namespace, saving: float) -> 
 
 
 def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> dict[int, StageCost]:
-    """By the stage that sends it, counted from 0: timed, those that this process receives.
+    """The cost of a message by the stage that sends it, counted from 0: those that this process receives, timed.
 
     All processes must call this.
     """
@@ -67,7 +67,7 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
 
 
 def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch.device) -> float | None:
-    """From asking for a message to having its values, the shortest of a few times; None but on its receiver."""
+    """Seconds from asking for a message to having its values, the fewest of a few times; None but on its receiver."""
     if config.ranks.link_gbps is not None:
         return form.bytes / (config.ranks.link_gbps * 1e9 / 8)
     stage = parallel_state.get_pipeline_model_parallel_rank()

@@ -54,7 +54,7 @@ class EDGCP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
-        """As Megatron's, but a message and its tensor may have different shapes, in each direction its own."""
+        """Megatron's function, for messages whose shapes differ from those of their tensors, in each direction."""
         messages, config = self.messages, self.config
         send_next, send_prev = tensor_send_next, tensor_send_prev
         if messages.training:

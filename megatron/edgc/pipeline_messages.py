@@ -95,7 +95,7 @@ class PipelineMessages:
         return bool(self.chunks[0].training)
 
     def specs(self) -> list[list[MatrixSpec]]:
-        """For the controller: the matrix of each boundary."""
+        """The matrix of each boundary, for the controller."""
         return [[MatrixSpec(boundary.id, *message_shape(self.args))] for boundary in self.boundaries]
 
     def outgoing(self, direction: Direction, tensor: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ class PipelineMessages:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def byte_count(self) -> ByteCount:
-        """So far."""
+        """Bytes so far."""
         return self.bytes["forward"] + self.bytes["backward"]
 
 
@@ -306,7 +306,7 @@ class Incoming:
     finished: bool = False
 
     def finish(self) -> None:
-        """Once the message is here: check it, and put it into the tensor. More than once does nothing."""
+        """Check the message that has come, and put it into the tensor. More than once does nothing."""
         if self.finished or self.form is None:
             return
         self.finished = True

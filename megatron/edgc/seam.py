@@ -218,7 +218,7 @@ class Seam:
 
 
 def megatron_folder() -> Path:
-    """Where ``core`` and ``training`` of the installed Megatron-core are. Imports neither.
+    """The folder of ``core`` and ``training`` of the installed Megatron-core. Imports neither.
 
     Raises ``ConfigError`` if it is not installed.
     """
@@ -237,7 +237,7 @@ def changes(folder: Path) -> list[str]:
 
 
 def _compare(folder: Path) -> list[tuple[str, str]]:
-    """For each row: what has changed, empty if nothing has; and the hash."""
+    """What has changed in each row, empty if nothing has, and the hash."""
     modules: dict[str, ast.Module] = {}
     compared = []
     for row in RELIED_ON:
@@ -258,8 +258,8 @@ def _compare(folder: Path) -> list[tuple[str, str]]:
 
 
 def source_hash(node: ast.AST) -> str:
-    """Of what a definition does: without comments, layout, docstrings and annotations. The same on every Python that
-    parses it to the same tree.
+    """The hash of what a definition does, without comments, layout, docstrings and annotations. It is the same on every
+    Python that parses the definition to the same tree.
     """
     return hashlib.sha256(repr(_shape(node)).encode()).hexdigest()[:12]
 

@@ -206,7 +206,7 @@ class Session:
         return plan
 
     def _empty_stages(self, stage: int) -> list[str]:
-        """Those that have nothing to reduce but a tied embedding, counted from 1; the same on all processes."""
+        """The stages that reduce nothing but a tied embedding, counted from 1; the same on all processes."""
         own = next((one for one in self.stages if one.key.kind is StageKind.LAYERS), None)
         empty = own is None or not any(parameter.elements for parameter in own.parameters)
         found = {index for index in all_gather_objects(stage + 1 if empty else None) if index}
@@ -221,7 +221,7 @@ class Session:
         return all_gather_objects(own)
 
     def _message_costs(self, device: torch.device) -> dict[int, StageCost]:
-        """Of the gradients that each stage sends to the one before, by sender, where anything depends on it."""
+        """The cost of gradients that each stage sends to the one before, by sender, where anything depends on it."""
         config = self.config
         messages = config.pipeline.messages
         decides = messages.needs_rank or (messages.optional and messages.which != "off")
@@ -234,7 +234,7 @@ class Session:
         return {sender: cost for sender, cost in worst.items() if cost is not None}
 
     def _timed_backward(self, device: torch.device) -> Spans:
-        """Of the micro-batches of measured iterations."""
+        """Timed backward passes of the micro-batches of measured iterations."""
         spans, sampler = Spans(device), self.stages[0].reducers[0].observer.sampler
         for chunk in self.chunks:
             BackwardTimer(chunk, lambda: sampler.measures(self.args.curr_iteration), spans)
@@ -373,7 +373,7 @@ def described_run(args: Namespace) -> Run:
 
 
 def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
-    """By iteration, as Megatron's own scheduler will set it. Batches that grow count as if all were of one size."""
+    """The rate by iteration, as Megatron's scheduler will set it. Batches that grow count as if of one size."""
     by_samples = args.train_samples is not None
     unit, whole = ("samples", args.train_samples) if by_samples else ("iters", iterations)
 

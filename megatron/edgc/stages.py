@@ -33,7 +33,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def gradient_bytes(args: Namespace) -> int:
-    """Of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
+    """The bytes of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
     return 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
 
 
@@ -48,7 +48,7 @@ class Named:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gradients."""
+        """The type of the gradients."""
         found: torch.dtype = self.group.buckets[0].grad_data.dtype
         return found
 

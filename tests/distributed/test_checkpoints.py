@@ -84,8 +84,8 @@ def resumed_same(left: Left, one: str, other: str) -> None:
 
 REFUSED = {
     "another engine": "is of the engine powersgd, this run has int4",
-    "another model": "has an error of output_layer.weight, which this model lacks",
-    "another size": "an error of embedding.position_embeddings.weight with 4096 values, where this model's has 8192",
+    "another model": "has error feedback of output_layer.weight, which this model lacks",
+    "another size": "feedback of embedding.position_embeddings.weight with 4096 values, where this model's has 8192",
     "another version": "the EDGC state is of version 2, this release reads 18",
     "a folder": "the EDGC state is that of an earlier release",
     "incomplete": "the EDGC state cannot be read (KeyError: 'stage0-tp0.engine')",
@@ -190,7 +190,9 @@ def test_state_that_does_not_fit_is_refused_with_what_is_wrong(later: Left, how:
 def test_a_resumed_run_that_asks_for_other_ranks_gets_them(folder: Path, later: Left) -> None:
     whole(later, "other ranks")
     output = (folder / "output-4.txt").read_text()
-    assert output.count("iter_0000003 was written with other ranks or another link given: those of now hold") == 1
+    assert (
+        output.count("iter_0000003 was written with other ranks or another link given: this run's settings hold") == 1
+    )
     assert "rank 4 to 12, window 2" in output
 
 

@@ -598,7 +598,7 @@ def test_what_cannot_work_is_refused() -> None:
         "no gradient": "RuntimeError: 9 parameters have no gradient",
         "thawed": "RuntimeError: hidden.weight has a gradient, and required none when EDGC was given the module",
         "engine": "ConfigError: EDGC state of the engine int4, this run has powersgd; set reset_state to go on without",
-        "another module": "ConfigError: the EDGC state has an error of",
+        "another module": "ConfigError: the EDGC state has error feedback of",
         "complex": "ConfigError: weight is of torch.complex64: EDGC averages gradients of real numbers",
         "sparse": "ConfigError: weight has sparse gradients, which EDGC does not average",
         "no iterations": "ConfigError: iterations = 0: must be a whole number of at least 1",

@@ -230,13 +230,13 @@ def test_too_little_of_the_gradient_warns_once_for_each_change(
     seen = capsys.readouterr()
     what = "less than 10 % of the energy that the optimizer got lay along the true gradient"
     assert seen.err.splitlines() == [
-        f"edgc: warning: iteration 200/1000: {what}: steps now get 2 times their budget",
-        f"edgc: warning: iteration 400/1000: {what}: steps now get 4 times their budget",
+        f"edgc: warning: iteration 200/1000: {what}: steps may now send 2 times their budget",
+        f"edgc: warning: iteration 400/1000: {what}: steps may now send 4 times their budget",
     ]
     why = "enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
     assert [line for line in seen.out.splitlines() if "enough" in line] == [
-        f"edgc | iteration 500/1000: steps get 2 times their budget: {why}",
-        f"edgc | iteration 600/1000: steps get their budget again: {why}",
+        f"edgc | iteration 500/1000: steps may send 2 times their budget: {why}",
+        f"edgc | iteration 600/1000: steps may send their budget again: {why}",
     ]
     guards = [event for event in read_events(tmp_path) if event["event"] == "guard"]
     assert [(event["iteration"], event["relief"]) for event in guards] == [(200, 2), (400, 4), (500, 2), (600, 1)]

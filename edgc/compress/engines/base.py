@@ -70,7 +70,7 @@ class Elementwise(Engine, ABC):
 
 @dataclass(frozen=True)
 class FactoredSums:
-    """By name, the sums as products of two factors, the same on all processes, and what they hold of this process.
+    """Sums as products of two factors, by name, the same on all processes, and what they hold of this process.
 
     ``learned`` (side x rank, the strongest column first) and ``strengths`` (rank,) are what the next step starts from.
     """

@@ -51,7 +51,7 @@ class Rounding(Elementwise):
         return Sums(sums, shares, all_finite(sums))
 
     def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
-        """As ``sum``, but process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
+        """``sum``, of which process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
         sums, shares = yield from communicator.sum_shards(shards, self.wire, self._generator)
         finite = all_finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.device)
         return Sums(sums, [share for shard in shares for share in shard], finite)

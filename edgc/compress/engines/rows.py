@@ -39,7 +39,7 @@ class Rows(Elementwise):
 
     @classmethod
     def message_bytes(cls, matrix: MatrixSpec) -> tuple[float, float]:
-        """Bytes of a row, and of the norms of all."""
+        """The bytes of a row, and those of the norms of all rows."""
         return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORMS.bytes_per_value()
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
@@ -54,7 +54,7 @@ class Rows(Elementwise):
         return Sums(spread(parts.sums), spread(parts.shares), parts.finite)
 
     def sum_rows(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange["ChosenRows"]:
-        """As ``sum``, without the rows that do not travel."""
+        """``sum`` without the rows that do not travel."""
         norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORMS)
         finite = all_finite(norms)
         chosen = [
@@ -68,7 +68,7 @@ class Rows(Elementwise):
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """Of each matrix the (k,) indices of the rows that travelled, and (k x cols) sums and shares, as in ``Sums``."""
+    """The (k,) indices of the rows of each matrix that travelled, and (k x cols) sums and shares, as in ``Sums``."""
 
     rows: Sequence[Tensor]
     sums: Sequence[Tensor]

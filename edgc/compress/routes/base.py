@@ -45,7 +45,7 @@ class ReductionContext:
     error_gain: float
 
     def own_part(self, name: str) -> tuple[int, int]:
-        """Where the part of a flattened sum that this process needs begins and ends."""
+        """The begin and end of the part of a flattened sum that this process needs."""
         process = self.communicator.process
         return self.shards[name][process], self.shards[name][process + 1]
 
@@ -84,7 +84,7 @@ class Route(ABC):
         self.context.feedback.add_to(self.matrices, self.context.loss_scale, self.error_gain)
 
     def owed(self, name: str) -> Tensor:
-        """After ``prepare``: the gradient with the whole of its error, (rows x cols); perhaps M itself."""
+        """The gradient with the whole of its error, (rows x cols), after ``prepare``; perhaps M itself."""
         matrix, older = self.matrices[name], self._waiting(name)
         return matrix if older is None else torch.add(matrix, older, alpha=1 - self.error_gain)
 
@@ -120,7 +120,7 @@ class Route(ABC):
             torch._foreach_mul_(wide, self._gain(finite))
 
     def digests(self) -> dict[str, Tensor]:
-        """After ``commit``: hashes of what must be the same on all processes, by name."""
+        """Hashes, after ``commit``, of what must be the same on all processes, by name."""
         return {} if self.sharded else {name: digest(gradient) for name, gradient in self.gradients.items()}
 
     def _scale(self) -> Tensor | float:
@@ -145,7 +145,7 @@ class Route(ABC):
 
 
 def agree(routes: Sequence[Route], communicator: Communicator) -> Exchange[tuple[Tensor, SquaredNorms]]:
-    """After the exchanges: whether all sums are finite on all processes, and the squared norms of whole sums.
+    """Agree, after the exchanges, on whether all sums are finite, and on the squared norms of whole sums.
 
     Only of sums in parts does a process not know this by itself.
     """

@@ -7,12 +7,12 @@ from hashlib import blake2b
 
 
 def hash_of_sentencepiece(model: bytes) -> str:
-    """Of a model file's content."""
+    """The hash of a model file's content."""
     return blake2b(model, digest_size=16).hexdigest()
 
 
 def hash_of_vocabulary(vocabulary: Mapping[str, int], end: str | None) -> str:
-    """Of each token's id, and of the token that ends a document.
+    """The hash of each token's id, and of the token that ends a document.
 
     Rules by which text is cut do not count: libraries write them down in another way from version to version, and a
     refusal for that would stop a run whose data is right."""
