@@ -83,7 +83,7 @@ def probe(
     run: Run,
 ) -> StageCost:
     """Time dense and compressed reductions of scratch copies of a stage's gradients, cut up as training reduces them.
-    With a volume also of rounded ones, if these send more than it allows: else its plans may round in finer formats.
+    With a volume also of rounded ones.
 
     ``selections``: of each unit. Every process of the group must call this at the same time. Takes memory for one more
     gradient while it runs, beside the state that training will have. The smallest of a few repetitions counts: anything
@@ -99,8 +99,8 @@ def probe(
     top = largest_rank(whole.matrices, config.study.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     cost = StageCost(CommCost.fit(ranks, [scratch.at_rank(rank) for rank in ranks]), dense, host)
-    volume, value_bytes = config.ranks.volume, run.rounded_share * wire(ROUNDED).bytes_per_value()
-    if volume is None or value_bytes * volume <= 4:
+    volume = config.ranks.volume
+    if volume is None:
         return cost
     # what is not compressed travels in the same way but for small parameters
     seconds = dense if config.formats.dense_wire == ROUNDED else scratch.rounded()

@@ -12,7 +12,7 @@ from edgc.comm.wire import FP32, Wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError
 from edgc.hosts.stage import Stage
-from edgc.hosts.warnings import warn_of_new_plans
+from edgc.hosts.warnings import warn_of_new_plans, warn_of_spent_budget
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 
@@ -109,13 +109,17 @@ def restore_measurements(reducers: Sequence[GradientReducer], kept: Sequence[dic
 def resume_controller(
     controller: Controller, state: dict[str, Any], place: str, remedy: str, group: ProcessGroup | None = None
 ) -> bool:
-    """Whether it goes on where ``state`` was taken; if only one of both runs has a volume, a warning says that it does
-    not. ``place``: of the state. Raises ``ConfigError`` with the ``remedy`` for a state that does not fit.
+    """Load the state of a controller; whether it goes on. It does not if only one of both runs has a volume.
+
+    A warning says so, and also if too little of a volume is left. ``place``: of the state. Raises ``ConfigError`` with
+    the ``remedy`` for a state that does not fit.
     """
     try:
         goes_on = controller.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{place}: the controller's state does not fit ({error}); {remedy}") from error
-    if not goes_on:
+    if goes_on:
+        warn_of_spent_budget(controller, group)
+    else:
         warn_of_new_plans(place, controller.config, group)
     return goes_on

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 from edgc.byte_counts import ByteCount, RunBytes
@@ -77,15 +78,19 @@ class WindowExchange:
         if self.messages is not None:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()
-        everywhere = gather_objects((windows, counts, sent), self.group)
+        by_host = sum(stage.take_sent_by_host() for stage in self.stages)
+        everywhere = gather_objects((windows, counts, sent, by_host), self.group)
         report = None
         if self.controller is not None:
-            stages = _merged(windows for windows, _, _ in everywhere)
-            messages = _merged_messages(sent for _, _, sent in everywhere)
-            mean = RunBytes.mean([counts for _, counts, _ in everywhere])
+            stages = _merged(windows for windows, *_ in everywhere)
+            messages = _merged_messages(sent for _, _, sent, _ in everywhere)
+            mean = RunBytes.mean([counts for _, counts, *_ in everywhere])
             if decide:
                 before_decision()
-                self._decide(self.controller, completed, stages, messages, mean.gradients, steps.host_share)
+                sent_by_host = fmean(one for *_, one in everywhere)
+                self._decide(
+                    self.controller, completed, stages, messages, mean.gradients, steps.host_share, sent_by_host
+                )
             report = WindowReport(
                 iteration=completed,
                 ranks=driver.current.usual_ranks,
@@ -110,6 +115,7 @@ class WindowExchange:
         messages: Sequence[MessageWindow],
         gradients: ByteCount,
         host_share: float,
+        sent_by_host: float,
     ) -> None:
         ranks = self._gradient_message_ranks()
         observations = [
@@ -125,7 +131,9 @@ class WindowExchange:
             for s in stages
         ]
         usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
-        controller.observe(WindowObservation(observations, usual_ranks, gradients, host_share, seconds_by))
+        controller.observe(
+            WindowObservation(observations, usual_ranks, gradients, host_share, sent_by_host, seconds_by)
+        )
         controller.decide(completed)
         if self.message_controller is not None:
             of_messages = [StageObservation(message.entropy) for message in messages]

@@ -35,6 +35,8 @@ class Stage:
         self.spans = Spans(device)
         self.step_bytes = step_bytes
         self._other_ways = self._window_start = ByteCount()
+        self._by_host = False  # whether the host sums in the step under way
+        self._step_start = self._sent_by_host = 0.0  # bytes before this step, and in steps of the host's sums
         self.units = Units([])  # those of its parameters, once they are known
 
     @property
@@ -47,14 +49,22 @@ class Stage:
 
         ``by_host``: where that rank is None, gradients are not even rounded.
         """
-        planned = plan.of_stage(index)
+        self._by_host, planned = by_host, plan.of_stage(index)
         for reducer in self.reducers:
             reducer.set_rank(active[index], planned.matrix_ranks, planned.formats, by_host)
 
     def end_step(self) -> None:
         """End a step, when all its reductions have ended."""
         self._other_ways += self.step_bytes
+        if self._by_host:
+            self._sent_by_host += self.traffic.bytes - self._step_start
+        self._step_start = self.traffic.bytes
         self.spans.close()
+
+    def take_sent_by_host(self) -> float:
+        """Bytes of gradients in steps of the host's sums since the last call."""
+        taken, self._sent_by_host = self._sent_by_host, 0.0
+        return taken
 
     def take_window(self, micro_backward_seconds: float) -> StageWindow:
         """What was seen since the last call."""
@@ -99,6 +109,7 @@ class Stage:
     def restore_bytes(self, counts: RunBytes) -> None:
         """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
         self.traffic.resume(counts.gradients.sent)
+        self._step_start = counts.gradients.sent
         self.weights.resume(counts.weights.sent)
         self.weights_by_host.resume(counts.weights.host)
         self._other_ways = self._window_start = counts.gradients

@@ -37,6 +37,18 @@ def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) ->
         warn(message, group)
 
 
+def warn_of_spent_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
+    """Warn in a resumed run whose earlier steps have left too little of its volume."""
+    budget = controller.budget
+    if budget is not None and not budget.rounds and budget.ledger.exhausted(budget.ledger.steps):
+        message = (
+            f"{flag('volume')} {budget.volume:g}: the steps before this resume have sent so much that the remaining "
+            "ones would have to send less than the smallest rank or format of each parameter. They send as little as "
+            f"they can, and lose much of the gradient. Give a smaller {flag('volume')}"
+        )
+        warn(message, group)
+
+
 def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGroup | None = None) -> None:
     """Warn after a whole run that has sent more than its volume allows."""
     gradients = report.bytes.gradients

@@ -89,8 +89,9 @@ class BudgetPlanner:
         self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
-        """No step takes more bytes than this rank in every parameter that can have one (None: no bound)."""
-        self.most = math.inf if most is None else self._at_rank(most)
+        """No stage takes more bytes in a step than at this rank of all parameters that can have one (None: any)."""
+        self.most_of_stages = {} if most is None else self._at_rank(most)
+        self.most = math.inf if most is None else sum(self.most_of_stages.values())
 
     @property
     def reachable(self) -> float:
@@ -147,7 +148,8 @@ class BudgetPlanner:
             self.guard.relief = 1.0
             self.choices, self.limit = self._best(iteration)
         else:
-            self.guard.update(self.fidelity, iteration, self.fidelity < self.guard.least and self._has_most(iteration))
+            most = self.fidelity < self.guard.least and self._has_most(iteration)
+            self.guard.update(self.fidelity, iteration, most, self.ledger.exhausted(iteration))
             self.choices, self.limit = self._kept_or_best(iteration)
         self.changed = [old.encoding != new.encoding for old, new in zip(before, self.choices, strict=True)]
         self.ledger.grant(iteration, self.relief)
@@ -178,22 +180,34 @@ class BudgetPlanner:
         budget, parameters = self.budget(iteration), self.parameters
         if current is not None:
             parameters = [replace(one, current=choice) for one, choice in zip(parameters, current, strict=True)]
-        best = spend(parameters, self.bytes_per_value, budget, same_methods, self.enough_noise(iteration))
+        enough = self.enough_noise(iteration)
+        best = spend(parameters, self.bytes_per_value, budget, same_methods, enough)
+        capped = budget == self.most
+        for stage, most in self.most_of_stages.items():  # the link bounds each stage, not only their sum
+            own = [index for index, one in enumerate(self.stage_of) if one == stage]
+            if sum(parameters[index].size(best[index], self.bytes_per_value) for index in own) > most:
+                choices = spend([parameters[index] for index in own], self.bytes_per_value, most, same_methods, enough)
+                for index, choice in zip(own, choices, strict=True):
+                    best[index] = choice
+                capped = True
         if self._size(best) > budget:  # not even the smallest options fit
             return Spending(best, "the budget is too small")
-        return Spending(best, "link" if budget == self.most else "budget")
+        return Spending(best, "link" if capped else "budget")
 
     def _has_most(self, iteration: int) -> bool:
         """Whether more relief would add no byte to steps from ``iteration`` on."""
         largest = sum(options(one, self.bytes_per_value)[-1].size for one in self.parameters)
         return self.budget(iteration) >= min(self.most, largest)
 
-    def _at_rank(self, rank: int) -> float:
-        """Bytes of a step with this rank in every parameter that can have one, and the finest format in the others."""
-        finest = max(self.bytes_per_value, key=self.bytes_per_value.__getitem__)
-        return self._size(
-            [SendRounded(finest) if one.directions is None else SendLowRank(rank) for one in self.parameters]
-        )
+    def _at_rank(self, rank: int) -> dict[int, float]:
+        """Bytes of a step by stage, with this rank in every parameter that can have one, and the finest format in the
+        others.
+        """
+        finest = SendRounded(max(self.bytes_per_value, key=self.bytes_per_value.__getitem__))
+        sizes = dict.fromkeys(self.planned_stages, 0.0)
+        for stage, one in zip(self.stage_of, self.parameters, strict=True):
+            sizes[stage] += one.size(finest if one.directions is None else SendLowRank(rank), self.bytes_per_value)
+        return sizes
 
     def _size(self, choices: Sequence[Choice]) -> float:
         return sum(one.size(choice, self.bytes_per_value) for one, choice in zip(self.parameters, choices, strict=True))

@@ -19,15 +19,16 @@ class FidelityGuard:
         self.least, self.watched = least, watched
         self.relief = 1.0
 
-    def update(self, fidelity: float, iteration: int, most: bool = False) -> float:
+    def update(self, fidelity: float, iteration: int, most: bool = False, exhausted: bool = False) -> float:
         """The relief of steps from ``iteration`` on, after a window of this fidelity; NaN changes nothing.
 
-        ``most``: steps have as many bytes as they can take already.
+        ``most``: steps have as many bytes as they can take already. ``exhausted``: without relief they would have next
+        to none, so that relief does not end.
         """
         if not self.watched[iteration]:
             self.relief = 1.0
         elif fidelity < self.least and not most:
             self.relief *= 2
         elif fidelity > ENOUGH_FIDELITY * self.least:
-            self.relief = max(self.relief / 2, 1.0)
+            self.relief = max(self.relief / 2, min(self.relief, 2.0) if exhausted else 1.0)
         return self.relief

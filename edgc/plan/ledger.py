@@ -79,11 +79,11 @@ class Ledger:
 
     def observe(self, window: WindowObservation, outside_budget: bool) -> None:
         """Take in a window. ``outside_budget``: the host has summed because nothing was to be compressed."""
-        host_share, outside = (1.0, True) if self.window_outside_budget else (window.host_share, outside_budget)
         counts, taken = self.counts, window.bytes - self.counts.run
         counts.run = window.bytes
-        # the host may send more than its own way does, as for a tied embedding that EDGC sums apart
-        sent_by_host = taken.sent if host_share == 1 else host_share * taken.host
+        host_share, sent_by_host, outside = window.host_share, window.sent_by_host, outside_budget
+        if self.window_outside_budget:
+            host_share, sent_by_host, outside = 1.0, taken.sent, True
         if outside:
             counts.outside_budget += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
         if self.granted is not None:  # steps may have taken less than relief offers, at first from their budget
@@ -132,6 +132,15 @@ class Ledger:
         outside = counts.outside_budget.fp32 / fp32 * done if fp32 else 0.0
         spent = (sent - counts.outside_budget.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
         return (self.fp32_bytes * self.iterations - outside) / self.volume - spent
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run that are counted."""
+        return round(self.counts.run.fp32 / self.fp32_bytes) if self.fp32_bytes else 0
+
+    def exhausted(self, iteration: int) -> bool:
+        """Whether the steps from ``iteration`` on need more than the budget has left, whatever they choose."""
+        return self._unspent(iteration) < (self.overhead or 1.0) * self.least * (self.iterations - iteration)
 
     def grant(self, iteration: int, relief: float) -> None:
         """Steps from ``iteration`` on get what ``step`` says."""

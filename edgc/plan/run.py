@@ -145,7 +145,9 @@ class RunPlan:
         if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
             timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
             host_seconds = max(timed, default=math.nan)
-            trials = Trials(iterations, host_seconds, sizes.run.overlapped, by_host=self.starts_by_host)
+            volume = self.config.ranks.volume
+            volume_steps = math.inf if volume is None else iterations / volume * 4 / sizes.run.host_bytes
+            trials = Trials(iterations, host_seconds, sizes.run.overlapped, self.starts_by_host, volume_steps)
         stages = [
             ControlledStage(
                 stage.selection.matrices,

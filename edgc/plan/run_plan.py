@@ -10,8 +10,9 @@ from edgc.plan.ledger import WINDOWS
 from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, static_ranks
 from edgc.plan.run import Run, RunPlan
-from edgc.plan.selection import largest_rank, select, width
+from edgc.plan.selection import largest_rank, pays, select, width
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
+from edgc.specs import MatrixSpec
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
@@ -29,7 +30,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     # by shape: a large run has thousands of processes with hundreds of parameters each
     distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
     usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
-    _check_ranks(config, usable)
+    _check_ranks(config, select(distinct, config, 1).matrices, usable)
     compresses, tries, rounds = True, False, False
     times: LinkTimes | None = None
     warnings: list[str] = []
@@ -39,6 +40,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         if by_volume and config.ranks.rmax is None:  # who gives a rank wants low rank
             times = _link_times(config, run, known, lowest)
         rounds = times is not None and times.rounding_pays
+        # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
+        if config.ranks.volume is not None and run.rounded_share * bits_of(ROUNDED) / 8 * config.ranks.volume <= 4:
+            rounds &= lowest < RANK_MULTIPLE
         why = [_why_rounded(config, times)] if times is not None and rounds else []
         config, compresses, tries, warnings = _by_link(config, run, known, usable, lowest, rounds)
         warnings = [*why, *warnings]
@@ -65,13 +69,14 @@ def _check_warmup(config: EDGCConfig, run: Run) -> None:
         )
 
 
-def _check_ranks(config: EDGCConfig, usable: int) -> None:
-    """Raises ``ConfigError`` for a rank beyond the largest that saves anything in a matrix of the model."""
+def _check_ranks(config: EDGCConfig, matrices: Sequence[MatrixSpec], usable: int) -> None:
+    """Raises ``ConfigError`` for a rank at which none of these matrices saves anything. ``usable``: the largest one."""
     _, largest = static_ranks(config) or (None, None)
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
     rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.resolved_rmax
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
-        if rank is not None and rank > usable:
+        saves = rank is None or any(pays(rank, one.rows, one.cols, config.study.min_saving) for one in matrices)
+        if not saves:
             raise ConfigError(
                 f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "
                 f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
@@ -153,8 +158,10 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
     if config.ranks.rmin is not None and lowest >= RANK_MULTIPLE:
         where = f"above rank {lowest}, and {flag('rmin')} is {config.ranks.rmin}"
     until = " until reductions take longer" if tries else ""
+    share = f"{WORTH_IT:.0%} of the time of the" if config.rank_policy is RankPolicy.VOLUME else "than the"
+    how = "more than" if config.rank_policy is RankPolicy.VOLUME else "longer"
     return (
-        f"on this link compression takes longer than the dense reduction {where}: reducing dense{until}. Give {needed} "
+        f"on this link compression takes {how} {share} dense reduction {where}: reducing dense{until}. Give {needed} "
         "a rank to compress all the same"
     )
 

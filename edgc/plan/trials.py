@@ -26,6 +26,10 @@ LINK_CHANGE = 1.25
 # Of a run, what trials may cost: of its time, and after the first trial of its steps. Trials that find nothing should
 # not count beside what compression saves. Not tuned.
 LARGEST_SHARE_OF_RUN = 0.005
+# Of the bytes that a volume allows a run, what steps of trials may take in which the host sums. In a short run three of
+# them would leave little for all others. Not tuned.
+LARGEST_SHARE_OF_VOLUME = 0.1
+SPREAD_OF_NORMAL = 1.48  # the standard deviation of normal values over the median of their distances from their median
 
 
 class Trials:
@@ -36,13 +40,22 @@ class Trials:
         host_seconds: of the host's own reduction, as the probe has timed it.
         overlapped: reductions run beside the backward pass, which hides an unknown part of them.
         by_host: the run begins with the host's sums: by the probe no rank is faster.
+        volume_steps: as many steps of the host's sums take all bytes that a volume allows the run; infinite without.
 
     A ``trial`` is the iterations (first, first after) in which the other one sums. ``due``: one is wanted.
     ``measured``: seconds of a compressed step and of the host's in the last trial; empty before.
     """
 
-    def __init__(self, iterations: int, host_seconds: float, overlapped: bool, by_host: bool = False):
+    def __init__(
+        self,
+        iterations: int,
+        host_seconds: float,
+        overlapped: bool,
+        by_host: bool = False,
+        volume_steps: float = math.inf,
+    ):
         self.iterations, self.host_seconds, self.overlapped = iterations, host_seconds, overlapped
+        self.largest_host_steps = LARGEST_SHARE_OF_VOLUME * volume_steps
         self.by_host, self.due = by_host, False
         self.trial: tuple[int, int] | None = None
         self.measured: tuple[float, ...] = ()
@@ -51,7 +64,7 @@ class Trials:
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
         self._compared = True  # whether what the next window shows is compared with the last trial, if there was one
         self._counted = ByteCount()  # of gradients of the run so far
-        self._step = math.nan  # seconds of a step
+        self._step = self._spread = math.nan  # seconds of a step, and the standard deviation of a step
         self._enough_steps = False  # whether enough steps have been timed since a trial was last begun or ended
 
     def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, counted: ByteCount) -> float:
@@ -68,6 +81,7 @@ class Trials:
         if not self._enough_steps:
             return 0.0
         self._step = median(usual)
+        self._spread = SPREAD_OF_NORMAL * median(abs(step - self._step) for step in usual)
         if self.trial is not None:
             if len(tried) >= TRIAL_STEPS - 1:
                 usually, once = median(usual), median(step for step in tried if step <= OUTLIER * min(tried))
@@ -80,8 +94,10 @@ class Trials:
             self.due |= first and (hidden or not reduce_seconds <= BEYOND_DOUBT * self.host_seconds)
             compared, self._compared = self._compared, True
             if self.measured and compared:  # the other one sums from the last trial on: has the link changed since?
-                before = reduce_seconds - (self._step - self.measured[self.by_host])
-                if self._changed(reduce_seconds, math.inf if before <= 0 else reduce_seconds / before):
+                longer = self._step - self.measured[self.by_host]
+                before = reduce_seconds - longer
+                ratio = math.inf if before <= 0 else reduce_seconds / before
+                if abs(longer) > self._spread and self._changed(reduce_seconds, ratio):
                     self.due = True
                     return reduce_seconds - max(before, 0.0)
         elif self._changed(reduce_seconds, reduce_seconds / self._reduction, share / self._share):
@@ -110,7 +126,8 @@ class Trials:
         self.spent += TRIAL_STEPS * max(tried - usual, 0.0)
         self.host_steps += 0 if self.by_host else TRIAL_STEPS
         before, share = self.by_host, COMPRESS_AGAIN_BELOW if self.by_host else COMPRESS_BELOW
-        self.by_host = compressed > share * host
+        # who sums stays where the difference lies within what steps differ by anyway
+        self.by_host = compressed > share * host + (-self._spread if before else self._spread)
         self.measured, self.trial, self.due = (compressed, host), None, False
         self._compared = True
         if self.by_host != before:
@@ -124,8 +141,9 @@ class Trials:
         if not self.due or self.trial is not None or last + LEAST_USUAL_STEPS > self.iterations:
             return
         affordable = self.spent < LARGEST_SHARE_OF_RUN * self.iterations * self._step
-        if not self.by_host and self.measured:  # each takes bytes as well
-            affordable &= self.host_steps + TRIAL_STEPS <= LARGEST_SHARE_OF_RUN * self.iterations
+        if not self.by_host:  # each takes bytes as well
+            most = LARGEST_SHARE_OF_RUN * self.iterations if self.measured else math.inf
+            affordable &= self.host_steps + TRIAL_STEPS <= min(most, self.largest_host_steps)
         if affordable:
             self.trial = (first, last)
 

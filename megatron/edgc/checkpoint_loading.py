@@ -190,13 +190,17 @@ class Resume:
 
     def _resume(self, controller: Controller, state: dict[str, Any], settings: Mapping[str, Any]) -> bool:
         """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
-        rounded = controller.rounds
+        rounded, by_host = controller.rounds, controller.plan.by_host
         if settings:
             controller.adopt_ranks(state, **settings)
         if controller.rounds != rounded:
             how = "rounded" if controller.rounds else "in low rank"
             warn(f"compressed gradients go on {how} as in {self.name}, whatever was timed now")
-        return resume_controller(controller, state, self.name, GO_ON)
+        goes_on = resume_controller(controller, state, self.name, GO_ON)
+        if controller.plan.by_host != by_host:
+            who = "Megatron sums gradients" if controller.plan.by_host else "EDGC compresses gradients"
+            warn(f"{who} as in {self.name}, whatever was timed now")
+        return goes_on
 
     def warn_of_losses(self, messages: bool) -> None:
         """What was left unsent and goes no further. ``messages``: whether on any process it starts anew."""

@@ -275,7 +275,8 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         noise = {str(place): 0.5 for place in range(6)}
         steps = 20 * (window + 1)
         counted = sent, steps * whole, steps * planner.ledger.fp32_bytes
-        planner.observe(shown([seen(noise)], *counted, host_share=1 - own / 20), outside_budget=idle)
+        by_host = {"host_share": 1 - own / 20, "sent_by_host": (20 - own) * whole}
+        planner.observe(shown([seen(noise)], *counted, **by_host), outside_budget=idle)
         planner.decide(20 * (window + 1))
         assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
     budgeted = 1000 - (20 * 20 - 3)  # steps
@@ -429,7 +430,8 @@ def test_relief_is_charged_with_compressed_steps_alone_and_with_all_of_them_once
     ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=0.0)
     ledger.grant(0, 2.0)
     assert ledger.granted == StepBytes(10, 10)
-    ledger.observe(shown([], 60.0, 100.0, 100.0, host_share=0.5), outside_budget=False)  # the host's half took 50
+    halves = shown([], 60.0, 100.0, 100.0, host_share=0.5, sent_by_host=50.0)
+    ledger.observe(halves, outside_budget=False)
     assert ledger.counts.sent_by_relief == 5.0
     ledger.observe(shown([], 1060.0, 1100.0, 1100.0), outside_budget=False)
     ledger.grant(11, 2.0)
@@ -773,18 +775,52 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
         for _ in range(2)
     )
     sizes = []
-    for planner, sent_by_host in ((usual, 1.0), (extra, 1.5)):  # of the bytes of its own way
+    for planner, of_its_way in ((usual, 1.0), (extra, 1.5)):
         sent = 0.0
         for window in range(30):
             idle = 10 <= window < 20
-            sent += 20 * (sent_by_host * planner.ledger.fp32_bytes if idle else planner._size(planner.choices))
+            host_steps = (17 if window == 15 else 20) if idle else 0  # in one window compression is tried
+            by_host = host_steps * of_its_way * planner.ledger.fp32_bytes
+            sent += by_host + (20 - host_steps) * planner._size(planner.choices)
             dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             noise = seen({str(place): 0.5 for place in range(6)})
-            planner.observe(shown([noise], sent, dense, dense, host_share=float(idle)), outside_budget=idle)
+            summed = {"host_share": host_steps / 20, "sent_by_host": by_host}
+            planner.observe(shown([noise], sent, dense, dense, **summed), outside_budget=idle)
             planner.decide(20 * (window + 1))
             assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6)
         sizes.append(planner._size(planner.choices))
     assert sizes[0] == sizes[1]
+
+
+def test_the_link_bounds_each_stage_and_not_only_their_sum() -> None:
+    stages = [[parameter(f"{stage}", 128, 256, steepness=1.0)] for stage in range(2)]
+    planner = planned(4.0, 1000, 0, stages, 4.0, rmax=16)
+    assert planner.limit == "link"
+    noise = [{"0": (0.5, 10.0)}, {"1": (0.5, 0.1)}]  # the energy of the first one counts a hundred times as much
+    planner.observe(shown(noise))
+    planner.decide(20)
+    own = [one.size(choice, BYTES) for one, choice in zip(planner.parameters, planner.choices, strict=True)]
+    assert max(own) <= planner.most / 2 * (1 + 1e-9) and planner.limit == "link"
+
+
+def test_relief_stays_where_a_resume_with_another_volume_has_left_next_to_nothing() -> None:
+    """Else every second window would send as little as it can."""
+    stages = [[parameter(str(place), 128, 256) for place in range(6)]]
+    planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
+    whole, sent = planner.ledger.fp32_bytes, 500 / 8 * planner.ledger.fp32_bytes  # the first half at a volume of 8
+    planner.observe(shown([seen({str(place): 0.5 for place in range(6)})], sent, 500 * whole, 500 * whole))
+    assert planner.ledger.exhausted(500) and planner.ledger.steps == 500
+    planner.decide(500)
+    reliefs = []
+    for window in range(8):
+        size = planner._size(planner.choices)
+        sent += 50 * size
+        dense = (550 + 50 * window) * whole
+        noise = 0.5 if size > whole / 30 else 50.0
+        planner.observe(shown([seen({str(place): noise for place in range(6)})], sent, dense, dense))
+        planner.decide(550 + 50 * window)
+        reliefs.append(planner.relief)
+    assert reliefs[1:] == [2.0] * 7
 
 
 def test_the_evenness_of_rows_is_counted_once() -> None:
@@ -823,7 +859,7 @@ def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had() -> None:
     under_test = controller()
     assert under_test.budget is not None
     under_test.adopt_ranks(under_test.state_dict(), rmax=8)
-    assert under_test.budget.most == under_test.budget._at_rank(8) < math.inf
+    assert under_test.budget.most == sum(under_test.budget._at_rank(8).values()) < math.inf
     assert under_test.config.ranks.rmax == under_test.entropy.config.ranks.rmax == 8
 
 
@@ -854,7 +890,7 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
     each = {"the host": step, "rounding": step / 7, "low rank": step / 20}[before]
     first.decide(10)
     if before == "the host":
-        first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0))
+        first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0, sent_by_host=20 * step))
     else:
         first.observe(observed(0.5, 10 * step + 10 * each, 20 * step, 20 * step))
     first.decide(20)

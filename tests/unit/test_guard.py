@@ -11,6 +11,7 @@ def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -
     assert [guard.update(one, 0) for one in fidelities] == [1, 2, 4, 4, 4, 4, 2, 1, 1]
     assert [guard.update(0.0, 0, most) for most in (False, False, True, True)] == [2, 4, 4, 4]
     assert guard.update(0.5, 0, most=True) == 2
+    assert [guard.update(0.5, 0, exhausted=one) for one in (True, False, True)] == [2, 1, 1]
 
 
 def test_iterations_that_are_not_watched_end_relief() -> None:

@@ -13,7 +13,7 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import EDGCConfig
 from edgc.hosts import reporting, tensorboard, warnings
 from edgc.hosts.reporting import Reporter
-from edgc.hosts.warnings import warn_of_budget
+from edgc.hosts.warnings import warn_of_budget, warn_of_spent_budget
 from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
@@ -181,6 +181,17 @@ def test_a_volume_that_cannot_be_reached_is_named_before_training(
     warn_of_budget(controller)
     line = f"edgc: warning: --edgc-volume 24: this run can send about {reachable:g}x fewer bytes at most"
     assert capsys.readouterr().err.startswith(line) == warned
+
+
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_a_resumed_run_says_that_too_little_of_its_volume_is_left(
+    exhausted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = SimpleNamespace(steps=500, exhausted=lambda iteration: exhausted and iteration == 500)
+    controller: Any = SimpleNamespace(budget=SimpleNamespace(volume=VOLUME, rounds=False, ledger=ledger))
+    warn_of_spent_budget(controller)
+    said = capsys.readouterr().err
+    assert said.startswith("edgc: warning: --edgc-volume 24: the steps before this resume have sent so") == exhausted
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The plan of a run from what its processes know: a pure function, without processes and without torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -255,6 +256,35 @@ def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
         times = plan_run(EDGCConfig.from_preset({"volume": 20.0}), run, processes(ROUNDED, ROUNDED)).link_times
         assert times is not None
         assert [way.bytes_sent for way in (times.host, times.rounded, times.low_rank)] == [host, rounded, 1 / 20]
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(DEAR, True), (CHEAP, False)])
+def test_a_volume_that_allows_rounding_everything_is_rounded_where_no_rank_pays(cost: StageCost, rounds: bool) -> None:
+    known = processes(*[replace(cost, rounded_seconds=0.001, volume_rank=40)] * 2)
+    plan = plan_run(EDGCConfig.from_preset({"preset": "safe"}), replace(RUN, scatters=True), known)
+    assert (plan.compresses, plan.rounds) == (True, rounds)
+
+
+@pytest.mark.parametrize(("settings", "most"), [({}, math.inf), ({"volume": 24.0}, 1000 / 24), ({"volume": 8}, 125)])
+@pytest.mark.parametrize("scatters", [False, True])
+def test_trials_know_how_many_steps_of_the_host_a_volume_allows(
+    settings: dict[str, float], most: float, scatters: bool
+) -> None:
+    config = EDGCConfig.from_preset(
+        {"preset": "balanced", **settings} if settings else {"preset": "paper", "pp": "off"}
+    )
+    plan = plan_run(config, replace(RUN, scatters=scatters), processes(CHEAP, CHEAP))
+    trials = plan.controller(sizes({"int8": 1.0, "int4": 0.5}, run=replace(RUN, scatters=scatters))).trials
+    assert trials is not None
+    assert trials.largest_host_steps == pytest.approx(0.1 * most * (2 if scatters else 1) * RUN.iterations / 1000)
+
+
+def test_a_rank_that_saves_in_a_small_matrix_is_taken() -> None:
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (8, 64)),), CHEAP)
+    plan = plan_run(EDGCConfig.from_preset({"preset": "paper", "static_rank": 3, "pp": "off"}), RUN, [[stage]])
+    assert plan.config.ranks.static_rank == 3
+    with pytest.raises(ConfigError, match="no matrix of this model saves 2x at rank 4"):
+        plan_run(EDGCConfig.from_preset({"preset": "paper", "static_rank": 4, "pp": "off"}), RUN, [[stage]])
 
 
 def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:

@@ -66,6 +66,37 @@ def test_compression_goes_on_only_where_its_steps_are_clearly_shorter(compressed
     assert (under_test.by_host, under_test.measured, under_test.trial) == (by_host, (compressed, 1.0), None)
 
 
+@pytest.mark.parametrize(("spread", "by_host"), [(0.01, True), (0.3, False)])
+def test_compression_goes_on_where_steps_differ_by_more_than_a_trial_shows(spread: float, by_host: bool) -> None:
+    under_test = trials()
+    window(under_test, 100, 0.8, 1.0, 1.0)
+    usual = [1.0 + spread * (-1) ** step for step in range(10)]
+    under_test.observe({False: usual, True: [0.9, 0.9]}, 0.8, ByteCount())
+    assert under_test.measured == pytest.approx((1.0, 0.9)) and under_test.by_host == by_host
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_steps_that_differ_anyway_are_no_changed_link(spread: float) -> None:
+    """A step is a tenth longer than in the trial, and reductions are a small part of it."""
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.3, 1.0)
+    assert under_test.by_host
+    usual = [1.1 + spread * (-1) ** step for step in range(10)]
+    assert (under_test.observe({False: [], True: usual}, 0.15, ByteCount()) > 0) == (spread < 0.1)
+
+
+@pytest.mark.parametrize(("volume_steps", "due"), [(29.0, False), (31.0, True), (math.inf, True)])
+def test_steps_that_the_host_sums_in_a_trial_take_little_of_a_volume(volume_steps: float, due: bool) -> None:
+    under_test = Trials(ITERATIONS, HOST, False, volume_steps=volume_steps)
+    window(under_test, 100, 0.8, 1.0, 1.0)
+    assert (under_test.trial is not None) == due
+    by_host = Trials(ITERATIONS, HOST, False, by_host=True, volume_steps=volume_steps)
+    by_host.due = True
+    window(by_host, 100, 0.8, 1.0, 1.0)
+    assert by_host.trial is not None, "compressed steps take next to nothing"
+
+
 @pytest.mark.parametrize(("reduction", "compressed", "by_host"), [(2.0, 0.5, False), (2.0, 0.96, True)])
 def test_a_link_that_becomes_slow_brings_compression_back_within_two_windows(
     reduction: float, compressed: float, by_host: bool
