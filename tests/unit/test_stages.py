@@ -11,11 +11,12 @@ import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
-from edgc.byte_counts import ByteCount
+from edgc.byte_counts import ByteCount, RunBytes
 from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.module import EDGCState
+from edgc.hosts.stage import Stage
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.measurements import Measurements
 from edgc.observe.timing import Spans
@@ -182,3 +183,19 @@ def test_messages_that_do_not_pass_through_edgc_are_noticed() -> None:
         Session._check_messages(session, 4)
     messages.directions = ()
     Session._check_messages(session, 4)
+
+
+def test_bytes_of_steps_that_the_host_sums_are_counted_apart() -> None:
+    stage = Stage(StageKey(StageKind.LAYERS, 0), CPU, ByteCount())
+    plan = RankPlan(0, 0, (8,))
+    for by_host, elements in ((False, 10), (True, 100), (True, 1000), (False, 10_000)):
+        stage.set_rank((None if by_host else 8,), 0, plan, by_host)
+        stage.traffic.count_all_reduce(torch.zeros(elements), 2)
+        stage.end_step()
+    assert stage.take_sent_by_host() == 4 * 1100
+    assert stage.take_sent_by_host() == 0
+    stage.restore_bytes(RunBytes(ByteCount(sent=1e6)))
+    stage.set_rank((None,), 0, plan, by_host=True)
+    stage.traffic.count_all_reduce(torch.zeros(10), 2)
+    stage.end_step()
+    assert stage.take_sent_by_host() == 40, "what was sent before the resume is no part of the step"
