@@ -158,10 +158,11 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
     if config.ranks.rmin is not None and lowest >= RANK_MULTIPLE:
         where = f"above rank {lowest}, and {flag('rmin')} is {config.ranks.rmin}"
     until = " until reductions take longer" if tries else ""
-    share = f"{WORTH_IT:.0%} of the time of the" if config.rank_policy is RankPolicy.VOLUME else "than the"
-    how = "more than" if config.rank_policy is RankPolicy.VOLUME else "longer"
+    longer = "longer than"
+    if config.rank_policy is RankPolicy.VOLUME:
+        longer = f"more than {100 * WORTH_IT:g} % of the time of"
     return (
-        f"on this link compression takes {how} {share} dense reduction {where}: reducing dense{until}. Give {needed} "
+        f"on this link compression takes {longer} the dense reduction {where}: reducing dense{until}. Give {needed} "
         "a rank to compress all the same"
     )
 

@@ -15,6 +15,7 @@ from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.stages import StageKey, StageKind
+from edgc.plan.trials import Trials
 from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
 
@@ -165,6 +166,22 @@ def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
         how = "rounded" if rounds else "in low rank"
         said = f"compressed gradients go on {how} as in iter_0000007, whatever was timed now\n"
         assert capsys.readouterr().out == (said if rounds != now else "")
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, False), (False, True), (True, True)])
+def test_a_resumed_run_says_who_sums_where_the_probe_has_said_otherwise(
+    before: bool, now: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.edgc import checkpoint_loading
+
+    own = resume(run_state(), index_of(EDGCConfig()))
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    saved, resumed = (controller(trials=Trials(200, 1.0, False, by_host=by_host)) for by_host in (before, now))
+    assert own._resume(resumed, saved.state_dict(), {})
+    assert resumed.plan.by_host == before
+    who = "Megatron sums gradients" if before else "EDGC compresses gradients"
+    said = f"{who} as in iter_0000007, whatever was timed now\n"
+    assert capsys.readouterr().out == (said if before != now else "")
 
 
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

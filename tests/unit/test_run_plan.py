@@ -415,3 +415,11 @@ def test_the_times_of_a_link_are_those_of_the_stage_whose_host_takes_longest() -
 def test_the_rank_that_the_link_of_now_allows_is_no_bound_for_a_run_that_rounds(cost: StageCost) -> None:
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, processes(cost, cost))
     assert plan.rounds and plan.config.ranks.rmax == 28  # which saves 2x in the embedding
+
+
+def test_where_nothing_is_worth_its_time_the_line_names_the_bound_of_a_volume() -> None:
+    nearly = StageCost(CommCost(0.016, 1e-6), 0.02, 0.02)  # 80 % of the host's time
+    plan = plan_run(EDGCConfig.from_preset({}), RUN, processes(nearly, nearly))
+    assert not plan.compresses
+    (line,) = plan.warnings
+    assert line.startswith("on this link compression takes more than 75 % of the time of the dense reduction at every")
