@@ -62,7 +62,7 @@ def _folds(tensor: Tensor) -> bool:
 @functools.cache
 def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
     """The bit positions of the codes in a word."""
-    return (torch.arange(count) * bits).to(_word(bits)[2]).to(device)
+    return (torch.arange(count, device="cpu") * bits).to(_word(bits)[2]).to(device)
 
 
 def _word(bits: int) -> tuple[int, int, torch.dtype]:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from edgc.arithmetic import own_arithmetic
 from edgc.comm.collectives import Exchange, Work
 from edgc.observe.timing import Spans
 
@@ -25,6 +26,7 @@ class Overlap:
     """
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._under_way: list[Handle] = []
 
@@ -46,7 +48,7 @@ class Overlap:
         more, those under way have to end before it starts. Every process must give the same.
         """
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in reads():
                 if tensor.is_cuda:
                     tensor.record_stream(self.stream)
@@ -77,7 +79,7 @@ class Overlap:
             handle = Handle(_one_message(collective), self, spans)
             handle.advance()
             return handle
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.queue():
             begin = spans.mark()
         work = collective()
@@ -128,8 +130,7 @@ class Handle:
         """Take in the message under way and send the next one."""
         if self._reduction is None:
             return
-        # A host's torch function mode, as --edgc-cpu has one, would be asked at each of thousands of small operations.
-        with torch.no_grad(), torch._C.DisableTorchFunction(), self._overlap.queue():
+        with own_arithmetic(self._overlap.device), self._overlap.queue():
             begin = self._spans.mark() if self._spans is not None else None
             if self._work is not None:
                 self._work.wait()
@@ -146,5 +147,5 @@ class Handle:
             self.advance()
             self._overlap.advance(but=self)
         if self._overlap.stream is not None:
-            torch.cuda.current_stream().wait_stream(self._overlap.stream)
+            torch.cuda.current_stream(self._overlap.device).wait_stream(self._overlap.stream)
         self._work = None

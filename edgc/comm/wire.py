@@ -213,11 +213,12 @@ def _rotation(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     Hadamard's makes one large value of a constant group. The signs prevent that. They are there below 4 bits alone,
     where the largest value does not set the scale.
     """
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < GROUP:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    signs = torch.ones(GROUP, 1)
+    signs = matrix.new_ones(GROUP, 1)
     if bits in _NORMAL_STEP:
-        signs -= 2 * torch.randint(2, (GROUP, 1), generator=torch.Generator().manual_seed(stable_seed("signs")))
+        generator = torch.Generator().manual_seed(stable_seed("signs"))
+        signs -= 2 * torch.randint(2, (GROUP, 1), generator=generator, device="cpu")
     rotation = (signs * matrix / math.sqrt(GROUP)).to(device)
     return rotation, rotation.T.contiguous()

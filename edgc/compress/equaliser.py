@@ -80,7 +80,7 @@ class Equaliser:
         # After very many zeros moments are so small that no square would count beside them: they begin anew.
         known, most = before > torch.finfo(torch.float32).tiny, LARGEST_GROWTH * before
         fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
-        weights = [taken, fresh, known * SCALE_DECAY]
+        weights = [taken, fresh, known.float() * SCALE_DECAY]
         per_group = zip(*(torch.split(one.unsqueeze(-1), [len(g) for g in groups]) for one in weights), strict=True)
         for indices, (own_taken, own_fresh, own_kept) in zip(groups, per_group, strict=True):
             rows, cols = (

@@ -132,7 +132,10 @@ class ErrorFeedback:
 
     def squared_norm(self) -> Tensor:
         """Sum of squares of all errors, 0-dimensional."""
-        return sum((packed.values().square().sum() for packed in self.packed.values()), torch.zeros(()))
+        return sum(
+            (packed.values().square().sum() for packed in self.packed.values()),
+            torch.zeros((), dtype=torch.float32, device="cpu"),
+        )
 
 
 def _divided(errors: Tensor, divisors: Tensor) -> Tensor:

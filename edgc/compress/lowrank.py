@@ -121,7 +121,7 @@ def teaches(strengths: Tensor) -> Tensor:
 def random_factor(rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:
     """Gaussian (rows x rank) factor in fp32, drawn on the CPU so that every device and process gets the same."""
     generator = torch.Generator().manual_seed(stable_seed(*seed))
-    return torch.randn(rows, rank, generator=generator).to(device)
+    return torch.randn(rows, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def resize(basis: Tensor | None, rows: int, rank: int, device: torch.device, *seed: object) -> Tensor:

@@ -68,7 +68,10 @@ class Measuring:
     def exchanges(self) -> list[Exchange[None]]:
         """The exchanges beside those of the routes, which have added errors by now."""
         if self.of_compression:
-            self._energy = sum((self._owed(name).square().sum() for name in self._gradients), torch.zeros(()))
+            self._energy = sum(
+                (self._owed(name).square().sum() for name in self._gradients),
+                torch.zeros((), dtype=torch.float32, device="cpu"),
+            )
         exchanges = []
         if self._rows:
             exchanges.append(self._sum_rows())

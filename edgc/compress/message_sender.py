@@ -65,7 +65,7 @@ class MessageFormat:
     def header(self, step: int, sender: int, forward: bool, index: int) -> Tensor:
         """int64 (4,): step, which of its messages (see ``described_header``), rank (0: none), size."""
         which = (index * 2 + forward) * STAGES + sender
-        return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int64)
+        return torch.tensor([step, which, self.used_rank or 0, self.bytes], dtype=torch.int64, device="cpu")
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (bytes,) -> (rows x cols) in ``dtype``, whatever the header says."""
@@ -134,7 +134,7 @@ class MessageSender:
             return torch.cat([head, matrix.to(form.dtype).reshape(-1).view(torch.uint8)])
         total = matrix.float()
         if self.feedback:
-            before = torch.zeros((), device=matrix.device) if self.norm is None else self.norm
+            before = torch.zeros((), dtype=torch.float32, device=matrix.device) if self.norm is None else self.norm
             norm = torch.linalg.vector_norm(total)
             norm = norm if scale is None else norm / scale
             excess = spikes.excess(norm, before, self.spike_limit)

@@ -176,7 +176,8 @@ class _Group:
         sizes = {name: spec.elements for name, spec in reducer.router.specs.items()}
         elements = sum(sizes.values())
         # a block again and again: a whole stage would take as much memory on the CPU, of every process of a node
-        block = torch.randn(min(elements, BLOCK), generator=torch.Generator().manual_seed(reducer.router.config.seed))
+        generator = torch.Generator().manual_seed(reducer.router.config.seed)
+        block = torch.randn(min(elements, BLOCK), generator=generator, dtype=torch.float32, device="cpu")
         self.flat = block.to(device, dtype).repeat(-(-elements // max(len(block), 1)))[:elements]
         self.gradients = dict(zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True))
         processes = reducer.communicator.world_size

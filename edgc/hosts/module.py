@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import Communicator, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
@@ -255,8 +256,9 @@ class EDGCState:
         step, reducer = self.driver.step(), unit.reducer
         gradients = unit.gradients
         reducer.begin(step.iteration)
-        reducer.observer.measure(gradients, step.iteration, step.loss_scale)
-        torch._foreach_div_(list(gradients.values()), self.processes)
+        with own_arithmetic(self.device):
+            reducer.observer.measure(gradients, step.iteration, step.loss_scale)
+            torch._foreach_div_(list(gradients.values()), self.processes)
         reduction = reducer.reduce(gradients, step.iteration, step.loss_scale)
         memory = reducer.router.memory(gradients)
         self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, memory))

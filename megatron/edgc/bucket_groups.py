@@ -14,6 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch import Tensor
 
+from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import (
     All,
@@ -230,7 +231,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:
-            with torch.no_grad():
+            with own_arithmetic(self.buckets[0].param_data.device):
                 run_to_end(gather)
             if self.ddp_config.overlap_param_gather:
                 self._post_param_sync()

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from torch import Tensor
 
+from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.comm.objects import all_gather_objects
@@ -100,7 +101,7 @@ class TiedEmbedding:
             gradient, step.iteration, factor if step.loss_scale is None else factor * step.loss_scale
         )
         start = self._spans.mark()
-        with torch.no_grad():
+        with own_arithmetic(self.gradient().device):
             run_to_end(self.reducer.reduce(gradient, step.iteration, step.loss_scale))
         self._spans.add(start)
 

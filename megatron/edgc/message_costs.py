@@ -79,7 +79,7 @@ def _seconds(form: MessageFormat, sender: int, config: EDGCConfig, device: torch
     if stage == sender:
         source = MessageSender(True, config.seed, spike_limit=config.study.spike_limit)
         generator = torch.Generator().manual_seed(config.seed)
-        values = torch.randn(form.rows, form.cols, generator=generator).to(device, form.dtype)
+        values = torch.randn(form.rows, form.cols, generator=generator, device="cpu").to(device, form.dtype)
         for step in range(1 + REPETITIONS):
             dist.recv(ask, peers[sender - 1], group=group)
             dist.send(source.encode(values, form, form.header(step, sender, False, 0)), peers[sender - 1], group=group)

@@ -14,6 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, described_header
 from edgc.config import EDGCConfig
@@ -112,7 +113,8 @@ class PipelineMessages:
         chunk = self._chunk(direction, index)
         scale = step.loss_scale if direction == "backward" else None
         header = form.header(step.iteration, self.stage, direction == "forward", index)
-        message = self._sender(direction, chunk).encode(matrix, form, header, scale)
+        with own_arithmetic(matrix.device):
+            message = self._sender(direction, chunk).encode(matrix, form, header, scale)
         self.bytes[direction] += ByteCount(message.nbytes, tensor.nbytes, tensor.nbytes)
         return message
 
@@ -312,8 +314,8 @@ class Incoming:
         self.finished = True
         assert self.header is not None
         seen = self.buffer[:HEADER_BYTES].view(torch.int64)
-        values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
-        with torch.no_grad():
+        with own_arithmetic(self.tensor.device):
+            values = self.form.decode(self.buffer[: self.form.bytes]).view(self.tensor.shape)
             if self.tensor.is_cuda:  # the host does not wait to look at it
                 wrong = (seen != self.header.to(seen.device, non_blocking=True)).any()
                 assert self.wrong is not None

@@ -81,7 +81,7 @@ class RandomK(Sparse):
         local = [tensor.view(-1)[indices] for tensor, indices in zip(tensors, chosen, strict=True)]
         # what is not chosen must not hide what is not finite
         healthy = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
-        flag = torch.where(healthy, 0.0, torch.nan).view(1)
+        flag = torch.where(healthy, 0.0, torch.nan).view(1).float()
         (flag, *totals), (_, *own) = yield from communicator.sum([flag, *local], FP32)
 
         def spread(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -90,7 +90,9 @@ class RandomK(Sparse):
         return Sums(spread(totals), spread(own), all_finite([flag, *totals]))
 
     def _draw(self, elements: int) -> Tensor:
-        indices: Tensor = torch.unique(torch.randint(elements, (self.kept(elements),), generator=self._generator))
+        indices: Tensor = torch.unique(
+            torch.randint(elements, (self.kept(elements),), generator=self._generator, device="cpu")
+        )
         return indices
 
 

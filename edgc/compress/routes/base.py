@@ -69,7 +69,7 @@ class Route(ABC):
         self.context = context
         self.error_gain = context.error_gain if self.fed_back else 1.0  # the share of an error that ``prepare`` adds
         self.sharded = False  # whether each process gets its own parts of the sums alone, and ``finite`` is of those
-        self.finite = torch.ones((), dtype=torch.bool)  # after the exchange
+        self.finite = torch.ones((), dtype=torch.bool, device="cpu")  # after the exchange
         self.squared_norms: SquaredNorms = {}  # after the exchange; of sharded sums those of own parts
         self.excess: Mapping[str, Tensor] = {}
         self.errors: dict[str, Tensor] = {}  # what the sums do not hold of this process
