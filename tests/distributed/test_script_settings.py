@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import edgc
+from edgc.comm import wire
 from edgc.config import EDGCConfig
 from edgc.hosts.module import EDGCState
 from tests.distributed.gloo import run_on_ranks
@@ -53,6 +54,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
 
 def averages(settings: dict[str, Any], scope: Callable[[], Any], rank: int) -> list[torch.Tensor]:
     """Of five steps, on this process; ``attach`` and ``step`` are called in the scope."""
+    wire._rotation.cache_clear()  # a matrix that is made once in a process
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 128), nn.Linear(128, 64))
     generator = torch.Generator().manual_seed(rank)
