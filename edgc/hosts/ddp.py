@@ -8,6 +8,9 @@ from edgc.comm.objects import GradBucket
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.module import EDGCState
 
+# that sum gradients themselves; by name, because to import the last one takes half a second
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+
 
 def attach(
     model: nn.Module,
@@ -21,7 +24,14 @@ def attach(
     The arguments are those of ``EDGCState``. A bare module's gradients are averaged when ``step`` is called. Every
     process calls this at the same point. Raises ``ConfigError`` for settings, ranks and models that EDGC cannot take.
     """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile has made
     if not isinstance(model, DistributedDataParallel):
+        for inner in model.modules():
+            if WRAPPERS & {one.__name__ for one in type(inner).__mro__}:
+                raise ConfigError(
+                    f"{type(model).__name__} has a {type(inner).__name__} inside, which sums gradients itself. EDGC "
+                    "takes a DistributedDataParallel model, or a module that nothing else sums"
+                )
         state = EDGCState(model, config, iterations=iterations, scaler=scaler)
         state.start()
         return state

@@ -85,7 +85,8 @@ class EDGCState:
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
-        averaged = {p: name for name, p in module.named_parameters() if name not in ignored}
+        # the same names with and without torch.compile, so that a run may resume either way
+        averaged = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters() if name not in ignored}
         self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
         self.frozen = {p: name for p, name in averaged.items() if not p.requires_grad}
         if not self.parameters:
@@ -111,6 +112,8 @@ class EDGCState:
         for parameter, name in self.parameters.items():
             if not parameter.is_floating_point():
                 raise ConfigError(f"{name} is of {parameter.dtype}: EDGC averages gradients of real numbers")
+            if hasattr(parameter, "placements"):  # a DTensor, whose class takes half a second to import
+                raise ConfigError(f"{name} is a DTensor: EDGC averages gradients of whole parameters, not of shards")
             if parameter in sparse:
                 raise ConfigError(
                     f"{name} has sparse gradients, which EDGC does not average: build it with sparse=False"

@@ -25,8 +25,9 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     by_volume = config.rank_policy is RankPolicy.VOLUME
     if by_volume:
         config = config.replace(window=_window(config, run.iterations))
-        _check_warmup(config, run)
     known = [stage for own in processes for stage in own]
+    if by_volume and not (run.alone and all(stage.key.kind is not StageKind.EMBEDDING for stage in known)):
+        _check_warmup(config, run)
     # by shape: a large run has thousands of processes with hundreds of parameters each
     distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
     usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)

@@ -179,19 +179,23 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
         raise ConfigError(f"--edgc-param-wire = {config.formats.param_wire}: needs {'; '.join(missing)}")
 
 
-def compresses_messages(config: EDGCConfig, args: Namespace) -> bool:
+def compresses_messages(config: EDGCConfig, args: Namespace, model_config: Any = None) -> bool:
     """Whether messages between stages are to be compressed. Raises ``ConfigError`` where they are asked for but a
-    receiver cannot know their shapes.
+    receiver cannot know their shapes. ``model_config``: of the model, once it is there; a script may set in it what
+    Megatron's arguments cannot say.
     """
     messages = config.pipeline.messages
     if messages.which == "off":
         return False
     refused = {
         "--pipeline-model-parallel-size 1: there are no stages": args.pipeline_model_parallel_size == 1,
-        "variable sequence lengths: shapes are negotiated at run time": args.variable_seq_lengths,
+        "variable sequence lengths: shapes are negotiated at run time": (
+            args.variable_seq_lengths or getattr(model_config, "variable_seq_lengths", False)
+        ),
         # Megatron negotiates shapes where such a layer has a stage of its own
         "--mtp-num-layers with --pipeline-model-parallel-layout: shapes may be negotiated at run time": (
-            args.mtp_num_layers and args.pipeline_model_parallel_layout
+            (args.mtp_num_layers and args.pipeline_model_parallel_layout)
+            or getattr(model_config, "mtp_standalone", False)
         ),
         "--use-ring-exchange-p2p: it sends whole tensors": args.use_ring_exchange_p2p,
     }

@@ -89,6 +89,8 @@ def _install_on_built_models(session: Session) -> None:
     """Install EDGC on models that a ``model_provider`` makes, which Megatron builds and wraps in one function."""
 
     def get_model_with_edgc(*args: Any, **kwargs: Any) -> Any:
-        return session.install(get_model(*args, **kwargs))
+        chunks = get_model(*args, **kwargs)
+        # a model that is not trained, as for inference in reinforcement learning
+        return session.install(chunks) if kwargs.get("wrap_with_ddp", True) else chunks
 
     get_model = session.seam.replace(megatron_training, "get_model", get_model_with_edgc)

@@ -114,6 +114,8 @@ class Session:
         for chunk in self.chunks:
             check_ddp(chunk.ddp_config, self.args)
         self.model_config = get_model_config(chunks[0])
+        if not compresses_messages(self.config, self.args, self.model_config):
+            self.config, self.requested = self.config.replace(pp="off"), self.requested.replace(pp="off")
         self.run = described_run(self.args)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)

@@ -428,6 +428,13 @@ def thawed() -> None:
     state.step()
 
 
+def sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    attach(fully_shard(net(), mesh=init_device_mesh("cpu", (2,))), LOW_RANK, iterations=40)
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is not taken, and why."""
     cases = {
@@ -436,6 +443,8 @@ def refused(rank: int) -> dict[str, str]:
         "rank": lambda: Training(rank, PAPER.replace(rmin=None, rmax=256)),
         "window": lambda: Training(rank, PAPER.replace(window=100)),
         "no gradient": lambda: attach(net(), LOW_RANK, iterations=40).step(),
+        "inside": lambda: attach(nn.Sequential(DistributedDataParallel(net())), LOW_RANK, iterations=40),
+        "sharded": sharded,
         "thawed": thawed,
         "engine": lambda: Training(rank, LOW_RANK).state.load_state_dict(  # type: ignore[union-attr]
             Training(rank, EDGCConfig.of(engine="int4")).state.state_dict()  # type: ignore[union-attr]
@@ -597,6 +606,8 @@ def test_what_cannot_work_is_refused() -> None:
         "window": "ConfigError: --edgc-window = 100",
         "no gradient": "RuntimeError: 9 parameters have no gradient",
         "thawed": "RuntimeError: hidden.weight has a gradient, and required none when EDGC was given the module",
+        "inside": "ConfigError: Sequential has a DistributedDataParallel inside, which sums gradients itself",
+        "sharded": "ConfigError: embedding.weight is a DTensor: EDGC averages gradients of whole parameters",
         "engine": "ConfigError: EDGC state of the engine int4, this run has powersgd; set reset_state to go on without",
         "another module": "ConfigError: the EDGC state has error feedback of",
         "complex": "ConfigError: weight is of torch.complex64: EDGC averages gradients of real numbers",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import edgc
 from edgc.comm import wire
@@ -119,3 +120,19 @@ def precisions(rank: int) -> tuple[set[str], str]:
 def test_products_are_in_fp32_within_edgc_and_as_the_script_has_set_them_after_it() -> None:
     for within, scripts in run_on_ranks(precisions, 2):
         assert within == {"ieee"} and scripts == "bf16"
+
+
+def compiled(rank: int) -> tuple[int, set[str]]:
+    """Steps that EDGC averages of a compiled model, and the names of parameters of one that is compiled within DDP."""
+    config = EDGCConfig.from_preset(SETTINGS["balanced"])
+    model = torch.compile(DistributedDataParallel(nn.Linear(8, 8)), backend="eager")
+    state = edgc.attach(model, config, iterations=6)
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+    inner = DistributedDataParallel(torch.compile(nn.Linear(8, 8), backend="eager"))
+    return state.steps, {*edgc.attach(inner, config, iterations=6).described}
+
+
+def test_a_compiled_model_is_averaged_under_its_own_names() -> None:
+    for steps, names in run_on_ranks(compiled, 2):
+        assert steps == 2 and names == {"weight", "bias"}
