@@ -6,6 +6,7 @@ import tomllib
 from argparse import Namespace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,17 @@ def test_messages_whose_shape_a_receiver_cannot_know_are_refused(
         compatibility.compresses_messages(config, unfit)
     assert not compatibility.compresses_messages(EDGCConfig(), unfit)
     assert not compatibility.compresses_messages(EDGCConfig.of(pp="auto"), unfit)
+
+
+@pytest.mark.parametrize("name", ["variable_seq_lengths", "mtp_standalone"])
+def test_messages_whose_shapes_a_script_makes_unknown_stay_as_they_are(arguments: Namespace, name: str) -> None:
+    """Megatron's arguments have no flag for it: a script sets it in the model's config."""
+    args = Namespace(**{**vars(arguments), "pipeline_model_parallel_size": 2, "variable_seq_lengths": False})
+    usual, unknown = SimpleNamespace(**{name: False}), SimpleNamespace(**{name: True})
+    assert compatibility.compresses_messages(EDGCConfig.of(pp="auto"), args, usual)
+    assert not compatibility.compresses_messages(EDGCConfig.of(pp="auto"), args, unknown)
+    with pytest.raises(ConfigError, match="negotiated at run time"):
+        compatibility.compresses_messages(EDGCConfig.of(pp="backward"), args, unknown)
 
 
 def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:

@@ -24,6 +24,16 @@ def test_a_model_that_edgc_never_sees_is_refused(monkeypatch: pytest.MonkeyPatch
         assert megatron_training.setup_model_and_optimizer() == "the model"
 
 
+def test_a_model_that_is_not_trained_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script for reinforcement learning builds one for inference as well, without a wrapper."""
+    monkeypatch.setattr(megatron_training, "get_model", lambda provider, wrap_with_ddp=True: [provider])
+    with Seam() as own_seam:
+        session = SimpleNamespace(seam=own_seam, install=lambda chunks: [*chunks, "installed"])
+        entry._install_on_built_models(session)  # type: ignore[arg-type]
+        assert megatron_training.get_model("model") == ["model", "installed"]
+        assert megatron_training.get_model("model", wrap_with_ddp=False) == ["model"]
+
+
 def test_a_step_that_was_never_ended_is_noticed_when_the_next_one_begins() -> None:
     now = [0]
     driver = StepDriver([], [], 10, lambda: now[0], lambda: None)

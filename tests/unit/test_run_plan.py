@@ -139,8 +139,10 @@ def test_without_copies_the_warm_up_is_in_fp32_and_counts_as_such() -> None:
     alone = replace(RUN, replicas=1)
     config = EDGCConfig.from_preset({"volume": 48.0})
     plan_run(config, RUN, processes(CHEAP, CHEAP))
+    plan_run(config, alone, processes(None, None))  # nothing is sent
+    tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
     with pytest.raises(ConfigError, match=r"the warm-up of 2.5 % of the run in fp32 alone sends more"):
-        plan_run(config, alone, processes(None, None))
+        plan_run(config, alone, [[*own, tied] for own in processes(None, None)])
 
 
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:
