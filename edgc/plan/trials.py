@@ -28,7 +28,7 @@ LINK_CHANGE = 1.25
 LARGEST_SHARE_OF_RUN = 0.005
 # Of the bytes that a volume allows a run, what steps of trials may take in which the host sums. In a short run three of
 # them would leave little for all others. Not tuned.
-LARGEST_SHARE_OF_VOLUME = 0.1
+LARGEST_SHARE_OF_VOLUME = 0.3
 SPREAD_OF_NORMAL = 1.48  # the standard deviation of normal values over the median of their distances from their median
 
 

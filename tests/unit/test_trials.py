@@ -86,7 +86,7 @@ def test_steps_that_differ_anyway_are_no_changed_link(spread: float) -> None:
     assert (under_test.observe({False: [], True: usual}, 0.15, ByteCount()) > 0) == (spread < 0.1)
 
 
-@pytest.mark.parametrize(("volume_steps", "due"), [(29.0, False), (31.0, True), (math.inf, True)])
+@pytest.mark.parametrize(("volume_steps", "due"), [(9.0, False), (11.0, True), (math.inf, True)])
 def test_steps_that_the_host_sums_in_a_trial_take_little_of_a_volume(volume_steps: float, due: bool) -> None:
     under_test = Trials(ITERATIONS, HOST, False, volume_steps=volume_steps)
     window(under_test, 100, 0.8, 1.0, 1.0)
