@@ -8,7 +8,7 @@ from torch import Tensor
 
 from edgc.arithmetic import own_arithmetic
 from edgc.comm.collectives import Exchange, Work
-from edgc.observe.timing import Spans
+from edgc.timing import Spans
 
 # Two at most: one computes while the message of the other is under way. Each holds its memory to its end.
 REDUCTIONS_UNDER_WAY = 2

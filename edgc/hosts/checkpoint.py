@@ -12,7 +12,7 @@ from edgc.comm.wire import FP32, Wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError
 from edgc.hosts.stage import Stage
-from edgc.hosts.warnings import warn_of_new_plans, warn_of_spent_budget
+from edgc.hosts.user_warnings import warn_of_new_plans, warn_of_spent_budget
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 

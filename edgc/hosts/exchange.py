@@ -9,7 +9,6 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
-from edgc.observe.timing import Spans
 from edgc.observe.window import (
     Boundary,
     MessageWindow,
@@ -20,6 +19,7 @@ from edgc.observe.window import (
 from edgc.plan.controller import Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.stages import StageKey, StageKind
+from edgc.timing import Spans
 
 
 class MessageTraffic(Protocol):

@@ -30,14 +30,14 @@ from edgc.hosts.reporting import Reporter
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import NO_STEP, StepDriver
 from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
-from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
+from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
-from edgc.observe.timing import Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.run import Run
 from edgc.plan.run_plan import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
+from edgc.timing import Spans
 
 KEY = StageKey(StageKind.LAYERS, 0)
 OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume

@@ -10,7 +10,7 @@ from edgc import __version__
 from edgc.comm.objects import ProcessGroup, process, processes
 from edgc.config import EDGCConfig, RankPolicy
 from edgc.hosts import tensorboard, wording
-from edgc.hosts.warnings import warn, warn_of_missed_volume, warn_of_warmup
+from edgc.hosts.user_warnings import warn, warn_of_missed_volume, warn_of_warmup
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost

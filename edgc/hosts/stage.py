@@ -12,10 +12,10 @@ from edgc.compress.reducer import GradientReducer
 from edgc.hosts.units import Units
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import mean_of_finite
-from edgc.observe.timing import Spans
 from edgc.observe.window import StageWindow, by_layer_kind, median_or_nan
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
+from edgc.timing import Spans
 
 
 class Stage:

@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from edgc.config import ConfigError, flag
+from edgc.printing import print_warning
 
 
 class EventLog:
@@ -53,7 +53,7 @@ class EventLog:
                 self._file.write(line + "\n")
                 self._file.flush()
             except OSError as error:
-                print(f"edgc: warning: the event log ends here: {error}", file=sys.stderr, flush=True)
+                print_warning(f"the event log ends here: {error}")
                 with suppress(OSError):
                     self._file.close()  # tries to write once more
                 self._file = None

@@ -9,11 +9,6 @@ NO_RANK = 0  # compressed by an engine that has no rank
 NEVER_COMPRESSED = "never compressed"  # the reason of a stage that has nothing to compress
 
 
-def rank_in_words(rank: int | None) -> str:
-    """The rank as tables have it: ``dense``, ``rounded`` without a rank, or the number."""
-    return "dense" if rank is None else "rounded" if rank == NO_RANK else str(rank)
-
-
 class Summing(Enum):
     """Who sums the gradients of a step."""
 

@@ -34,8 +34,8 @@ from edgc.comm.wire import Wire
 from edgc.errors import StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import Unit, Units
-from edgc.observe.timing import Spans
 from edgc.specs import ShardBounds, shard_bounds
+from edgc.timing import Spans
 
 
 class StageSums:

@@ -11,7 +11,7 @@ from megatron.core.msc_utils import maybe_msc
 from edgc.byte_counts import RunBytes
 from edgc.config import ConfigError, flag
 from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_measurements, resume_controller
-from edgc.hosts.warnings import warn
+from edgc.hosts.user_warnings import warn
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint_index import (

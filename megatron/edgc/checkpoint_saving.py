@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from edgc.comm.objects import broadcast_object
 from edgc.hosts.checkpoint import stage_state
-from edgc.hosts.warnings import warn
+from edgc.hosts.user_warnings import warn
 from megatron.edgc.checkpoint_index import RunState, SavedStage, gathered_index
 from megatron.edgc.checkpoint_keys import (
     measurements_key,

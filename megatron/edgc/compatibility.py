@@ -1,7 +1,6 @@
 """What this release works with: the versions of Megatron-core, and the options of Megatron that it refuses."""
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.printing import print_warning
 from megatron.edgc.seam import changes, megatron_folder
 
 TESTED = (0, 19)  # minor version of Megatron-core
@@ -111,10 +111,9 @@ def check_megatron() -> None:
             f"Either {mend}, or read the changes and see docs/install.md, A newer Megatron-core"
         )
     if minor > TESTED and int(os.environ.get("RANK", "0")) == 0:
-        print(
-            f"edgc: warning: megatron-core {installed} is installed; this release of EDGC was tested with {tested}.x. "
-            "All functions that it relies on agree",
-            file=sys.stderr,
+        print_warning(
+            f"megatron-core {installed} is installed; this release of EDGC was tested with {tested}.x. All functions "
+            "that it relies on agree"
         )
 
 

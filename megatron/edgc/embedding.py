@@ -26,7 +26,7 @@ from edgc.comm.collectives import all_reduce_bytes, run_to_end
 from edgc.comm.objects import all_gather_objects
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.steps import Step
-from edgc.observe.timing import Spans
+from edgc.timing import Spans
 from megatron.edgc.bucket_groups import scaling_factor, sum_bytes
 from megatron.edgc.seam import Seam
 

@@ -1,6 +1,5 @@
 """EDGC in a training script on Megatron-core, this project's own or another one."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from megatron.training import training as megatron_training
 from torch import nn
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.printing import print_warning
 from megatron.edgc.arguments import config_from_args
 from megatron.edgc.checkpoint_hooks import shield_writer
 from megatron.edgc.session import Session
@@ -48,7 +48,7 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
     config = config or config_from_args(args)
     if config is not None and args.skip_train:
         if args.rank == 0:
-            print("edgc: warning: with --skip-train nothing is reduced: EDGC does nothing", file=sys.stderr, flush=True)
+            print_warning("with --skip-train nothing is reduced: EDGC does nothing")
         config = None
     if config is None:
         yield None

@@ -27,9 +27,9 @@ from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.steps import StepDriver
-from edgc.hosts.warnings import warn, warn_of_budget, warn_of_kernels
+from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
+from edgc.observe.backward_timer import BackwardTimer
 from edgc.observe.events import EventLog
-from edgc.observe.timing import BackwardTimer, Spans
 from edgc.observe.window import WindowReport
 from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import ControlledStage, Controller
@@ -37,6 +37,7 @@ from edgc.plan.run import Run, RunPlan
 from edgc.plan.run_plan import plan_run, slowest
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.stacking import all_finite
+from edgc.timing import Spans
 from megatron.edgc import p2p_communicator
 from megatron.edgc.checkpoint_hooks import CheckpointHooks
 from megatron.edgc.checkpoint_index import RunState

@@ -12,10 +12,10 @@ from edgc.compress.batch import Batch, Operand
 from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.probe import probe
 from edgc.config import EDGCConfig
-from edgc.observe.timing import Spans
 from edgc.plan.run import Run
 from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
+from edgc.timing import Spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 from edgc.comm.collectives import Exchange
 from edgc.comm.overlap import Overlap
-from edgc.observe.timing import Spans
+from edgc.timing import Spans
 
 
 class Message:

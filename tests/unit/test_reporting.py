@@ -11,9 +11,9 @@ import pytest
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import EDGCConfig
-from edgc.hosts import reporting, tensorboard, warnings
+from edgc.hosts import reporting, tensorboard, user_warnings
 from edgc.hosts.reporting import Reporter
-from edgc.hosts.warnings import warn_of_budget, warn_of_spent_budget
+from edgc.hosts.user_warnings import warn_of_budget, warn_of_spent_budget
 from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
@@ -51,7 +51,7 @@ WITH_MESSAGES = replace(
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of no processes."""
-    for module in (reporting, warnings):
+    for module in (reporting, user_warnings):
         monkeypatch.setattr(module, "process", lambda group: 0)
 
 

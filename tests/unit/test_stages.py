@@ -19,7 +19,6 @@ from edgc.hosts.module import EDGCState
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.measurements import Measurements
-from edgc.observe.timing import Spans
 from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -27,6 +26,7 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import MatrixSpec, Parameter
+from edgc.timing import Spans
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.seam import Seam
 from megatron.edgc.session import Session

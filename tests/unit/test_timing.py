@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from edgc.observe.timing import BackwardTimer, Spans
+from edgc.observe.backward_timer import BackwardTimer
+from edgc.timing import Spans
 
 CPU = torch.device("cpu")
 

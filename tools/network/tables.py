@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from edgc.plan.rank_plan import rank_in_words
 from tools.network.runs import CONTENDERS, EVEN, FALLING, MODES, Curve, Point, changes_after
-from tools.shared.markdown import header, row
+from tools.shared.markdown import header, rank_in_words, row
 
 KEPT = (0.5, 0.8, 0.9, 0.95)  # shares of the speed without reductions
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 from edgc.plan.comm_cost import MESSAGE_GAIN
 from edgc.plan.link_times import CLEARLY_FASTER, WORTH_IT
-from edgc.plan.rank_plan import rank_in_words
 from tools.planning import cluster
 from tools.planning.cluster import Contender, Prediction, Training
 from tools.planning.placement import Network
 from tools.planning.simulation import Step
-from tools.shared.markdown import header, row
+from tools.shared.markdown import header, rank_in_words, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW, panels, tidy, to_png
 
 COLORS = {

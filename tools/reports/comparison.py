@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from edgc.plan.rank_plan import rank_in_words
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
 from tools.shared.machine import processor
+from tools.shared.markdown import rank_in_words
 from tools.shared.runs import Run, RunError, times_fewer
 
 NAMES = ("dense", "paper", "edgc")  # of the runs, in the order of the table; paper may be missing

@@ -11,7 +11,6 @@ import copy
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from edgc.config import ConfigError
+from edgc.printing import print_warning
 
 FLAG = "--edgc-cpu"
 
@@ -130,9 +130,7 @@ def redirect() -> None:
     _redirect_torch()
     _redirect_megatron()
     if int(os.environ.get("RANK", "0")) == 0:
-        print(
-            "edgc: warning: training on the CPU with local layers over gloo, as asked for", file=sys.stderr, flush=True
-        )
+        print_warning("training on the CPU with local layers over gloo, as asked for")
 
 
 def _redirect_torch() -> None:

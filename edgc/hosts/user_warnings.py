@@ -1,7 +1,5 @@
 """What the user is warned of: one line on the standard error stream, once for all processes of a group."""
 
-import sys
-
 import torch
 
 from edgc.comm.objects import ProcessGroup, process
@@ -10,6 +8,7 @@ from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller
 from edgc.plan.entropy_ranks import STABLE, WARM_UP
+from edgc.printing import print_warning
 
 LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
 
@@ -17,7 +16,7 @@ LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word
 def warn(message: str, group: ProcessGroup | None = None) -> None:
     """Print one warning line, once for all processes of the group."""
     if process(group) == 0:
-        print(f"edgc: warning: {message}", file=sys.stderr, flush=True)
+        print_warning(message)
 
 
 def warn_of_new_plans(what: str, config: EDGCConfig, group: ProcessGroup | None = None) -> None:
