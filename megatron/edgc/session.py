@@ -1,7 +1,7 @@
 """EDGC in Megatron's training loop: one explicit ``install``, one ``step`` a step, one exchange a window."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -53,7 +53,7 @@ from megatron.edgc.compatibility import (
 )
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.message_costs import message_costs
-from megatron.edgc.message_plan import plan_messages
+from megatron.edgc.message_plan import MessagePlan, plan_messages
 from megatron.edgc.pipeline_messages import PipelineMessages
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage, gradient_bytes, stages_of
@@ -108,23 +108,14 @@ class Session:
 
         Every process calls this at the same point, before a checkpoint is loaded.
         """
-        self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
-        if len(self.chunks) < len(chunks):
-            others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in self.chunks})
-            raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
-        for chunk in self.chunks:
-            check_ddp(chunk.ddp_config, self.args)
-        self.model_config = get_model_config(chunks[0])
-        if not compresses_messages(self.config, self.args, self.model_config):
-            self.config, self.requested = self.config.replace(pp="off"), self.requested.replace(pp="off")
-        self.run = described_run(self.args)
+        self._take(chunks)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
         self.config, self.keys = plan.config, plan.keys
         sent_back = self._message_costs(device)
-        planned = plan_messages(self.config, self.args, sent_back)
-        for line in (*plan.warnings, *filter(None, [planned.warning])):
+        messages_plan = plan_messages(self.config, self.args, sent_back)
+        for line in (*plan.warnings, *filter(None, [messages_plan.warning])):
             warn(line)
 
         self.driver = StepDriver(
@@ -135,21 +126,15 @@ class Session:
             stage.attach(self.config, overlap, self.driver.step, self.run)
         backward = self._timed_backward(device)
         self._wrap_finalize()
+        if self.run.pipeline_stages > 1:
+            self.messages = PipelineMessages(self.config, self.args, self.chunks, self.driver.step, self.run.repeatable)
+            p2p_communicator.install(self.messages, self.seam)
 
         controller = message_controller = None
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
             controller = plan.controller(reduction_sizes(self.config, self.run), of_layers)
-        if self.run.pipeline_stages > 1:
-            self.messages = PipelineMessages(self.config, self.args, self.chunks, self.driver.step, self.run.repeatable)
-            p2p_communicator.install(self.messages, self.seam)
-            if planned.settings is not None and dist.get_rank() == 0:
-                specs, boundaries = self.messages.specs(), self.messages.boundaries
-                stages = [
-                    ControlledStage(matrices, excluded=boundary.sender in planned.uncompressed)
-                    for matrices, boundary in zip(specs, boundaries, strict=True)
-                ]
-                message_controller = Controller(planned.settings, self.run.iterations, stages)
+            message_controller = self._message_controller(messages_plan)
         self.windows = WindowExchange(self.driver, self.stages, backward, controller, self.messages, message_controller)
         self.windows.adopt_plans()
         self.reporter = Reporter(
@@ -157,23 +142,50 @@ class Session:
         )
         apart = self.stages[0].embedding
         embedding_bytes = None if apart is None else apart.nbytes
-        self.reporter.start(plan, planned.settings, sent_back, embedding_bytes, embedding_apart(self.args))
+        self.reporter.start(plan, messages_plan.settings, sent_back, embedding_bytes, embedding_apart(self.args))
         if controller is not None:
             warn_of_budget(controller)
+        self._install_checkpoints()
+        self.installed = True
+        return chunks
+
+    def _take(self, chunks: Sequence[nn.Module]) -> None:
+        """Check the model's chunks, and learn from them what Megatron's arguments do not say."""
+        self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        if len(self.chunks) < len(chunks):
+            others = sorted({type(chunk).__name__ for chunk in chunks if chunk not in self.chunks})
+            raise ConfigError(f"--edgc needs Megatron's DDP, not {', '.join(others)}")
+        for chunk in self.chunks:
+            check_ddp(chunk.ddp_config, self.args)
+        self.model_config = get_model_config(chunks[0])
+        if not compresses_messages(self.config, self.args, self.model_config):
+            self.config, self.requested = self.config.replace(pp="off"), self.requested.replace(pp="off")
+        self.run = described_run(self.args)
+
+    def _message_controller(self, plan: MessagePlan) -> Controller | None:
+        """The controller of messages between stages; None where none are compressed."""
+        if self.messages is None or plan.settings is None:
+            return None
+        stages = [
+            ControlledStage(matrices, excluded=boundary.sender in plan.uncompressed)
+            for matrices, boundary in zip(self.messages.specs(), self.messages.boundaries, strict=True)
+        ]
+        return Controller(plan.settings, self.run.iterations, stages)
+
+    def _install_checkpoints(self) -> None:
+        """Save EDGC's state with Megatron's, and load it with that."""
         state = RunState(
             self.args,
             self.requested,
             self.config,
             self.keys,
             self.stages,
-            controller,
+            self.windows.controller,
             self.messages,
-            message_controller,
+            self.windows.message_controller,
         )
         self.saver = CheckpointSaver(state)
         CheckpointHooks(state, self.saver, self._resume).install(self.seam)
-        self.installed = True
-        return chunks
 
     def _plan(self, device: torch.device) -> RunPlan:
         """The same plan on every process, and the stages of this one. A tied embedding is one of them unless the run
