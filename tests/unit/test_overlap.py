@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -168,7 +169,7 @@ class Streams:
     def Stream(self, device: torch.device) -> Any:  # noqa: N802  # the name of torch.cuda's
         return SimpleNamespace(wait_stream=lambda other: self.log.append(f"side stream waits for {other.name}"))
 
-    def current_stream(self) -> Any:
+    def current_stream(self, device: torch.device) -> Any:
         return SimpleNamespace(
             name=self.now, wait_stream=lambda other: self.log.append(f"{self.now} stream waits for the side stream")
         )
@@ -208,6 +209,7 @@ def marks(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Marks:
     streams = Streams(log)
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(streams, name))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return Marks(log, streams)
 
 

@@ -41,7 +41,7 @@ def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
 
     monkeypatch.setattr(session, "stages_of", stages)
     monkeypatch.setattr(session, "TiedEmbedding", lambda chunks: SimpleNamespace(install=lambda seam: None))
-    monkeypatch.setattr(session, "Communicator", lambda *arguments: None)
+    monkeypatch.setattr(session.Communicator, "uncounted", lambda group: None)
     monkeypatch.setattr(session, "reduction_cost", lambda *arguments: DEAR)
     monkeypatch.setattr(session, "all_gather_objects", lambda own: [own])
     monkeypatch.setattr(session.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
