@@ -92,7 +92,7 @@ def _require(holds: bool, name: str, value: Any, rule: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Levers that only studies vary: on the command line ``--edgc-study NAME=VALUE ...``. A few presets set one.
+    """Settings that only studies vary: on the command line ``--edgc-study NAME=VALUE ...``. A few presets set one.
 
     A value that breaks a rule raises ``ConfigError``.
     """
@@ -549,7 +549,7 @@ class EDGCConfig:
     job: Job = Job()
     study: Study = _setting(
         Study(),
-        "levers that only studies vary, as NAME=VALUE with spaces between several",
+        "settings that only studies vary, as NAME=VALUE with spaces between several",
         "NAME=VALUE",
         "docs/flags.md",
     )
@@ -731,7 +731,7 @@ def _refuse_void(given: Mapping[str, Any], volume: Any) -> None:
 
 
 def setting_fields() -> tuple[Field[Any], ...]:
-    """All settings but the levers of ``Study``, with their metadata (help, unit, source, choices), for a command line
+    """All settings but those of ``Study``, with their metadata (help, unit, source, choices), for a command line
     or a document.
     """
     found: list[Field[Any]] = []
@@ -742,7 +742,7 @@ def setting_fields() -> tuple[Field[Any], ...]:
 
 def flag(name: str) -> str:
     """The command-line flag of a setting."""
-    if any(lever.name == name for lever in fields(Study)):
+    if any(one.name == name for one in fields(Study)):
         return f"--edgc-study {name}"
     (setting,) = (setting for setting in setting_fields() if setting.name == name)
     return ("--edgc-no-" if setting.default is True else "--edgc-") + name.replace("_", "-")

@@ -62,7 +62,7 @@ def description(setting: Field[Any]) -> str:
 
 
 def text() -> str:
-    """Every flag by group, without the levers of studies."""
+    """Every flag by group, without the settings of studies."""
     lines = [fill(INTRODUCTION, WIDTH)]
     for title, members in _groups():
         lines += ["", f"{title}:"]
@@ -78,26 +78,26 @@ def markdown() -> str:
     """The page docs/flags.md."""
     lines = ["# Flags", "", _marked(INTRODUCTION), ""]
     lines += [
-        "`python -m edgc flags` prints this list without the levers of studies; `python -m edgc flags --markdown` "
+        "`python -m edgc flags` prints this list without the settings of studies; `python -m edgc flags --markdown` "
         "writes this page."
     ]
     for title, members in _groups():
         lines += ["", f"## {title}", "", "| flag | meaning | unit | default | source |", "|---|---|---|---|---|"]
         lines += [_row(_spelling(setting), setting, _default(setting)) for setting in members]
-    lines += ["", "## Levers for studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
+    lines += ["", "## Settings of studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
     usual = EDGCConfig.from_preset({}).flat()
-    lines += [_row(lever.name, lever, _value(usual[lever.name])) for lever in fields(Study)]
+    lines += [_row(one.name, one, _value(usual[one.name])) for one in fields(Study)]
     unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
     lines += ["", "## What the presets set", ""]
     lines += [f"`safe`, `balanced` and `fast` use {unused} only where a rank is given, or entropy sets it.", ""]
     lines += [f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
-    levers = {lever.name for lever in fields(Study)}
+    of_studies = {one.name for one in fields(Study)}
     for setting in (*setting_fields(), *fields(Study)):
         if any(setting.name in preset for preset in PRESETS.values()):
             values = (_value(preset.get(setting.name, setting.default)) for preset in PRESETS.values())
-            name = _name(setting) if setting.name not in levers else f"--edgc-study {setting.name}"
+            name = _name(setting) if setting.name not in of_studies else f"--edgc-study {setting.name}"
             lines.append(f"| `{name}` | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
@@ -144,8 +144,8 @@ def _linked(source: str) -> str:
 
 
 def study_from(words: Sequence[str]) -> dict[str, Any]:
-    """Levers of ``Study`` from NAME=VALUE each. Raises ``ConfigError`` for other names and values of another type."""
-    known = {lever.name: lever for lever in fields(Study)}
+    """Settings of ``Study`` from NAME=VALUE each. Raises ``ConfigError`` for other names and values of another type."""
+    known = {one.name: one for one in fields(Study)}
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
