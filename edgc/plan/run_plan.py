@@ -42,7 +42,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
             times = _link_times(config, run, known, lowest)
         rounds = times is not None and times.rounding_pays
         # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
-        if config.ranks.volume is not None and run.rounded_share * bits_of(ROUNDED) / 8 * config.ranks.volume <= 4:
+        if config.ranks.volume is not None and run.rounded_share * bits_of(ROUNDED) / 8 * config.ranks.volume < 4:
             rounds &= lowest < RANK_MULTIPLE
         why = [_why_rounded(config, times)] if times is not None and rounds else []
         config, compresses, tries, warnings = _by_link(config, run, known, usable, lowest, rounds)
