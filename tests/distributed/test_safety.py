@@ -11,6 +11,7 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import lowrank
 from edgc.compress.engines import sparse
+from edgc.compress.engines.rows import Rows
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig, Study
 from edgc.errors import ReplicaMismatch
@@ -434,3 +435,46 @@ def test_replicas_that_differ_in_a_bit_are_found() -> None:
             # compare_replicas(1) is of the second step; the message counts iterations as Megatron's log does.
             assert message.startswith("iteration 2: process 2 holds other bits than most")
             assert f"in the {what} of {'first' if what == 'sum' else 'second'}." in message
+
+
+def counted_at_a_checkpoint(rank: int) -> tuple[float, float]:
+    """Bytes of a step, and after a checkpoint as well."""
+    under_test = reducer(Parameter("w", (SIDE, SIDE)), engine="int4")
+    under_test.set_rank(0)
+    run_to_end(under_test.reduce({"w": noisy(0, rank)}, 0))
+    before = under_test.communicator.traffic.bytes
+    for _ in under_test.state.summed_errors(under_test.communicator, 1):
+        pass
+    return before, under_test.communicator.traffic.bytes
+
+
+def test_a_checkpoint_is_no_training_traffic() -> None:
+    for before, after in run_on_ranks(counted_at_a_checkpoint, 2):
+        assert after == before > 0
+
+
+def rows_apart(rank: int, wrong: int | None) -> str:
+    """What the comparison of replicas says if the rows that travelled differ on one process."""
+    under_test = reducer(Parameter("w", (SIDE, 64), embedding=True), **of_preset("balanced"))
+    under_test.verify = True
+    under_test.set_rank(RANK, {"w": RANK}, {"w": "rows:0.1"})
+    own = Rows.sum_rows
+
+    def perturbed(self: Rows, tensors: Any, communicator: Any) -> Any:
+        parts = yield from own(self, tensors, communicator)
+        if rank == wrong:
+            parts.sums[0].mul_(1 + 1e-6)
+        return parts
+
+    Rows.sum_rows = perturbed  # type: ignore[method-assign]
+    run_to_end(under_test.reduce({"w": noisy(0, rank)[:, :64].contiguous()}, 0))
+    try:
+        under_test.compare_replicas(0)
+    except ReplicaMismatch as error:
+        return str(error)
+    return "same"
+
+
+def test_replicas_whose_rows_differ_are_found() -> None:
+    assert run_on_ranks(rows_apart, 2, None) == ["same"] * 2
+    assert all("different bits in the sum of w." in message for message in run_on_ranks(rows_apart, 2, 1))

@@ -1114,3 +1114,10 @@ def test_no_budget_that_holds_the_smallest_option_is_exceeded() -> None:
     for budget in np.linspace(hull[0].size, hull[-1].size, 300):
         (choice,) = spend([one], formats, budget)
         assert one.size(choice, formats) <= budget
+
+
+@pytest.mark.parametrize(("volume", "first"), [(24.0, 0.03), (48.0, 0.0975), (8.0, 0.00464)])
+def test_how_much_noise_is_enough_goes_with_the_volume_and_to_zero_in_the_end(volume: float, first: float) -> None:
+    planner = planned(volume, 1000, 0, [[parameter("w")]], 4.0)
+    found = [planner.enough_noise(iteration) for iteration in (0, 500, 1000)]
+    assert found == pytest.approx([first, first / 2, 0], rel=0.01)

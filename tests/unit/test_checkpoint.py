@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from edgc.byte_counts import ByteCount
 from edgc.comm.packed import Packed
 from edgc.comm.wire import FP32, wire
 from edgc.config import EDGCConfig
@@ -91,3 +93,39 @@ def test_messages_of_which_no_copy_is_kept_are_not_rolled_back() -> None:
     messages.senders = {("backward", 0): sender}
     messages.roll_back(3)
     assert messages.senders == {("backward", 0): sender}
+
+
+def of_messages(**parts: Any) -> PipelineMessages:
+    """Stage 2 of a pipeline, with what these tests need."""
+    messages = PipelineMessages.__new__(PipelineMessages)
+    messages.config, messages.stage, messages.senders, messages._messages = EDGCConfig(), 1, {}, Counter()
+    messages.bytes = {"forward": ByteCount(), "backward": ByteCount()}
+    messages.entropy = {"forward": [], "backward": []}
+    for name, value in parts.items():
+        setattr(messages, name, value)
+    return messages
+
+
+def test_the_entropy_of_messages_is_without_the_loss_scale() -> None:
+    messages = of_messages(sampler=GradientSampler(iteration_rate=1.0, gradient_rate=1.0))
+    matrix = torch.randn(32, 128)
+    for scale in (None, torch.tensor(1024.0)):
+        messages._measure("backward", matrix * (1.0 if scale is None else scale), Step(0, scale))
+    messages._measure("forward", matrix, Step(0, torch.tensor(1024.0)))  # activations have none
+    one, other = map(float, messages.entropy["backward"])
+    assert one == pytest.approx(other, abs=1e-4) == float(messages.entropy["forward"][0])
+
+
+def test_only_gradients_leave_errors_and_a_spike_is_told_once() -> None:
+    messages = of_messages()
+    backward, forward = messages._sender("backward", 0), messages._sender("forward", 0)
+    assert backward.feedback and not forward.feedback
+    backward.spikes = torch.tensor(2.0)
+    told = [messages._take_spikes("forward"), messages._take_spikes("backward"), messages._take_spikes("backward")]
+    assert told == [0, 2, 0]
+
+
+def test_messages_that_are_not_compressed_are_counted() -> None:
+    messages, tensor = of_messages(directions=("backward",)), torch.zeros(4, 2, 8)
+    assert messages.outgoing("forward", tensor) is tensor
+    assert messages.byte_count() == ByteCount(256, 256, 256)

@@ -1,12 +1,15 @@
 """A data-parallel module in one process: what needs no second one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import edgc
+from edgc.compress.router import Router
+from edgc.compress.state import CompressionState
 
 CONFIG = edgc.EDGCConfig.of(static_rank=4, window=4)
 
@@ -64,3 +67,18 @@ def test_a_run_that_goes_on_after_its_last_iteration_warns_once(capsys: pytest.C
         "edgc: warning: step 6 of a run of 5 iterations, as EDGC was told: it goes on, but a volume holds for those "
         "iterations alone"
     ]
+
+
+def test_reductions_overlap_and_say_what_they_hold_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, told = [torch.ones(3)], list[Any]()
+    monkeypatch.setattr(Router, "memory", lambda self, gradients: 0.25 * len(gradients))
+    monkeypatch.setattr(CompressionState, "tensors", lambda self: kept)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    start = state.overlap.start
+    monkeypatch.setattr(state.overlap, "start", lambda *given: told.append(given) or start(*given))
+    net(torch.randn(3, 32)).sum().backward()
+    state.step()
+    ((_, reads, spans, memory),) = told
+    assert (reads(), spans, memory) == (kept, state.stage.spans, 1.0) and state.run.overlapped
+    state.close()

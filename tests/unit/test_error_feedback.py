@@ -3,6 +3,8 @@ import torch
 
 from edgc.comm.wire import FP32, wire
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
+from edgc.compress.state import CompressionState
+from edgc.config import EDGCConfig
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
@@ -123,3 +125,12 @@ def test_the_random_numbers_of_training_stay_as_they_are(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError, match="needs a generator"):
         wire(name, stochastic=True).encode(torch.ones(1, 128))
+
+
+def test_processes_of_a_group_round_their_errors_with_random_numbers_of_their_own() -> None:
+    kept = []
+    for process in (0, 0, 1):
+        state = CompressionState(EDGCConfig.of(error_dtype="bf16"), None, torch.device("cpu"), process)
+        state.feedback.store({"w": torch.full((256,), 1.001)}, torch.tensor(True), 5)
+        kept.append(state.feedback.packed["w"].values())
+    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])

@@ -1,6 +1,7 @@
 """A reduction with Triton's kernels against the plain one, and how often each goes over a gradient."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from edgc.comm import packed
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.engines import base
+from edgc.compress.fused import FusedRoute
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig
 from edgc.engines import ENGINES
@@ -209,3 +211,32 @@ def test_beside_the_kernels_only_the_norm_goes_over_a_gradient(settings: dict[st
     made = reducer(EQUAL, **settings)
     made.router._kernels = NoKernels
     assert passes(made) == (1, 0)
+
+
+def test_each_step_rounds_the_errors_of_kernels_with_random_numbers_of_its_own() -> None:
+    made, seeds = reducer(error_dtype="bf16"), list[Any]()
+
+    class Noting(NoKernels):
+        @staticmethod
+        def write_back(*given: object) -> None:
+            seeds.append(given[8])
+
+    made.router._kernels = Noting
+    for step in range(1, 4):
+        run_to_end(made.reduce(gradients(step), step))
+    assert len(seeds) == len(set(seeds)) == 9
+
+
+def test_a_step_that_is_measured_takes_no_kernels() -> None:
+    made = reducer()
+    made.router._kernels = NoKernels
+    context: Any = SimpleNamespace(feedback=made.state.feedback, error_gain=1.0)
+    for measured in (False, True):
+        (route,) = made.router.route(gradients(0), context, measured)
+        assert isinstance(route, FusedRoute) != measured
+
+
+def test_ranks_that_kernels_do_not_take_are_left_to_plain_torch() -> None:
+    context: Any = SimpleNamespace(feedback=reducer().state.feedback, error_gain=1.0)
+    for rank, fits in ((NoKernels.LARGEST_RANK, True), (NoKernels.LARGEST_RANK + 1, False)):
+        assert FusedRoute.fits(NoKernels, {"w": torch.zeros(2, 2)}, {"w": rank}, context) == fits

@@ -9,7 +9,7 @@ import torch
 from edgc.config import EDGCConfig
 from edgc.plan.comm_cost import CommCost, StageCost
 from megatron.edgc.checkpoint_index import RESOLVED
-from megatron.edgc.message_costs import message_form, message_shape
+from megatron.edgc.message_costs import message_form, message_shape, message_wire
 from megatron.edgc.message_plan import MessagePlan, message_config, plan_messages, uncompressed
 
 # messages of 256 x 64 values
@@ -87,3 +87,8 @@ def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:
     config = EDGCConfig.from_preset({"preset": "paper", "rest_wire": "int8"})
     kept = uncompressed(config).subset(RESOLVED)
     assert message_config(config).replace(**kept) == uncompressed(config)
+
+
+@pytest.mark.parametrize(("pp", "rotated"), [("powersgd:8:int4", True), ("powersgd:8", False), ("int4", False)])
+def test_factors_of_messages_are_rotated_in_few_bits(pp: str, rotated: bool) -> None:
+    assert message_wire(EDGCConfig.of(pp=f"backward:{pp}"), torch.bfloat16).hadamard == rotated

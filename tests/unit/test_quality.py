@@ -448,3 +448,110 @@ def test_the_whole_error_is_added_early_in_the_run(plan: tuple[Any, ...], kernel
     same = [torch.equal(one, other) for one, other in zip(both, whole, strict=True)]
     assert same[:4] == [True] * 4 and not any(same[4:]), "0.4 of 8 iterations, rounded up"
     assert not torch.equal(half[1], whole[1])
+
+
+def test_rounding_at_random_draws_anew_in_each_step() -> None:
+    gradient, errors = signal(0.5), []
+    for iteration in range(2):
+        steps = Steps(engine="int4:stochastic")
+        steps.iteration = iteration
+        steps.sum(gradient)
+        errors.append(steps.error().flatten())
+    assert abs(float(torch.corrcoef(torch.stack(errors))[0, 1])) < 0.1
+
+
+def test_outliers_do_not_spoil_the_one_factor() -> None:
+    gradient = signal(0.5)
+    gradient[::19] *= 20
+    gradient[:, ::37] *= 20
+    assert captured(gradient, engine="alternating", wire="int3") > 0.8
+
+
+@pytest.mark.parametrize("engine", ["int4", "int3"])
+def test_equalising_saves_the_small_rows_of_a_matrix_that_is_rounded(engine: str) -> None:
+    equalised = late_in_units_of_the_update(engine=engine, equalise=True)
+    assert equalised < 0.75 * late_in_units_of_the_update(engine=engine)
+
+
+def test_scales_of_what_is_rounded_are_those_of_its_sums() -> None:
+    steps, rows = Steps(engine="int4", equalise=True), torch.logspace(-1, 1, MATRIX.rows)
+    for _ in range(40):
+        steps.sum(rows.unsqueeze(1) * torch.randn(MATRIX.rows, MATRIX.cols))
+    assert steps.reducer.state.equaliser is not None
+    found, _ = steps.reducer.state.equaliser.scales([MATRIX.name])[MATRIX.name]
+    torch.testing.assert_close(found.flatten(), rows / rows.square().mean().sqrt(), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["powersgd", "alternating"])
+def test_energies_are_squared_singular_values(engine: str) -> None:
+    steps, gradient = Steps(engine=engine, iteration_sampling_rate=1.0), signal(1.0)
+    for _ in range(12):
+        steps.reducer.state.feedback.clear(MATRIX.name)
+        steps.sum(gradient)
+    energies = steps.reducer.observer.measurements.energies[-1][MATRIX.name]
+    torch.testing.assert_close(energies[:8], torch.arange(1, 9).float() ** -2, rtol=0.1, atol=0)
+
+
+def test_rotated_rounding_spreads_outliers() -> None:
+    gradient, lost = torch.randn(MATRIX.rows, MATRIX.cols), {}
+    gradient[:, ::128] *= 100
+    for engine in ("int4", "int4:rotated"):
+        steps = Steps(engine=engine)
+        steps.sum(gradient)
+        lost[engine] = float(steps.error()[:, 1:128].square().mean())
+    assert lost["int4"] > 0.9 > lost["int4:rotated"]
+
+
+def test_the_reducer_of_a_sparse_embedding_knows_it() -> None:
+    words = Parameter("words", (1000, 64), embedding=True, sparse_rows=True)
+    assert words.spec == MatrixSpec("words", 1000, 64, True, True)
+    made = GradientReducer.of([words], EDGCConfig.of(equalise=True, compress_embeddings=True), communicator(), CPU)
+    assert made.state.equaliser is not None and made.state.equaliser.sparse_rows == {"words"}
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.1])
+def test_the_share_of_samples_is_of_the_whole_run(rate: float) -> None:
+    sampler = Steps(fidelity_share=0.0005, iteration_sampling_rate=rate).reducer.state.fidelity
+    assert sampler is not None and 3 * rate * sampler.share == pytest.approx(0.0005)
+
+
+def test_a_cold_start_is_from_another_basis_in_each_step() -> None:
+    engine: Any = Steps(warm_start=False).reducer.router.engine
+    first, second = (engine.basis(MATRIX, RANK, step).values() for step in (0, 1))
+    assert float((first.T @ second).norm() / RANK**0.5) < 0.6
+
+
+def test_a_state_that_is_kept_twice_takes_twice_the_memory() -> None:
+    found = []
+    for repeatable in (False, True):
+        reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig.of(static_rank=8), communicator(), CPU, repeatable)
+        reducer.set_rank(8)
+        for step in range(2):
+            reducer.begin(step)
+            run_to_end(reducer.reduce({MATRIX.name: signal(0.5)}, step))
+        found.append(reducer.state.bytes())
+    assert found[1] == pytest.approx(2 * found[0], rel=0.01)
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+def test_the_probe_reduces_as_training_will(scatters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, reduce = list[bool](), GradientReducer.reduce
+
+    def noted(self: Any, gradients: Any, iteration: int, loss_scale: Any = None, shards: Any = None) -> Any:
+        whole.append(shards is None)
+        return reduce(self, gradients, iteration, loss_scale, shards)
+
+    monkeypatch.setattr(GradientReducer, "reduce", noted)
+    monkeypatch.setattr(probe, "_seconds", lambda work, *rest: work() or 1.0)
+    cost = probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, replace(RUN, scatters=scatters))
+    assert cost.host_seconds == (0.5 if scatters else 1.0) and set(whole) == {not scatters}
+
+
+def test_every_matrix_has_the_rank_that_the_plan_gives_it() -> None:
+    reducer = GradientReducer(
+        Selection(tuple(MatrixSpec(name, 64, 64) for name in "abc")), EDGCConfig(), communicator(), CPU
+    )
+    reducer.set_rank(16, {"a": 4, "b": 16})
+    run_to_end(reducer.reduce({name: torch.randn(64, 64) for name in "abc"}, 0))
+    engine: Any = reducer.router.engine
+    assert {name: len(strengths) for name, strengths in engine.strengths.items()} == {"a": 4, "b": 16}

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import EDGCConfig
-from edgc.hosts import reporting, tensorboard, user_warnings
+from edgc.hosts import reporting, tensorboard, user_warnings, wording
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.user_warnings import warn_of_budget, warn_of_spent_budget
 from edgc.observe.events import EventLog, read_events
@@ -357,3 +358,38 @@ def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
     for name, values in (("cosine", (0.25, 0.5, 0.75)), ("late", (0.25, 0.5, 0.75)), ("delay", (0.3333, 1.0, 3.0))):
         assert [event[name + unit] for unit in ("", "_of_update", "_of_descent")] == list(values)
     assert event["cosine_of_adam"] == 0.875
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "ratios"),
+    [
+        ({}, 24e6, "24.0x fewer than in fp32, 12.0x fewer than in bf16"),
+        ({"gradient_bytes": 2}, 12e6, "24.0x fewer than in fp32, 12.0x fewer than in bf16"),
+        (
+            {"gradient_bytes": 2, "scatters": True},
+            6e6,
+            "12.0x fewer than in fp32, 6.0x fewer than in bf16; 24.0x fewer than an all-reduce in fp32",
+        ),
+    ],
+)
+def test_a_run_ends_with_its_ratios(given: dict[str, Any], host: float, ratios: str) -> None:
+    report = replace(REPORT, bytes=RunBytes(ByteCount(1e6, host, 24e6)))
+    lines = wording.end_lines(report, Run(iterations=9, replicas=2, **given), [1500])
+    (line,) = (line for line in lines if line.startswith("gradients: "))
+    assert line.partition(", ")[2] == ratios
+
+
+def test_a_stage_says_how_many_times_fewer_bytes_and_progress_how_long_still() -> None:
+    report = replace(REPORT, stages=(replace(STAGE, bytes=ByteCount(1e6, 25e6)),))
+    line, *_ = wording.window_lines(report, PLAN, EDGCConfig())
+    assert "| sent 1 MB of 25 MB (25.0x fewer) |" in line
+    assert wording.progress_line(100, 400, [0.5, 9.0, 0.5]) == "100/400 iterations | 0.500 s/step | 2 m 30 s left"
+
+
+@pytest.mark.parametrize(("kernels", "warned"), [("fused", True), ("plain", False)])
+def test_kernels_that_do_not_run_here_are_told(
+    kernels: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(user_warnings, "triton_kernels", lambda device: None)
+    user_warnings.warn_of_kernels(EDGCConfig.of(kernels=kernels), torch.device("cpu"))
+    assert ("kernels = fused: Triton's kernels need Triton" in capsys.readouterr().err) == warned

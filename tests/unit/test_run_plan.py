@@ -12,7 +12,7 @@ from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import ReductionSizes, Run
-from edgc.plan.run_plan import plan_run
+from edgc.plan.run_plan import dense_because, plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
 from edgc.specs import Parameter
 
@@ -425,3 +425,16 @@ def test_where_nothing_is_worth_its_time_the_line_names_the_bound_of_a_volume() 
     assert not plan.compresses
     (line,) = plan.warnings
     assert line.startswith("on this link compression takes more than 75 % of the time of the dense reduction at every")
+
+
+def test_trials_are_told_of_the_slowest_stage() -> None:
+    plan = plan_run(EDGCConfig.of(window=100), RUN, processes(CHEAP, replace(CHEAP, host_seconds=0.05)))
+    trials = plan.controller(sizes({}, 4.0)).trials
+    assert trials is not None and trials.host_seconds == 0.05
+
+
+@pytest.mark.parametrize(("stages", "compressed"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6)])
+def test_a_share_of_the_stages_is_rounded_up(stages: int, compressed: int) -> None:
+    config, run = EDGCConfig.of(stage_share=0.75), replace(RUN, pipeline_stages=stages)
+    keys = [StageKey(StageKind.LAYERS, index) for index in range(stages)]
+    assert [not dense_because(key, config, run) for key in keys] == [index < compressed for index in range(stages)]

@@ -56,3 +56,16 @@ def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
     assert plan.keys == (keys if kept else keys[:1])
     assert not plan.compresses and plan.tries == kept
     assert (plan.link_times is not None) == kept, "compression that is tried may be rounding"
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "run_length", lambda args: 100)
+    sizes = {"data_parallel_size": 2, "context_parallel_size": 3, "pipeline_model_parallel_size": 4}
+    gradients = {"accumulate_allreduce_grads_in_fp32": False, "params_dtype": torch.bfloat16, "bf16": True}
+    sums = {"use_distributed_optimizer": not overlapped, "overlap_grad_reduce": overlapped}
+    usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
+    usual |= {"error_injection_rate": 0, "rerun_mode": "disabled", "train_samples": None}
+    run = session.described_run(Namespace(**sizes, **gradients, **sums, **usual))
+    assert (run.iterations, run.replicas, run.pipeline_stages, run.gradient_bytes) == (100, 6, 4, 2)
+    assert (run.overlapped, run.scatters) == (overlapped, not overlapped)

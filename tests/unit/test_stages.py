@@ -199,3 +199,19 @@ def test_bytes_of_steps_that_the_host_sums_are_counted_apart() -> None:
     stage.traffic.count_all_reduce(torch.zeros(10), 2)
     stage.end_step()
     assert stage.take_sent_by_host() == 40, "what was sent before the resume is no part of the step"
+
+
+def test_a_window_has_all_that_its_units_have_measured() -> None:
+    stage, units = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU), []
+    for name, spikes, largest in (("a", 2.0, 7.0), ("b", 1.0, 9.0)):
+        observer: Any = SimpleNamespace(matrices=[MatrixSpec(name, 8, 8)])
+        values = {name: torch.tensor([0.5, 1.0])}
+        measured = Measurements(energies=[values], row_shares=[values], spikes=spikes, largest_spike=largest)
+        observer.take = partial(lambda one: one, measured)
+        units.append(
+            SimpleNamespace(reducer=SimpleNamespace(observer=observer, state=SimpleNamespace(bytes=lambda: 0)))
+        )
+    stage.units = units  # type: ignore[assignment]
+    window = stage.take_window(math.nan)
+    assert window.energies == window.row_shares == {"a": [0.5, 1.0], "b": [0.5, 1.0]}
+    assert (window.spikes, window.largest_spike) == (3.0, 9.0)

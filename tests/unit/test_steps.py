@@ -58,3 +58,24 @@ def test_in_a_trial_the_usual_ranks_are_those_of_the_other_steps(monkeypatch: py
     for iteration, active in ((4, (4,)), (6, (None,)), (8, (4,))):
         steps.make(iteration)
         assert (steps.driver.current.ranks, steps.driver.current.usual_ranks) == (active, (4,))
+
+
+def test_the_end_of_a_warm_up_ends_a_window_where_a_budget_plans() -> None:
+    driver = StepDriver([StageKey(StageKind.LAYERS, 0)], [], 10, lambda: 0, lambda: None)
+    for plan, ends in (
+        (RankPlan(0, 13, (4,), formats=({},)), [9, 12, 19, 29]),
+        (RankPlan(0, 13, (4,)), [9, 19, 29]),
+        (RankPlan(1, 13, (4,), formats=({},)), [9, 19, 29]),
+    ):
+        driver.adopt(plan, None)
+        assert [iteration for iteration in range(30) if driver.closes_window(iteration)] == ends
+
+
+def test_replicas_are_compared_at_a_windows_end_and_where_a_rank_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, seen = Steps(monkeypatch), []
+    steps.driver.window = 10
+    for iteration in range(12):
+        steps.make(iteration)
+        seen.append(steps.driver.current.compares_replicas)
+    # compression begins in the first step, and again after the trial
+    assert [iteration for iteration, compares in enumerate(seen) if compares] == [0, 8, 9]
