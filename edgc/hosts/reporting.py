@@ -102,8 +102,8 @@ class Reporter:
     def window(self, report: WindowReport, last: bool) -> None:
         """The lines of each stage and of what is new, the scalars, and the events."""
         plan, before = report.plan, self._before
-        index = f"{report.iteration}/{self.run.iterations}"
-        self._print(f"{index} | {line}" for line in wording.window_lines(report, before, self.config))
+        done = f"{report.iteration}/{self.run.iterations}"
+        self._print(f"{done} | {line}" for line in wording.window_lines(report, before, self.config))
         self._unbudgeted |= before.by_host or plan.by_host
         if last:
             self.end(report)
@@ -117,9 +117,9 @@ class Reporter:
             self.events.write("guard", iteration=report.iteration, relief=plan.relief)
             text = wording.relief_text(before.relief, plan.relief, self.config.study.least_fidelity)
             if plan.relief > before.relief:
-                warn(f"iteration {index}: {text}", self.group)
+                warn(f"iteration {done}: {text}", self.group)
             else:
-                self._print([f"iteration {index}: {text}"])
+                self._print([f"iteration {done}: {text}"])
         self._before = plan
 
     def end(self, report: WindowReport) -> None:

@@ -27,7 +27,7 @@ def scalars(report: WindowReport) -> Iterator[tuple[str, float]]:
         yield from _measured(values, str(message.boundary))
 
 
-def _measured(values: dict[str, float | None], index: str) -> Iterator[tuple[str, float]]:
+def _measured(values: dict[str, float | None], stage: str) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if value is not None and math.isfinite(value):
-            yield f"edgc/{name}/{index.replace(' ', '-')}", value
+            yield f"edgc/{name}/{stage.replace(' ', '-')}", value

@@ -56,8 +56,8 @@ class TiedEmbedding:
         mine = (parallel_state.get_tensor_model_parallel_rank(), self.weight is not None)
         everyone = all_gather_objects(mine)
         own = None
-        for tensor_place in sorted({index for index, _ in everyone}):
-            members = [process for process, one in enumerate(everyone) if one == (tensor_place, True)]
+        for tensor_rank in sorted({tensor_rank for tensor_rank, _ in everyone}):
+            members = [process for process, one in enumerate(everyone) if one == (tensor_rank, True)]
             if not members:  # no copy is trained
                 continue
             group = dist.new_group(members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes))

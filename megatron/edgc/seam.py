@@ -245,15 +245,15 @@ def _compare(folder: Path) -> list[tuple[str, str]]:
         if row.file not in modules:
             modules[row.file] = ast.parse(path.read_text() if path.is_file() else "")
         node = _find(modules[row.file], row.name)
-        index = f"{row.name or 'the module'} in {row.file}"
+        definition = f"{row.name or 'the module'} in {row.file}"
         if node is None:
-            compared.append((f"{index} is gone ({row.why})", ""))
+            compared.append((f"{definition} is gone ({row.why})", ""))
         elif row.names:
             missing = set(row.names) - _names(node)
-            compared.append((f"{index} has no {', '.join(sorted(missing))} ({row.why})" if missing else "", ""))
+            compared.append((f"{definition} has no {', '.join(sorted(missing))} ({row.why})" if missing else "", ""))
         else:
             found = source_hash(node)
-            compared.append(("" if found in row.hashes else f"{index} has another body ({row.why})", found))
+            compared.append(("" if found in row.hashes else f"{definition} has another body ({row.why})", found))
     return compared
 
 
