@@ -76,8 +76,9 @@ def _check_ranks(config: EDGCConfig, matrices: Sequence[MatrixSpec], usable: int
     # with a volume rmax bounds a mean rank, and may lie beyond what pays
     rmax = None if config.rank_policy is RankPolicy.VOLUME else config.ranks.resolved_rmax
     for name, rank in (("rmin", config.ranks.rmin), ("rmax", rmax), ("static_rank", largest)):
-        saves = rank is None or any(pays(rank, one.rows, one.cols, config.study.min_saving) for one in matrices)
-        if not saves:
+        if rank is None or rank <= usable:
+            continue
+        if not any(pays(rank, one.rows, one.cols, config.study.min_saving) for one in matrices):
             raise ConfigError(
                 f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "
                 f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
