@@ -57,10 +57,9 @@ class TopK(Sparse):
         ):
             shares.append(_spread(tensor, indices.long(), own))
             total = tensor.new_zeros(tensor.numel())
-            for value, indices in zip(
-                received, entries, strict=True
-            ):  # in the same order on every process: the same bits
-                total.index_add_(0, indices.long(), value)
+            # in the same order on every process: the same bits
+            for value, places in zip(received, entries, strict=True):
+                total.index_add_(0, places.long(), value)
             sums.append(total.view_as(tensor))
         return Sums(sums, shares, all_finite([*all_values, *sums]))
 

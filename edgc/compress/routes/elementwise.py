@@ -77,8 +77,8 @@ class ElementwiseRoute(Route):
             else:
                 result = yield from engine.sum(own, communicator)
             if self.fed_back:
-                indices = [piece for part in portion for piece in part]
-                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in indices]
+                pieces = [piece for part in portion for piece in part]
+                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in pieces]
                 _subtract([one for part in values for one in part], result.shares, errors)
             if own and own[0] is not result.sums[0]:  # else it was summed in place
                 torch._foreach_copy_(own, list(result.sums))
