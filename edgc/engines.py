@@ -46,6 +46,7 @@ def _rounds_to(format_name: str) -> Registered:
     return Registered("edgc.compress.engines.rounding:Rounding", fixed=format_name, check=_rounding)
 
 
+DEFAULT_ENGINE = "powersgd"
 # "dense" is no engine: where nothing is compressed, the host's own reduction is left in place.
 ENGINES: dict[str, Registered] = {
     "powersgd": Registered("edgc.compress.engines.powersgd:PowerSGD", low_rank=True),

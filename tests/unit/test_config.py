@@ -165,7 +165,7 @@ def test_defaults_are_the_papers() -> None:
     assert (config.ranks.iteration_sampling_rate, config.ranks.gradient_sampling_rate) == (0.1, 0.25)
 
 
-def test_every_knob_says_what_it_is() -> None:
+def test_every_setting_says_what_it_is() -> None:
     for setting in setting_fields():
         assert all(setting.metadata[key] for key in ("help", "unit", "source")), setting.name
     assert flag("warmup_fraction") == "--edgc-warmup-fraction"
@@ -216,6 +216,14 @@ def test_the_dense_engine_leaves_out_what_a_preset_rounds() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "engine": "dense"})
     assert (config.engine, config.ranks.volume) == ("dense", None)
     assert (config.formats.dense_wire, config.formats.rest_wire) == ("fp32", "fp32")
+
+
+def test_a_preset_leaves_out_what_an_engine_does_not_read() -> None:
+    rounding = EDGCConfig.from_preset({"preset": "balanced", "engine": "int4"})
+    assert (rounding.formats.rest_wire, rounding.basis_cycle, rounding.ranks.allocation) == ("fp32", 1, "uniform")
+    alternating = EDGCConfig.from_preset({"preset": "balanced", "engine": "alternating"})
+    assert (alternating.formats.basis_wire, alternating.formats.wire) == ("fp32", "int5")
+    assert EDGCConfig.from_preset({"static_rank": 8, "wire": "int5"}).formats.wire == "int5"
 
 
 def test_an_engine_with_errors_of_its_own_leaves_out_the_equaliser_of_a_preset() -> None:
