@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgc.config import ConfigError, EDGCConfig
+    from edgc.config.presets import PRESETS
     from edgc.errors import StepError
     from edgc.hosts.ddp import attach, ddp_hook
     from edgc.hosts.module import EDGCState
     from edgc.observe.events import read_events
-    from edgc.presets import PRESETS
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 
 # Imported when they are asked for: planning needs no torch.
 _PLACES = {
-    "PRESETS": "edgc.presets",
+    "PRESETS": "edgc.config.presets",
     "ConfigError": "edgc.config",
     "EDGCConfig": "edgc.config",
     "EDGCState": "edgc.hosts.module",

@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from edgc.config import UNUSED_BY_VOLUME, ConfigError, EDGCConfig, Study, setting_fields
-from edgc.presets import PRESETS
+from edgc.config.presets import PRESETS
 
 WIDTH = 100  # characters
 INTRODUCTION = (

@@ -13,12 +13,12 @@ from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.choices import ROUNDED, rounded_format
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.by_volume.choices import ROUNDED, rounded_format
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import Run
 from edgc.plan.selection import Selection, largest_rank
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3

@@ -8,12 +8,12 @@ from typing import Any
 
 from edgc.config.formats import Formats
 from edgc.config.pipeline import MESSAGES, Pipeline
+from edgc.config.presets import PRESETS
 from edgc.config.ranks import RankPolicy, Ranks
 from edgc.config.setting import ConfigError, Settings, check, setting
 from edgc.config.study import Study
 from edgc.config.without_effect import with_effect, without_effect
 from edgc.engines import DEFAULT_ENGINE, ENGINES, check_engine, has_rank
-from edgc.presets import PRESETS
 
 # Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
 # step to step in some runs (docs/algorithm.md, 5).

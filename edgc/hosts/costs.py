@@ -10,10 +10,10 @@ from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.choices import FORMATS
-from edgc.plan.comm_cost import StageCost
+from edgc.plan.by_volume.choices import FORMATS
 from edgc.plan.run import ReductionSizes, Run
 from edgc.plan.selection import select
+from edgc.plan.times.comm_cost import StageCost
 from edgc.specs import MatrixSpec, Parameter
 
 

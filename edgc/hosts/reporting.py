@@ -13,10 +13,10 @@ from edgc.hosts import tensorboard, wording
 from edgc.hosts.user_warnings import warn, warn_of_missed_volume, warn_of_warmup
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
-from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import Controller
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run, RunPlan
+from edgc.plan.times.comm_cost import StageCost
 
 
 class Reporter:

@@ -6,8 +6,8 @@ from edgc.comm.objects import ProcessGroup, process
 from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
+from edgc.plan.by_entropy.entropy_ranks import STABLE, WARM_UP
 from edgc.plan.controller import Controller
-from edgc.plan.entropy_ranks import STABLE, WARM_UP
 from edgc.printing import print_warning
 
 LEAST_SHARE_OF_VOLUME = 0.97  # which a whole run may reach without a word

@@ -9,7 +9,7 @@ from statistics import median
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
-from edgc.plan.choices import ROUNDED_FINE
+from edgc.plan.by_volume.choices import ROUNDED_FINE
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.stages import StagePlan

@@ -11,7 +11,7 @@ from edgc.observe.entropy import GaussianPieces, KeptPieces, pieces
 from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.sampler import GradientSampler
-from edgc.plan.choices import ROW_SHARES
+from edgc.plan.by_volume.choices import ROW_SHARES
 from edgc.specs import MatrixSpec
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.observe.fidelity import Fidelity
 from edgc.observe.moments import GradientStatistics, mean_of_finite
-from edgc.plan.comm_cost import StageCost
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
+from edgc.plan.times.comm_cost import StageCost
 
 Direction = Literal["forward", "backward"]
 T = TypeVar("T")

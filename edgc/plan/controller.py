@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgc.config import EDGCConfig, RankPolicy
-from edgc.plan.alignment import StageTimes
-from edgc.plan.budget import BudgetPlanner
-from edgc.plan.comm_cost import StageCost
-from edgc.plan.entropy_ranks import EntropyRanks
-from edgc.plan.link_times import LinkTimes
+from edgc.plan.by_entropy.alignment import StageTimes
+from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
+from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.sharing import Sharing
-from edgc.plan.trials import Trials
+from edgc.plan.times.comm_cost import StageCost
+from edgc.plan.times.link_times import LinkTimes
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 

@@ -13,8 +13,8 @@ class StageObservation:
 
     ``energies``: squared norms of the columns of Q, the largest first, of each matrix by name. ``message_rank``: of the
     activation gradients that the stage has sent to the one before; None: they were not compressed. ``noise``: in what
-    the optimizer got, by parameter, and the energy of an entry of its gradient (``edgc.plan.noise``). ``row_shares``:
-    what a warm-up has shown of the rows of a parameter's gradient (``PlannedParameter.with_rows``).
+    the optimizer got, by parameter, and the energy of an entry of its gradient (``edgc.plan.by_volume.noise``).
+    ``row_shares``: what a warm-up has shown of the rows of a parameter's gradient (``PlannedParameter.with_rows``).
     """
 
     entropy: float = math.nan

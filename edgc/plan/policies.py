@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner
-from edgc.plan.entropy_ranks import EntropyRanks
+from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
+from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
 from edgc.plan.sharing import Sharing

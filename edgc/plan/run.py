@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgc.config import EDGCConfig, RankPolicy
-from edgc.plan.budget import BudgetPlanner
-from edgc.plan.comm_cost import StageCost
+from edgc.plan.by_volume.budget import BudgetPlanner
+from edgc.plan.by_volume.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
+from edgc.plan.by_volume.parameters import PartialSend, PlannedParameter
 from edgc.plan.controller import ControlledStage, Controller
-from edgc.plan.link_times import LinkTimes
-from edgc.plan.noise import ENERGY_OF_VECTORS, STEEPNESS_OF_DIRECTIONS, STEEPNESS_OF_ROWS, EnergySpectrum
-from edgc.plan.parameters import PartialSend, PlannedParameter
 from edgc.plan.stages import StageKey, StageKind, StagePlan
-from edgc.plan.trials import Trials
+from edgc.plan.times.comm_cost import StageCost
+from edgc.plan.times.link_times import LinkTimes
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 
@@ -104,10 +104,10 @@ class RunPlan:
     """What holds for the whole run; the same on every process.
 
     ``config`` has its ranks resolved. ``compresses``: false where on this link neither low rank nor rounding is worth
-    its time. ``tries``: whether steps of the run decide if compression is worth its time
-    (``edgc.plan.trials``). Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume,
-    every gradient is rounded, because on this link that takes less time than low rank. ``link_times``: by which that
-    was decided; None where nothing was timed. ``warnings``: for the user, one line each.
+    its time. ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.times.trials``).
+    Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume, every gradient is rounded,
+    because on this link that takes less time than low rank. ``link_times``: by which that was decided; None where
+    nothing was timed. ``warnings``: for the user, one line each.
     """
 
     config: EDGCConfig

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 
 from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
-from edgc.plan.choices import ROUNDED, bits_of
-from edgc.plan.comm_cost import StageCost
-from edgc.plan.ledger import WINDOWS
-from edgc.plan.link_times import WORTH_IT, LinkTimes, Timing
+from edgc.plan.by_volume.choices import ROUNDED, bits_of
+from edgc.plan.by_volume.ledger import WINDOWS
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, static_ranks
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.selection import largest_rank, pays, select, width
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
+from edgc.plan.times.comm_cost import StageCost
+from edgc.plan.times.link_times import WORTH_IT, LinkTimes, Timing
 from edgc.specs import MatrixSpec
 
 

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from edgc.plan.comm_cost import StageCost
 from edgc.plan.selection import Selection
+from edgc.plan.times.comm_cost import StageCost
 from edgc.specs import Parameter
 
 

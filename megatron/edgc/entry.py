@@ -12,7 +12,7 @@ from torch import nn
 from edgc.config import ConfigError, EDGCConfig
 from edgc.printing import print_warning
 from megatron.edgc.arguments import config_from_args
-from megatron.edgc.checkpoint_hooks import shield_writer
+from megatron.edgc.checkpoint.hooks import shield_writer
 from megatron.edgc.session import Session
 
 

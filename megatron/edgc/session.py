@@ -31,17 +31,16 @@ from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.backward_timer import BackwardTimer
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
-from edgc.plan.comm_cost import StageCost
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.run_plan import plan_run, slowest
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
+from edgc.plan.times.comm_cost import StageCost
 from edgc.stacking import all_finite
 from edgc.timing import Spans
-from megatron.edgc import p2p_communicator
-from megatron.edgc.checkpoint_hooks import CheckpointHooks
-from megatron.edgc.checkpoint_index import RunState
-from megatron.edgc.checkpoint_saving import CheckpointSaver
+from megatron.edgc.checkpoint.hooks import CheckpointHooks
+from megatron.edgc.checkpoint.index import RunState
+from megatron.edgc.checkpoint.saving import CheckpointSaver
 from megatron.edgc.compatibility import (
     check_ddp,
     check_megatron,
@@ -52,9 +51,10 @@ from megatron.edgc.compatibility import (
     fuses_embedding,
 )
 from megatron.edgc.embedding import TiedEmbedding
-from megatron.edgc.message_costs import message_costs
-from megatron.edgc.message_plan import MessagePlan, plan_messages
-from megatron.edgc.pipeline_messages import PipelineMessages
+from megatron.edgc.messages import p2p_communicator
+from megatron.edgc.messages.costs import message_costs
+from megatron.edgc.messages.pipeline_messages import PipelineMessages
+from megatron.edgc.messages.plan import MessagePlan, plan_messages
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage, gradient_bytes, stages_of
 

@@ -40,16 +40,16 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 import edgc.plan.selection  # noqa: E402
 import edgc.plan.sharing  # noqa: E402
-import megatron.edgc.message_plan  # noqa: E402
+import megatron.edgc.messages.plan  # noqa: E402
 import megatron.edgc.session  # noqa: E402
 from edgc.byte_counts import RunBytes  # noqa: E402
 from edgc.comm.collectives import Exchange  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
-from edgc.plan.comm_cost import CommCost, StageCost  # noqa: E402
-from megatron.edgc.message_costs import message_shape  # noqa: E402
-from megatron.edgc.pipeline_messages import PipelineMessages  # noqa: E402
+from edgc.plan.times.comm_cost import CommCost, StageCost  # noqa: E402
+from megatron.edgc.messages.costs import message_shape  # noqa: E402
+from megatron.edgc.messages.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402
 from megatron.edgc.stages import gradient_bytes  # noqa: E402
 
@@ -244,7 +244,7 @@ def _summed(
 
 def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPatch) -> None:
     """For one training: note what EDGC and Megatron do, and set what the case asks for."""
-    training, message_plan = megatron.edgc.session, megatron.edgc.message_plan
+    training, message_plan = megatron.edgc.session, megatron.edgc.messages.plan
     for collective in COLLECTIVES:
         patch.setattr(*collective, watch.around_collective(getattr(*collective)))
     patch.setattr(training, "finalize_model_grads", watch.around_finalize(training.finalize_model_grads))

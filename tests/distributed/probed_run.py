@@ -7,8 +7,8 @@ Megatron's own takes 1 s, and is not tried in training: between processes of one
 
 import sys
 
-from edgc.plan import trials
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.times import trials
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from megatron.edgc.recipes import cpu
 
 cpu.redirect()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgc.observe.events import read_events
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from tests.distributed.megatron_runs import REPOSITORY, train
 
 SLOW_LINK = REPOSITORY / "tests" / "distributed" / "slow_link_run.py"

@@ -20,8 +20,8 @@ from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
-from edgc.plan import trials
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.times import trials
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from edgc.timing import Spans
 from tests.distributed.gloo import run_on_ranks
 

@@ -12,7 +12,7 @@ from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FLOOR, Fidelity
-from edgc.plan.choices import ROW_SHARES
+from edgc.plan.by_volume.choices import ROW_SHARES
 from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec, Parameter
 from tests.distributed.gloo import run_on_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, UnexpectedMessage
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from tests.distributed.gloo import run_on_ranks
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import results
@@ -45,8 +45,8 @@ def communicator(ranks: list[int | None], **settings: object) -> SimpleNamespace
     from megatron.core import parallel_state
 
     from megatron.edgc.bucket_groups import Step
-    from megatron.edgc.p2p_communicator import EDGCP2PCommunicator
-    from megatron.edgc.pipeline_messages import PipelineMessages
+    from megatron.edgc.messages.p2p_communicator import EDGCP2PCommunicator
+    from megatron.edgc.messages.pipeline_messages import PipelineMessages
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -112,7 +112,7 @@ class OneForAll:
 
 def both_ways_in_a_batch(rank: int) -> torch.Tensor:
     ends = communicator([None])
-    from megatron.edgc import p2p_communicator
+    from megatron.edgc.messages import p2p_communicator
 
     exchange = p2p_communicator._batched_p2p_ops
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_message_of_another_size_is_refused_with_both_sizes(
 def costs(rank: int) -> list[dict[int, StageCost]]:
     """Of a link that is timed and of one that is given."""
     communicator([])
-    from megatron.edgc.message_costs import message_costs
+    from megatron.edgc.messages.costs import message_costs
 
     return [message_costs(EDGCConfig.of(link_gbps=gbps), ARGS, torch.device("cpu")) for gbps in (None, 0.08)]
 
@@ -191,7 +191,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     given, and rounded, however long it takes.
     """
     communicator([])
-    from megatron.edgc.message_plan import plan_messages
+    from megatron.edgc.messages.plan import plan_messages
 
     found = []
     for slope, pp in ((1e-3, "backward"), (8e-2, "backward"), (1.0, "backward"), (1.0, "backward:powersgd:8")):

@@ -18,9 +18,9 @@ from edgc.compress.probe import sent_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.routes import elementwise
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.hosts.units import Unit, Units, cut
 from edgc.plan.run import Run
-from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 from tools.benchmarks.operations import TensorMemory

@@ -14,9 +14,9 @@ from edgc.compress.engines import sparse
 from edgc.compress.engines.rows import Rows
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig, Study
+from edgc.config.presets import PRESETS
 from edgc.errors import ReplicaMismatch
 from edgc.plan.run import Run
-from edgc.presets import PRESETS
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
 

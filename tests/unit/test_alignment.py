@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from edgc.plan.alignment import StageTimes, aligned_rank
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.by_entropy.alignment import StageTimes, aligned_rank
 from edgc.plan.observation import StageObservation
+from edgc.plan.times.comm_cost import CommCost, StageCost
 
 
 def test_fit_is_exact_on_a_line() -> None:

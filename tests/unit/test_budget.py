@@ -10,21 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-import edgc.plan.budget as budget_module
+import edgc.plan.by_volume.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
-from edgc.plan.budget import BudgetPlanner, byte_weights
-from edgc.plan.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.by_volume.budget import BudgetPlanner, byte_weights
+from edgc.plan.by_volume.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
+from edgc.plan.by_volume.hull import options, spend
+from edgc.plan.by_volume.ledger import Ledger, StepBytes
+from edgc.plan.by_volume.noise import (
+    LARGEST_NOISE,
+    EnergySpectrum,
+    RoundingNoise,
+    noise_of_format,
+    noise_of_parts,
+    steepness,
+)
+from edgc.plan.by_volume.parameters import PartialSend, PlannedParameter
 from edgc.plan.controller import ControlledStage, Controller
-from edgc.plan.hull import options, spend
-from edgc.plan.ledger import Ledger, StepBytes
-from edgc.plan.link_times import LinkTimes, Timing
-from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise, noise_of_format, noise_of_parts, steepness
 from edgc.plan.observation import StageObservation, WindowObservation
-from edgc.plan.parameters import PartialSend, PlannedParameter
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.trials import Trials
+from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.link_times import LinkTimes, Timing
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 BYTES = {"int8": 1 + 1 / 64, "int4": 0.5 + 1 / 64, "int2": 0.25 + 1 / 64}

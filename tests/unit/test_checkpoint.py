@@ -18,7 +18,7 @@ from edgc.hosts.steps import Step
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.sampler import GradientSampler
-from megatron.edgc.pipeline_messages import PipelineMessages
+from megatron.edgc.messages.pipeline_messages import PipelineMessages
 
 
 class State:

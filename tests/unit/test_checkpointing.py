@@ -15,14 +15,14 @@ from edgc.hosts.checkpoint import STATE_VERSION
 from edgc.observe.window import Boundary
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.stages import StageKey, StageKind
-from edgc.plan.trials import Trials
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 from tests.unit.test_budget import controller
 
 
 def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
     """Of a run with these settings and without stages of its own."""
-    from megatron.edgc.checkpoint_index import RunState
+    from megatron.edgc.checkpoint.index import RunState
 
     settings = settings or EDGCConfig()
     usual = {
@@ -38,7 +38,7 @@ def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
 
 def index_of(config: EDGCConfig, **parts: Any) -> Any:
     """Of a checkpoint of a run with these settings."""
-    from megatron.edgc.checkpoint_index import ASKED, RESOLVED, Index
+    from megatron.edgc.checkpoint.index import ASKED, RESOLVED, Index
 
     usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.subset(ASKED)}
     usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
@@ -46,8 +46,8 @@ def index_of(config: EDGCConfig, **parts: Any) -> Any:
 
 
 def resume(run: Any, index: Any) -> Any:
-    from megatron.edgc.checkpoint_index import Usable
-    from megatron.edgc.checkpoint_loading import Resume
+    from megatron.edgc.checkpoint.index import Usable
+    from megatron.edgc.checkpoint.loading import Resume
 
     usable = Usable(index, same_engine=True, tied_apart=False, stages={}, messages=None)
     return Resume(run, usable, "/checkpoints/iter_0000007")
@@ -56,7 +56,7 @@ def resume(run: Any, index: Any) -> Any:
 def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its_own_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.edgc import checkpoint_index
+    from megatron.edgc.checkpoint import index as checkpoint_index
 
     in_force = SimpleNamespace(config=EDGCConfig.of(rmin=16, rmax=64))
     run = run_state(EDGCConfig(), config=EDGCConfig.of(rmin=12, rmax=48), controller=in_force)
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its
 
 
 def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
-    from megatron.edgc.checkpoint_index import Index, SavedMessages, SavedStage
+    from megatron.edgc.checkpoint.index import Index, SavedMessages, SavedStage
 
     messages = SavedMessages(["backward-1-0"], {"pp": "auto"}, {"engine": "int4"}, {"plan": {}})
     saved = {"stage0-tp0": SavedStage(2, {"error.w": {"w": [[3, 5], [32, False, False, True], 60]}})}
@@ -82,7 +82,7 @@ def test_an_index_is_saved_as_plain_values_and_comes_back() -> None:
 
 def test_processes_hold_equal_indexes() -> None:
     """Entropy is NaN where a window has measured nothing."""
-    from megatron.edgc.checkpoint_index import SavedMessages
+    from megatron.edgc.checkpoint.index import SavedMessages
 
     messages = SavedMessages(["1-2"], {}, {}, {"history": [[math.nan]]})
     own = index_of(EDGCConfig(), controller={"history": [[math.nan, 1.5]]}, messages=messages).to_dict()
@@ -92,7 +92,7 @@ def test_processes_hold_equal_indexes() -> None:
 def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_errors_are_taken_that_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.edgc import checkpoint_index
+    from megatron.edgc.checkpoint import index as checkpoint_index
 
     stage: Any = SimpleNamespace(key=StageKey(StageKind.LAYERS, 0), process_group=None)
     names = ["error.a.weight", "error.embedding.word_embeddings.weight", "engine", "norms"]
@@ -127,9 +127,9 @@ def test_stages_and_boundaries_have_names_in_checkpoints_that_no_wording_changes
 def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are_timed(
     kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.edgc import checkpoint_loading
-    from megatron.edgc.checkpoint_index import ASKED_OF_MESSAGES, SavedMessages
-    from megatron.edgc.message_plan import message_config
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+    from megatron.edgc.checkpoint.index import ASKED_OF_MESSAGES, SavedMessages
+    from megatron.edgc.messages.plan import message_config
 
     boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
     messages = SimpleNamespace(boundaries=boundaries, directions={}, restore_bytes=lambda *counts: None)
@@ -154,7 +154,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
 def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
     before: bool, now: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.edgc import checkpoint_loading
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
 
     own = resume(run_state(), index_of(EDGCConfig()))
     monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
@@ -172,7 +172,7 @@ def test_a_resumed_run_rounds_as_the_run_before_and_not_as_it_is_timed(
 def test_a_resumed_run_says_who_sums_where_the_probe_has_said_otherwise(
     before: bool, now: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.edgc import checkpoint_loading
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
 
     own = resume(run_state(), index_of(EDGCConfig()))
     monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
     from megatron.training import checkpointing as megatron_checkpointing
     from megatron.training import training as megatron_training
 
-    from megatron.edgc.checkpoint_hooks import CheckpointHooks
+    from megatron.edgc.checkpoint.hooks import CheckpointHooks
     from megatron.edgc.seam import Seam
 
     saver: Any = SimpleNamespace(entry=lambda iteration, local: {"state": iteration})

@@ -7,8 +7,8 @@ import pytest
 
 from edgc.compress.engines.base import Elementwise, LowRank
 from edgc.config import ConfigError, EDGCConfig, Messages, RankPolicy, Study, flag, setting_fields
+from edgc.config.presets import PRESETS
 from edgc.engines import ENGINES, engine_class
-from edgc.presets import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.by_entropy.rank_model import StageRankModel
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
-from edgc.plan.rank_model import StageRankModel
 from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
-from edgc.plan.trials import Trials
+from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))

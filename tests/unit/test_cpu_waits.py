@@ -12,10 +12,10 @@ from edgc.comm import wire
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.engines import ENGINES
 from edgc.observe.measurements import Measurements
 from edgc.plan.selection import select
-from edgc.presets import PRESETS
 from edgc.specs import Parameter
 
 META = torch.device("meta")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgc.presets import PRESETS
+from edgc.config.presets import PRESETS
 from tools import frontier
 from tools._root import REPOSITORY
 from tools.experiments import lists, results, series, studies, training

@@ -2,7 +2,7 @@
 
 import math
 
-from edgc.plan.guard import FidelityGuard
+from edgc.plan.by_volume.guard import FidelityGuard
 
 
 def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -> None:

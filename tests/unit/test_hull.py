@@ -3,8 +3,8 @@
 import random
 from itertools import pairwise
 
-from edgc.plan.choices import SendLowRank
-from edgc.plan.hull import Option, lower_hull
+from edgc.plan.by_volume.choices import SendLowRank
+from edgc.plan.by_volume.hull import Option, lower_hull
 
 
 def test_no_option_lies_below_the_hull() -> None:

@@ -522,7 +522,12 @@ def test_the_quickstart_keeps_finished_runs_of_the_same_code_and_data_alone(tmp_
     program(tmp_path / "scripts" / "setup_env.sh", "true")
     (tmp_path / ".venv").mkdir()
     program(tmp_path / ".venv" / "bin" / "python", "[[ $* != *pretrain_gpt.py* ]] || echo run >>trained")
-    for name in ("pretrain_gpt.py", "edgc/presets.py", "megatron/edgc/checkpointing.py", "runs/data/stdlib_meta.json"):
+    for name in (
+        "pretrain_gpt.py",
+        "edgc/config/presets.py",
+        "megatron/edgc/checkpointing.py",
+        "runs/data/stdlib_meta.json",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
 
@@ -532,7 +537,7 @@ def test_the_quickstart_keeps_finished_runs_of_the_same_code_and_data_alone(tmp_
         return (tmp_path / "trained").read_text().count("run")
 
     assert [trained(), trained()] == [3, 3], "kept"
-    (tmp_path / "edgc" / "presets.py").write_text("today's")
+    (tmp_path / "edgc" / "config" / "presets.py").write_text("today's")
     assert trained() == 6
     (tmp_path / "runs" / "data" / "stdlib_meta.json").write_text("another library's")
     assert trained() == 9

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.plan.link_times import LinkTimes, Timing, worth_rounding
+from edgc.plan.times.link_times import LinkTimes, Timing, worth_rounding
 
 # of a link on which an all-reduce in fp32 takes 0.8 s, and computing low rank 0.2 s
 TIMES = LinkTimes(Timing(0.8, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost
-from megatron.edgc.checkpoint_index import RESOLVED
-from megatron.edgc.message_costs import message_form, message_shape, message_wire
-from megatron.edgc.message_plan import MessagePlan, message_config, plan_messages, uncompressed
+from edgc.plan.times.comm_cost import CommCost, StageCost
+from megatron.edgc.checkpoint.index import RESOLVED
+from megatron.edgc.messages.costs import message_form, message_shape, message_wire
+from megatron.edgc.messages.plan import MessagePlan, message_config, plan_messages, uncompressed
 
 # messages of 256 x 64 values
 ARGS: Any = SimpleNamespace(

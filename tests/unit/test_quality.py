@@ -18,10 +18,10 @@ from edgc.compress import probe
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.observe.fidelity import Fidelity
 from edgc.plan.run import Run
 from edgc.plan.selection import Left, Selection
-from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec, Parameter
 
 MATRIX = MatrixSpec("w", 128, 256)

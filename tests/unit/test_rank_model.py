@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgc.plan.rank_model import StageRankModel, residual_norm
+from edgc.plan.by_entropy.rank_model import StageRankModel, residual_norm
 
 
 def rank_for_residual(norm: float, rows: int, cols: int) -> float:

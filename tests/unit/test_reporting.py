@@ -18,7 +18,7 @@ from edgc.hosts.user_warnings import warn_of_budget, warn_of_spent_budget
 from edgc.observe.events import EventLog, read_events
 from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
-from edgc.plan.entropy_ranks import STABLE, WARM_UP
+from edgc.plan.by_entropy.entropy_ranks import STABLE, WARM_UP
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.run import Run, RunPlan
 from edgc.plan.stages import StageKey, StageKind

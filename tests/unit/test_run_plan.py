@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
-from edgc.plan.choices import SendRounded
-from edgc.plan.comm_cost import CommCost, StageCost
+from edgc.plan.by_volume.choices import SendRounded
 from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.ranks import static_ranks
 from edgc.plan.run import ReductionSizes, Run
 from edgc.plan.run_plan import dense_because, plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from edgc.specs import Parameter
 from megatron.edgc import session
 

@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron.edgc.checkpoint_hooks import shield_writer
+from megatron.edgc.checkpoint.hooks import shield_writer
 
 
 def test_the_server_that_forks_asynchronous_writers_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:

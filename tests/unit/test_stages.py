@@ -19,12 +19,12 @@ from edgc.hosts.module import EDGCState
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.measurements import Measurements
-from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
+from edgc.plan.times.comm_cost import CommCost, StageCost
 from edgc.specs import MatrixSpec, Parameter
 from edgc.timing import Spans
 from megatron.edgc.embedding import TiedEmbedding

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from edgc.compress.probe import rank_of_volume
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.selection import Selection
-from edgc.presets import PRESETS
 from edgc.specs import MatrixSpec
 from tools import count_step as count_step_command
 from tools.benchmarks.common import BALANCED

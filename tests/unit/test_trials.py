@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgc.byte_counts import ByteCount
-from edgc.plan.trials import LEAST_USUAL_STEPS, TRIAL_STEPS, Trials
+from edgc.plan.times.trials import LEAST_USUAL_STEPS, TRIAL_STEPS, Trials
 
 ITERATIONS, HOST = 10_000, 1.0  # seconds of the host's reduction
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from edgc.comm.collectives import Communicator
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.plan.selection import Selection
-from edgc.presets import PRESETS
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
 

@@ -7,9 +7,9 @@ from functools import partial
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.probe import rank_of_volume
 from edgc.config import EDGCConfig
+from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.selection import Selection
-from edgc.presets import PRESETS
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage

@@ -107,7 +107,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.edgc.arguments import config_from_args
-    from megatron.edgc.message_costs import message_shape
+    from megatron.edgc.messages.costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
     from megatron.edgc.session import Session
     from megatron.edgc.stages import gradient_bytes

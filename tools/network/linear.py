@@ -18,7 +18,7 @@ import torch.distributed as dist
 from edgc.comm.collectives import Communicator, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost
+from edgc.plan.times.comm_cost import CommCost
 from edgc.specs import Parameter
 from tools.network.links import Links
 from tools.network.runs import failed, started

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import STORED
+from edgc.config.presets import PRESETS
 from edgc.hosts.units import MOST as UNITS
-from edgc.plan.choices import ROUNDED
-from edgc.plan.comm_cost import MESSAGE_GAIN
-from edgc.plan.link_times import WORTH_IT, worth_rounding
+from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.presets import PRESETS
+from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.link_times import WORTH_IT, worth_rounding
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgc.plan.comm_cost import MESSAGE_GAIN
-from edgc.plan.link_times import CLEARLY_FASTER, WORTH_IT
+from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.link_times import CLEARLY_FASTER, WORTH_IT
 from tools.planning import cluster
 from tools.planning.cluster import Contender, Prediction, Training
 from tools.planning.placement import Network

@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.config import BY_ENTROPY, NOT_BY_ENTROPY, OF_A_VOLUME, EDGCConfig, Messages, RankPolicy
+from edgc.config.presets import PRESETS
 from edgc.engines import has_rank
-from edgc.presets import PRESETS
 
 EMBEDDING_SUM = "embedding sum counted"  # before this change bytes lack what Megatron sums between stages
 

@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _batched_p2p_ops, _p2p_ops
 from torch import Tensor
 
-from megatron.edgc.pipeline_messages import Incoming, PipelineMessages
+from megatron.edgc.messages.pipeline_messages import Incoming, PipelineMessages
 from megatron.edgc.seam import Seam
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, flag
-from edgc.plan.comm_cost import MESSAGE_GAIN, StageCost
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from megatron.edgc.message_costs import largest_message_rank, message_shape
+from edgc.plan.times.comm_cost import MESSAGE_GAIN, StageCost
+from megatron.edgc.messages.costs import largest_message_rank, message_shape
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects
 from edgc.config import ConfigError
-from megatron.edgc.checkpoint_index import RunState
-from megatron.edgc.checkpoint_keys import ENTRY
-from megatron.edgc.checkpoint_loading import GO_ON, resumed
-from megatron.edgc.checkpoint_saving import CheckpointSaver
+from megatron.edgc.checkpoint.index import RunState
+from megatron.edgc.checkpoint.keys import ENTRY
+from megatron.edgc.checkpoint.loading import GO_ON, resumed
+from megatron.edgc.checkpoint.saving import CheckpointSaver
 from megatron.edgc.seam import Seam
 
 

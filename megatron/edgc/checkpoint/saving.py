@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from edgc.comm.objects import broadcast_object
 from edgc.hosts.checkpoint import stage_state
 from edgc.hosts.user_warnings import warn
-from megatron.edgc.checkpoint_index import RunState, SavedStage, gathered_index
-from megatron.edgc.checkpoint_keys import (
+from megatron.edgc.checkpoint.index import RunState, SavedStage, gathered_index
+from megatron.edgc.checkpoint.keys import (
     measurements_key,
     message_key,
     of_process,

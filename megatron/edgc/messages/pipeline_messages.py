@@ -24,7 +24,7 @@ from edgc.observe.moments import mean_of_finite
 from edgc.observe.sampler import GradientSampler
 from edgc.observe.window import Boundary, Direction, MessageWindow
 from edgc.specs import MatrixSpec
-from megatron.edgc.message_costs import message_shape, message_wire
+from megatron.edgc.messages.costs import message_shape, message_wire
 
 
 class PipelineMessages:

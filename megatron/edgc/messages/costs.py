@@ -11,8 +11,8 @@ from edgc.comm.wire import Wire, wire
 from edgc.compress.message_sender import MessageFormat, MessageSender
 from edgc.compress.probe import REPETITIONS
 from edgc.config import EDGCConfig
-from edgc.plan.comm_cost import CommCost, StageCost
 from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.times.comm_cost import CommCost, StageCost
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgc.plan.choices import (
+from edgc.plan.by_volume.choices import (
     ROUNDED_FINE,
     ROW_SHARES,
     Choice,
@@ -15,7 +15,7 @@ from edgc.plan.choices import (
     ranks_to_try,
     rounded_format,
 )
-from edgc.plan.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
+from edgc.plan.by_volume.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
 from edgc.plan.ranks import nearest_rank
 from edgc.specs import MatrixSpec
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from edgc.config import EDGCConfig
-from edgc.plan.choices import Choice, SendLowRank, SendRounded, from_list, to_list
-from edgc.plan.guard import FidelityGuard
-from edgc.plan.hull import options, spend
-from edgc.plan.ledger import Ledger
+from edgc.plan.by_volume.choices import Choice, SendLowRank, SendRounded, from_list, to_list
+from edgc.plan.by_volume.guard import FidelityGuard
+from edgc.plan.by_volume.hull import options, spend
+from edgc.plan.by_volume.ledger import Ledger
+from edgc.plan.by_volume.parameters import PlannedParameter
 from edgc.plan.observation import WindowObservation
-from edgc.plan.parameters import PlannedParameter
 
 # A plan stays while it is within the budget, uses this share of it, and a new one would not have this much less noise:
 # measurements vary from window to window, and a change may cost a little (docs/bench/replan.md). Not tuned.

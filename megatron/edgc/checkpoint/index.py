@@ -14,8 +14,8 @@ from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import ERROR, STATE_VERSION, Layout
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
-from megatron.edgc.checkpoint_keys import measurements_key, message_key, of_process, replica_group, stage_key
-from megatron.edgc.pipeline_messages import PipelineMessages
+from megatron.edgc.checkpoint.keys import measurements_key, message_key, of_process, replica_group, stage_key
+from megatron.edgc.messages.pipeline_messages import PipelineMessages
 from megatron.edgc.stages import MegatronStage
 
 RANK_SETTINGS = "rmin", "rmax", "static_rank", "volume"

@@ -14,7 +14,7 @@ from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_mea
 from edgc.hosts.user_warnings import warn
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
-from megatron.edgc.checkpoint_index import (
+from megatron.edgc.checkpoint.index import (
     ASKED,
     ASKED_OF_MESSAGES,
     MESSAGES,
@@ -25,7 +25,7 @@ from megatron.edgc.checkpoint_index import (
     in_words,
     parallel_sizes,
 )
-from megatron.edgc.checkpoint_keys import ENTRY, sharded_object, sharded_tensor, tensor_key
+from megatron.edgc.checkpoint.keys import ENTRY, sharded_object, sharded_tensor, tensor_key
 from megatron.edgc.stages import MegatronStage
 
 GO_ON = "give --edgc-reset-state to go on without it"

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from edgc.plan.comm_cost import RANK_SLACK, CommCost, StageCost
 from edgc.plan.observation import StageObservation
 from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.times.comm_cost import RANK_SLACK, CommCost, StageCost
 
 
 def aligned_rank(first_rank: int, cost: CommCost, slack_seconds: float, r_max: int) -> int:

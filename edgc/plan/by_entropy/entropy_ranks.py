@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from edgc.config import EDGCConfig, RankPolicy
-from edgc.plan.alignment import StageTimes
+from edgc.plan.by_entropy.alignment import StageTimes
+from edgc.plan.by_entropy.rank_model import StageRankModel
 from edgc.plan.observation import StageObservation
-from edgc.plan.rank_model import StageRankModel
 from edgc.plan.rank_plan import NEVER_COMPRESSED, RankPlan
 from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from edgc.plan.choices import Choice
-from edgc.plan.parameters import PlannedParameter
+from edgc.plan.by_volume.choices import Choice
+from edgc.plan.by_volume.parameters import PlannedParameter
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What communication takes by a model, on the probed link, and in the steps of the run itself."""

@@ -1,0 +1,1 @@
+"""EDGC's state in Megatron's checkpoints."""

@@ -1,0 +1,1 @@
+"""Compressed messages between pipeline stages."""
