@@ -18,7 +18,7 @@ from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import Run
 from edgc.plan.selection import Selection, largest_rank
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3
@@ -32,13 +32,13 @@ class SentBytes:
     ``compressed``: at a rank. ``uncompressed``: in EDGC's own sums without compression. ``host``: in the host's sums.
     """
 
-    compressed: CommCost
+    compressed: LinearCost
     uncompressed: float
     host: float
 
     def at_rank(self, rank: int | None) -> float:
         """Bytes at this rank; None: uncompressed."""
-        return self.uncompressed if rank is None else self.compressed.seconds(rank)
+        return self.uncompressed if rank is None else self.compressed.at(rank)
 
     def over(self, gbps: float) -> StageCost:
         """What they take on links of ``gbps`` Gbit/s, without latency."""
@@ -55,13 +55,13 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     host = all_reduce_bytes(dense * run.host_bytes, processes)
     warmup = wire(config.formats.dense_wire)
     rounded = all_reduce_bytes(dense * run.rounded_share * warmup.bytes_per_value(), processes)
-    return SentBytes(CommCost(rest, factors), host if warmup.exact else rounded, host)
+    return SentBytes(LinearCost(rest, factors), host if warmup.exact else rounded, host)
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
     """The mean rank at which a step sends ``volume`` times fewer bytes than an all-reduce in fp32."""
     allowed = 4 * (selection.matrix_elements + selection.other_elements) / volume
-    return int(CommCost(_rest_bytes(selection, config), _bytes_per_rank(selection, config)).rank(allowed))
+    return int(LinearCost(_rest_bytes(selection, config), _bytes_per_rank(selection, config)).rank(allowed))
 
 
 def _rest_bytes(selection: Selection, config: EDGCConfig) -> float:
@@ -98,7 +98,7 @@ def probe(
     dense = host if scratch.plain else scratch.at_rank(None)
     top = largest_rank(whole.matrices, config.study.min_saving)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
-    cost = StageCost(CommCost.fit(ranks, [scratch.at_rank(rank) for rank in ranks]), dense, host)
+    cost = StageCost(LinearCost.fit(ranks, [scratch.at_rank(rank) for rank in ranks]), dense, host)
     volume = config.ranks.volume
     if volume is None:
         return cost

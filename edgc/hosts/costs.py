@@ -11,7 +11,8 @@ from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.by_volume.choices import FORMATS
-from edgc.plan.run import ReductionSizes, Run
+from edgc.plan.by_volume.reduction_sizes import ReductionSizes
+from edgc.plan.run import Run
 from edgc.plan.selection import select
 from edgc.plan.times.comm_cost import StageCost
 from edgc.specs import MatrixSpec, Parameter

@@ -15,7 +15,8 @@ from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import Controller
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.run import Run, RunPlan
+from edgc.plan.run import Run
+from edgc.plan.run_plan import RunPlan
 from edgc.plan.times.comm_cost import StageCost
 
 

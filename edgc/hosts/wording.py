@@ -11,7 +11,8 @@ from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.by_volume.choices import ROUNDED_FINE
 from edgc.plan.rank_plan import NO_RANK, RankPlan
-from edgc.plan.run import Run, RunPlan
+from edgc.plan.run import Run
+from edgc.plan.run_plan import RunPlan
 from edgc.plan.stages import StagePlan
 
 

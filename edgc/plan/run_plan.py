@@ -1,18 +1,86 @@
-"""From what is known before training to the plan of a run: which ranks its link allows, and why a stage stays dense."""
+"""The plan of a whole run, from what is known before its first step."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
-from edgc.plan.by_volume.choices import ROUNDED, bits_of
+from edgc.plan.by_volume.budget import BudgetPlanner
+from edgc.plan.by_volume.choices import bits_of
 from edgc.plan.by_volume.ledger import WINDOWS
-from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks, static_ranks
-from edgc.plan.run import Run, RunPlan
-from edgc.plan.selection import largest_rank, pays, select, width
-from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan
+from edgc.plan.by_volume.reduction_sizes import ReductionSizes
+from edgc.plan.controller import ControlledStage, Controller
+from edgc.plan.ranks import RANK_MULTIPLE, static_ranks
+from edgc.plan.run import Run
+from edgc.plan.selection import largest_rank, pays, select
+from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan, dense_because, slowest
 from edgc.plan.times.comm_cost import StageCost
-from edgc.plan.times.link_times import WORTH_IT, LinkTimes, Timing
+from edgc.plan.times.link_choice import LinkChoice, choose_by_link
+from edgc.plan.times.link_times import LinkTimes
+from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What holds for the whole run; the same on every process.
+
+    ``config`` has its ranks resolved. ``compresses``: false where on this link neither low rank nor rounding is worth
+    its time. ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.times.trials``).
+    Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume, every gradient is rounded,
+    because on this link that takes less time than low rank. ``link_times``: by which that was decided; None where
+    nothing was timed. ``warnings``: for the user, one line each.
+    """
+
+    config: EDGCConfig
+    stages: tuple[StagePlan, ...]
+    compresses: bool = True
+    warnings: tuple[str, ...] = ()
+    tries: bool = False
+    rounds: bool = False
+    link_times: LinkTimes | None = None
+
+    @property
+    def keys(self) -> list[StageKey]:
+        return [stage.key for stage in self.stages]
+
+    @property
+    def starts_by_host(self) -> bool:
+        """Whether the host sums until a trial shows that compressed steps are shorter."""
+        return self.tries and not self.compresses
+
+    def controller(self, sizes: ReductionSizes, message_costs: Sequence[StageCost | None] = ()) -> Controller:
+        """The controller of these stages. ``message_costs``: of each stage, see ``ControlledStage``; default: none."""
+        iterations = sizes.run.iterations
+        budget = trials = None
+        if self.config.rank_policy is RankPolicy.VOLUME:
+            budget = BudgetPlanner(
+                self.config,
+                iterations,
+                [sizes.parameters(stage) for stage in self.stages],
+                [index for index, stage in enumerate(self.stages) if stage.dense_because],
+                sizes.bytes_per_value,
+                sizes.uncompressed,
+                sizes.run.learning_rate,
+                self.rounds,
+            )
+        if self.tries:  # a resumed run may not have timed the link again: the state has what the first one found
+            timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
+            host_seconds = max(timed, default=math.nan)
+            volume = self.config.ranks.volume
+            volume_steps = math.inf if volume is None else iterations / volume * 4 / sizes.run.host_bytes
+            trials = Trials(iterations, host_seconds, sizes.run.overlapped, self.starts_by_host, volume_steps)
+        stages = [
+            ControlledStage(
+                stage.selection.matrices,
+                None if stage.dense_because else stage.cost,
+                message_cost,
+                sizes.price(stage.key.kind),
+                excluded=bool(stage.dense_because),
+            )
+            for stage, message_cost in zip(self.stages, message_costs or [None] * len(self.stages), strict=True)
+        ]
+        return Controller(self.config, iterations, stages, budget, trials, self.link_times)
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:
@@ -32,27 +100,18 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
     usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
     _check_ranks(config, select(distinct, config, 1).matrices, usable)
-    compresses, tries, rounds = True, False, False
-    times: LinkTimes | None = None
-    warnings: list[str] = []
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed
     if config.rank_depends_on_link and not (by_volume and run.alone):
-        lowest = usable if run.alone else _lowest_break_even(config, run, known)
-        if by_volume and config.ranks.rmax is None:  # who gives a rank wants low rank
-            times = _link_times(config, run, known, lowest)
-        rounds = times is not None and times.rounding_pays
-        # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
-        if config.ranks.volume is not None and run.rounded_share * bits_of(ROUNDED) / 8 * config.ranks.volume < 4:
-            rounds &= lowest < RANK_MULTIPLE
-        why = [_why_rounded(config, times)] if times is not None and rounds else []
-        config, compresses, tries, warnings = _by_link(config, run, known, usable, lowest, rounds)
-        warnings = [*why, *warnings]
-    if compresses or tries:
-        warnings += _too_short(config, run, compresses)
+        choice = choose_by_link(config, run, known, usable)
+    else:
+        choice = LinkChoice(config)
+    config, warnings = choice.config, choice.warnings
+    if choice.compresses or choice.tries:
+        warnings += _too_short(config, run, choice.compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.replace(dense_wire="fp32", param_wire=None)
-    return RunPlan(config, stages, compresses, tuple(warnings), tries, rounds, times)
+    return RunPlan(config, stages, choice.compresses, warnings, choice.tries, choice.rounds, choice.link_times)
 
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
@@ -85,141 +144,28 @@ def _check_ranks(config: EDGCConfig, matrices: Sequence[MatrixSpec], usable: int
             )
 
 
-def _by_link(
-    config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int, lowest: int, rounds: bool
-) -> tuple[EDGCConfig, bool, bool, list[str]]:
-    """The settings with the ranks that the link allows; whether to compress; whether steps of the run are to try it;
-    and warnings. ``lowest``: the break-even rank; ``rounds``: all gradients are rounded.
-    """
-    by_volume = config.rank_policy is RankPolicy.VOLUME
-    warnings: list[str] = []
-    asked = config.ranks.resolved_rmax is not None
-    # a budget rounds what has no matrix for low rank, and nothing was timed of it
-    untimed = by_volume and all(stage.cost is None for stage in known)
-    compresses = asked or rounds or untimed or lowest >= max(RANK_MULTIPLE, config.ranks.rmin or 0)
-    # a link that is only computed is not there to be timed
-    tries = not asked and not run.alone and config.ranks.link_gbps is None and (compresses or by_volume)
-    if not compresses:
-        warnings.append(_why_dense(config, lowest, usable, tries))
-        if config.pipeline.messages.needs_rank:
-            warnings.append(
-                "messages between stages stay uncompressed, too; give them a rank to compress them, as in "
-                f"--edgc-pp {config.pipeline.messages.which}:powersgd:16"
-            )
-            config = config.replace(pp="off")
-    if compresses or tries:
-        # where steps will try, the link of now is no bound for that of later
-        bound = lowest if compresses and not rounds else usable
-        matrices = [matrix for stage in known for matrix in select(stage.parameters, config).matrices]
-        return resolve_ranks(config, bound, width(matrices)), compresses, tries, warnings
-    formats = {"rest_wire": "fp32", "dense_wire": "fp32"}
-    dense = config.replace(engine="dense", static_rank=None, volume=None, rank_tilt=0.0, kernels="plain", **formats)
-    return dense, compresses, tries, warnings
-
-
-def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> LinkTimes | None:
-    """Times of the slowest stage that may be compressed; None where rounding was not timed.
-
-    Low rank is at the mean rank that the volume pays for, or at ``lowest``, the break-even rank, if there is one and it
-    is smaller.
-    """
-    volume = config.ranks.volume
-    assert volume is not None
-    costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
-    most = lowest if lowest >= RANK_MULTIPLE else math.inf
-    ways = [
-        (cost.rounded_seconds, cost.compressed.seconds(min(cost.volume_rank, most)))
-        for cost in costs
-        if cost.rounded_seconds is not None and cost.volume_rank is not None
-    ]
-    if not ways:
-        return None
-    rounded, low_rank = (max(column) for column in zip(*ways, strict=True))
-    return LinkTimes(
-        Timing(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
-        Timing(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
-        Timing(low_rank, 1 / volume),
-    )
-
-
-def _why_rounded(config: EDGCConfig, times: LinkTimes) -> str:
-    """Why all gradients are rounded, with the times."""
-    instead = f"Low rank takes {times.low_rank.seconds:.2g} s" if times.low_rank_pays else "No rank is worth its time"
-    return (
-        f"on this link reductions take {times.rounded.seconds:.2g} s with every gradient rounded to 4 bits, "
-        f"{times.host.seconds:.2g} s dense. {instead}. So gradients are rounded, although that sends more bytes than "
-        f"{flag('volume')} {config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
-    )
-
-
-def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str:
-    """Why nothing is compressed. ``lowest``: the break-even rank; ``usable``: the largest that saves anything."""
-    if usable < RANK_MULTIPLE and config.rank_policy is not RankPolicy.VOLUME:
-        return f"no matrix of this model saves {config.study.min_saving:g}x in low rank: reducing dense"
-    needed, where = flag("rmax" if config.ranks.static_rank is None else "static_rank"), "at every rank"
-    if config.ranks.rmin is not None and lowest >= RANK_MULTIPLE:
-        where = f"above rank {lowest}, and {flag('rmin')} is {config.ranks.rmin}"
-    until = " until reductions take longer" if tries else ""
-    longer = "longer than"
-    if config.rank_policy is RankPolicy.VOLUME:
-        longer = f"more than {100 * WORTH_IT:g} % of the time of"
-    return (
-        f"on this link compression takes {longer} the dense reduction {where}: reducing dense{until}. Give {needed} "
-        "a rank to compress all the same"
-    )
-
-
-def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> list[str]:
+def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> tuple[str, ...]:
     """Warnings of a run in which what is measured cannot set a plan."""
     window, warmup, policy = config.ranks.window, config.warmup(run.iterations), config.rank_policy
     begins = window * max(2, math.ceil(warmup / window))
     if policy is RankPolicy.ENTROPY and compresses and begins >= run.iterations:
         what = "window" if 2 * window >= warmup else "warmup_fraction"
-        return [
+        return (
             f"the run of {run.iterations} iterations ends before compression can begin, at iteration {begins}: after "
-            f"two windows of {window} and the warm-up, at the end of a window; give a smaller {flag(what)}"
-        ]
+            f"two windows of {window} and the warm-up, at the end of a window; give a smaller {flag(what)}",
+        )
     if policy is RankPolicy.VOLUME and window > run.iterations - warmup:
-        return [
+        return (
             f"the run of {run.iterations} iterations has no window of {window} after its warm-up, so its plan never "
-            f"changes; give more to {flag('iteration_sampling_rate')}"
-        ]
-    return []
+            f"changes; give more to {flag('iteration_sampling_rate')}",
+        )
+    return ()
 
 
 def _window(config: EDGCConfig, iterations: int) -> int:
     """A window of at most a twentieth of the run, so that measurements can set plans, and of at least one of them."""
     measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
     return max(min(config.ranks.window, max(iterations // WINDOWS, 2)), measured)
-
-
-def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
-    """Why a stage's gradients are never compressed; empty if they are."""
-    if key.kind is StageKind.LAYERS and run.alone:
-        return "no other process has these parameters"
-    share = config.study.stage_share
-    if key.kind is not StageKind.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
-        return f"beyond {flag('stage_share')} {share:g}"
-    return ""
-
-
-def slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
-    """The cost of a stage whose processes measured it separately; None if they did not."""
-    return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)
-
-
-def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> int:
-    """Over the stages that may be compressed: the slowest link limits all."""
-    lowest = []
-    for stage in known:
-        if stage.cost is None or dense_because(stage.key, config, run):
-            continue
-        if config.rank_policy is RankPolicy.VOLUME:  # which itself says how much must be saved
-            lowest.append(stage.cost.break_even_rank(WORTH_IT))
-        else:
-            matrices = select(stage.parameters, config).matrices
-            lowest.append(min(stage.cost.break_even_rank(), largest_rank(matrices, config.study.min_saving)))
-    return min(lowest, default=0)
 
 
 def _planned(key: StageKey, config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> StagePlan:

@@ -1,9 +1,13 @@
 """The stages of a plan: what each is called, what a process knows of it, and what is decided for it before training."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+from edgc.config import EDGCConfig, flag
+from edgc.plan.run import Run
 from edgc.plan.selection import Selection
 from edgc.plan.times.comm_cost import StageCost
 from edgc.specs import Parameter
@@ -71,3 +75,18 @@ class StagePlan:
             "rest": [[parameter.name, parameter.elements, why] for parameter, why in self.selection.others],
             "cost": None if self.cost is None else asdict(self.cost),
         }
+
+
+def dense_because(key: StageKey, config: EDGCConfig, run: Run) -> str:
+    """Why a stage's gradients are never compressed; empty if they are."""
+    if key.kind is StageKind.LAYERS and run.alone:
+        return "no other process has these parameters"
+    share = config.study.stage_share
+    if key.kind is not StageKind.EMBEDDING and key.pipeline_stage >= math.ceil(share * run.pipeline_stages - 1e-9):
+        return f"beyond {flag('stage_share')} {share:g}"
+    return ""
+
+
+def slowest(costs: Sequence[StageCost | None]) -> StageCost | None:
+    """The cost of a stage whose processes measured it separately; None if they did not."""
+    return max((cost for cost in costs if cost is not None), key=lambda cost: cost.dense_seconds, default=None)

@@ -32,9 +32,9 @@ from edgc.observe.backward_timer import BackwardTimer
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
 from edgc.plan.controller import ControlledStage, Controller
-from edgc.plan.run import Run, RunPlan
-from edgc.plan.run_plan import plan_run, slowest
-from edgc.plan.stages import ProcessStage, StageKey, StageKind
+from edgc.plan.run import Run
+from edgc.plan.run_plan import RunPlan, plan_run
+from edgc.plan.stages import ProcessStage, StageKey, StageKind, slowest
 from edgc.plan.times.comm_cost import StageCost
 from edgc.stacking import all_finite
 from edgc.timing import Spans

@@ -47,7 +47,7 @@ from edgc.comm.collectives import Exchange  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
-from edgc.plan.times.comm_cost import CommCost, StageCost  # noqa: E402
+from edgc.plan.times.comm_cost import LinearCost, StageCost  # noqa: E402
 from megatron.edgc.messages.costs import message_shape  # noqa: E402
 from megatron.edgc.messages.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402
@@ -252,7 +252,7 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
     patch.setattr(MessageSender, "encode", watch.around_messages(MessageSender.encode, case.get("slow_stage")))
     patch.setattr(GradientReducer, "reduce", watch.around(GradientReducer.reduce))
     if "message_seconds" in case:
-        cost = StageCost(CommCost(case["message_seconds"], 0.0), 1.0, 1.0)
+        cost = StageCost(LinearCost(case["message_seconds"], 0.0), 1.0, 1.0)
         patch.setattr(training, "message_costs", lambda *args: {1: cost})
     if "break_even" in case:
         patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])

@@ -8,7 +8,7 @@ Megatron's own takes 1 s, and is not tried in training: between processes of one
 import sys
 
 from edgc.plan.times import trials
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from megatron.edgc.recipes import cpu
 
 cpu.redirect()
@@ -19,7 +19,7 @@ from megatron.edgc.recipes.pretrain import pretrain_gpt  # noqa: E402
 place = sys.argv.index("--probed")
 rounded, low_rank = map(float, sys.argv[place + 1 : place + 3])
 del sys.argv[place : place + 3]
-cost = StageCost(CommCost(low_rank, 1e-9), 1.0, 1.0, rounded_seconds=rounded, volume_rank=8)
+cost = StageCost(LinearCost(low_rank, 1e-9), 1.0, 1.0, rounded_seconds=rounded, volume_rank=8)
 trials.LARGEST_SHARE_OF_RUN = 0.0
 session.reduction_cost = lambda *_: cost  # type: ignore[assignment]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgc.observe.events import read_events
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from tests.distributed.megatron_runs import REPOSITORY, train
 
 SLOW_LINK = REPOSITORY / "tests" / "distributed" / "slow_link_run.py"
@@ -23,7 +23,7 @@ EDGC = shlex.split(
 
 
 def stage_cost(fields: dict[str, Any]) -> StageCost:
-    return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})
+    return StageCost(**{**fields, "compressed": LinearCost(**fields["compressed"])})
 
 
 @pytest.mark.parametrize(

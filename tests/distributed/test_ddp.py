@@ -21,7 +21,7 @@ from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
 from edgc.observe.events import read_events
 from edgc.plan.times import trials
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.timing import Spans
 from tests.distributed.gloo import run_on_ranks
 
@@ -576,7 +576,7 @@ def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
     """The engine and the ranks of a run that goes on where compressing takes longer than the sum itself."""
     before = Training(rank, PAPER, 20)
     before.train(12)
-    module.reduction_cost = lambda *_: StageCost(CommCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
+    module.reduction_cost = lambda *_: StageCost(LinearCost(1.0, 0.1), 0.1, 0.1)  # type: ignore[assignment]
     after = Training(rank, PAPER.replace(rmin=None, rmax=None), 20)
     assert before.state is not None and after.state is not None
     assert before.state.driver.plan.ranks != (None,)
@@ -755,7 +755,7 @@ def made_up_times(taken: Callable[[Router], float]) -> Iterator[Callable[[], Non
         yield step_ends
 
 
-DOUBT, NONE_PAYS = (StageCost(CommCost(intercept, 1e-9), 1e-4, 1e-4) for intercept in (0.0, 1.0))  # of any rank
+DOUBT, NONE_PAYS = (StageCost(LinearCost(intercept, 1e-9), 1e-4, 1e-4) for intercept in (0.0, 1.0))  # of any rank
 
 
 def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[bool, float], folder: str) -> float:
@@ -812,7 +812,7 @@ def test_the_steps_of_a_run_decide_who_sums(
 
 
 # on a link on which rank 8 takes 0.15 s
-ROUNDING_PAYS = StageCost(CommCost(0.11, 0.005), 0.5, 0.5, rounded_seconds=0.1, volume_rank=8)
+ROUNDING_PAYS = StageCost(LinearCost(0.11, 0.005), 0.5, 0.5, rounded_seconds=0.1, volume_rank=8)
 
 
 def follow_link(rank: int, folder: str) -> tuple[float, list[bool], list[bool]]:
@@ -849,7 +849,7 @@ def test_a_run_that_rounds_sends_low_rank_once_its_link_is_slow(tmp_path: Path) 
     assert reasons[NEW_LINK] == ["rounding is faster"] != reasons[STEPS_OF_RUN]
 
 
-ROUNDING_IS_FASTER = StageCost(CommCost(0.1, 0.1), 1.0, 1.0, rounded_seconds=0.1, volume_rank=40)
+ROUNDING_IS_FASTER = StageCost(LinearCost(0.1, 0.1), 1.0, 1.0, rounded_seconds=0.1, volume_rank=40)
 
 
 def rounds(rank: int, folder: str) -> dict[str, Any]:

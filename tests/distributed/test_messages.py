@@ -12,7 +12,7 @@ import torch.distributed as dist
 from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, UnexpectedMessage
 from edgc.config import EDGCConfig
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from tests.distributed.gloo import run_on_ranks
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import results
@@ -181,7 +181,7 @@ ARGS = SimpleNamespace(
 def test_a_message_is_timed_by_its_receiver_or_follows_from_the_link(both: Both) -> None:
     (timed, given), (none, same) = (found["costs"] for found in both)
     assert set(timed) == {1} and none == {} and given == same
-    assert 0 < timed[1].dense_seconds < 5 and 0 < timed[1].compressed.seconds(8) < 5
+    assert 0 < timed[1].dense_seconds < 5 and 0 < timed[1].compressed.at(8) < 5
     assert given[1].dense_seconds == pytest.approx((HEADER_BYTES + 4 * 128 * 64) / 1e7)
     assert given[1].seconds(8) == pytest.approx((HEADER_BYTES + 4 * 192 * 8) / 1e7)
 
@@ -196,7 +196,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     found = []
     for slope, pp in ((1e-3, "backward"), (8e-2, "backward"), (1.0, "backward"), (1.0, "backward:powersgd:8")):
         config = EDGCConfig.of(pp=pp, rmin=8, rmax=40, rest_wire="int6")
-        cost = StageCost(CommCost(0.0, slope), 1.0, 1.0)
+        cost = StageCost(LinearCost(0.0, slope), 1.0, 1.0)
         settled = plan_messages(config, ARGS, {1: cost}).settings
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
     by_entropy = {"rank_model": "measured", "rank_step": 16}  # of gradients
@@ -205,7 +205,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         {"pp": "auto:int4", "kernels": "fused"},
         {"pp": "both:powersgd:8", **by_entropy},
     ):
-        settled = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(CommCost(2.0, 0.0), 1.0, 1.0)}).settings
+        settled = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(LinearCost(2.0, 0.0), 1.0, 1.0)}).settings
         found.append((settled.engine, settled.ranks.static_rank))
     return found
 

@@ -29,7 +29,7 @@ from edgc.plan.by_volume.parameters import PartialSend, PlannedParameter
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.plan.times.link_times import LinkTimes, Timing
 from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
@@ -769,7 +769,7 @@ def test_a_budget_leaves_the_probes_costs_as_they_are() -> None:
     config = EDGCConfig.of(volume=4.0, window=10, allocation="uniform")
     stages = [[parameter("bias", 1, 128, low_rank=False)]]
     planner = planned(4.0, 200, 10, stages, 1.0)
-    cost = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
+    cost = StageCost(LinearCost(0.0, 0.001), 1.0, 1.0)
     under_test = Controller(config, 200, [ControlledStage([], cost)], planner)
     under_test.observe(WindowObservation([StageObservation(-5.0, reduce_seconds=0.1)]))
     assert under_test.times.costs == [cost]

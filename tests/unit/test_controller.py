@@ -14,13 +14,13 @@ from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.ranks import resolve_ranks, smallest_rank, static_ranks
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 MATRICES = (MatrixSpec("a", 1024, 1024), MatrixSpec("b", 4096, 1024))
 MODEL = StageRankModel(((1024, 1024), (4096, 1024)))
-COST = StageCost(CommCost(0.0, 0.001), 1.0, 1.0)
+COST = StageCost(LinearCost(0.0, 0.001), 1.0, 1.0)
 STAGE = ControlledStage(MATRICES, COST)
 WINDOW = 100
 BASE = EDGCConfig.of(window=WINDOW, rmin=16, rmax=64, align=False, entropy_stability=0.25)
@@ -151,7 +151,7 @@ def test_the_plan_tells_what_entropy_proposed_what_bounds_left_of_it_and_what_th
     assert c.plan.proposed == (0.0, 0.0)
     play(c, [-5.2], backward=0.004)
     assert (c.plan.ranks, c.plan.targets) == ((48, 52), (16, 52))
-    c.times.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    c.times.costs[1] = StageCost(LinearCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
     play(c, [-5.2], backward=0.004)
     assert (c.plan.ranks, c.plan.targets) == ((40, 60), (16, None))
 
@@ -241,7 +241,7 @@ def test_alignment_gives_later_stages_the_rank_that_ends_with_the_first() -> Non
 
 def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> None:
     # 4 ms of backward at 1 ms a rank as above, and of messages 8 ms uncompressed or 1 ms a rank and 4 ms
-    message = StageCost(CommCost(0.004, 0.001), 0.008, 0.008)
+    message = StageCost(LinearCost(0.004, 0.001), 0.008, 0.008)
     config = BASE.replace(align=True, rank_step=64)
     sends_back = ControlledStage(MATRICES, COST, message)
     c = Controller(config, 10_000, [STAGE, sends_back, sends_back])
@@ -277,7 +277,7 @@ def test_alignment_needs_a_measured_backward() -> None:
 
 
 def test_a_stage_whose_budget_exceeds_its_dense_time_goes_dense_from_rmax() -> None:
-    fast = StageCost(CommCost(0.0, 0.001), 0.05, 0.05)
+    fast = StageCost(LinearCost(0.0, 0.001), 0.05, 0.05)
     c = controller(stages=2, align=True, cost=fast)
     # budget of stage 2: 56 ms and 4 ms more, above 50 ms; stage 1 has no budget but its own.
     assert play(c, [*WARM, -5.2, -5.2], backward=0.004)[9:] == [(64, 64), (56, None), (48, None)]
@@ -289,16 +289,16 @@ def test_a_stage_climbs_to_rmax_before_it_goes_dense() -> None:
     c = controller(stages=2, align=True)
     play(c, [*WARM, *[-5.2] * 3], backward=0.001)
     assert c.plan.ranks == (40, 40)
-    c.times.costs[1] = StageCost(CommCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
+    c.times.costs[1] = StageCost(LinearCost(0.0, 0.001), 0.01, 0.01)  # the dense reduction has become cheap
     assert [ranks[1] for ranks in play(c, [-5.2] * 4, backward=0.001)] == [48, 56, 64, None]
 
 
 def test_costs_follow_what_reductions_really_take() -> None:
-    c = controller(stages=1, cost=StageCost(CommCost(0.01, 0.001), 0.2, 0.3))
+    c = controller(stages=1, cost=StageCost(LinearCost(0.01, 0.001), 0.2, 0.3))
     c.observe(
         WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=0.4)])
     )  # dense now: twice as slow as probed
-    assert c.times.costs[0] == StageCost(CommCost(0.02, 0.002), 0.4, 0.6)
+    assert c.times.costs[0] == StageCost(LinearCost(0.02, 0.002), 0.4, 0.6)
     # compressed at rank 10, which no plan of this controller says
     c.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=0.08)], ranks=[10]))
     assert c.times.costs[0].dense_seconds == pytest.approx(0.4 * 0.08 / (0.02 + 10 * 0.002))

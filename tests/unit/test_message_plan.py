@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edgc.config import EDGCConfig
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from megatron.edgc.checkpoint.index import RESOLVED
 from megatron.edgc.messages.costs import message_form, message_shape, message_wire
 from megatron.edgc.messages.plan import MessagePlan, message_config, plan_messages, uncompressed
@@ -24,7 +24,7 @@ ARGS: Any = SimpleNamespace(
 )
 
 
-def planned(pp: str, *compressed: CommCost) -> MessagePlan:
+def planned(pp: str, *compressed: LinearCost) -> MessagePlan:
     """Where an uncompressed message from any stage takes 1 s. ``compressed``: from the second stage on."""
     costs = {sender: StageCost(cost, 1.0, 1.0) for sender, cost in enumerate(compressed, start=1)}
     return plan_messages(EDGCConfig.of(pp=pp), ARGS, costs)
@@ -44,8 +44,8 @@ def test_a_message_has_the_tokens_of_its_own_process() -> None:
         assert message_shape(args) == (rows, 64)
 
 
-def rounded(*seconds: float) -> list[CommCost]:
-    return [CommCost(one, 0.0) for one in seconds]
+def rounded(*seconds: float) -> list[LinearCost]:
+    return [LinearCost(one, 0.0) for one in seconds]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_asked_for_is_compressed_however_long_it_takes(pp: str) -> None:
 
 
 def test_a_given_rank_is_timed_at_that_rank() -> None:
-    assert planned("auto:powersgd:8", CommCost(0.0, 0.2), CommCost(0.0, 0.1)).uncompressed == {1}
+    assert planned("auto:powersgd:8", LinearCost(0.0, 0.2), LinearCost(0.0, 0.1)).uncompressed == {1}
 
 
 def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:

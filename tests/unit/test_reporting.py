@@ -20,7 +20,8 @@ from edgc.observe.fidelity import Agreement, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.by_entropy.entropy_ranks import STABLE, WARM_UP
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
-from edgc.plan.run import Run, RunPlan
+from edgc.plan.run import Run
+from edgc.plan.run_plan import RunPlan
 from edgc.plan.stages import StageKey, StageKind
 from tools._root import REPOSITORY
 

@@ -8,12 +8,13 @@ import pytest
 
 from edgc.config import ConfigError, EDGCConfig
 from edgc.plan.by_volume.choices import SendRounded
+from edgc.plan.by_volume.reduction_sizes import ReductionSizes
 from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.ranks import static_ranks
-from edgc.plan.run import ReductionSizes, Run
-from edgc.plan.run_plan import dense_because, plan_run
-from edgc.plan.stages import ProcessStage, StageKey, StageKind
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.run import Run
+from edgc.plan.run_plan import plan_run
+from edgc.plan.stages import ProcessStage, StageKey, StageKind, dense_because
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import Parameter
 
 RUN = Run(iterations=1000, replicas=4, pipeline_stages=2)
@@ -23,8 +24,8 @@ LAYERS = (
     Parameter("fc1.bias", (256,)),
     Parameter("small.weight", (8, 8)),
 )
-CHEAP = StageCost(CommCost(0.0, 0.001), 0.02, 0.02)  # 1 ms a rank; the host takes 20 ms
-DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02)
+CHEAP = StageCost(LinearCost(0.0, 0.001), 0.02, 0.02)  # 1 ms a rank; the host takes 20 ms
+DEAR = StageCost(LinearCost(0.1, 0.001), 0.02, 0.02)
 
 
 def processes(*costs: StageCost | None) -> list[list[ProcessStage]]:
@@ -48,7 +49,7 @@ def test_parameters_are_sorted_and_ranks_settled_for_every_stage() -> None:
 
 
 def test_the_slowest_link_limits_the_rank_and_the_slowest_process_is_the_cost_of_its_stage() -> None:
-    slow = StageCost(CommCost(0.0, 0.002), 0.025, 0.025)  # break-even at 12
+    slow = StageCost(LinearCost(0.0, 0.002), 0.025, 0.025)  # break-even at 12
     known = [*processes(CHEAP, CHEAP), *processes(slow)]
     plan = plan_run(EDGCConfig.of(window=100), RUN, known)
     assert plan.config.ranks.rmax == 12
@@ -166,7 +167,7 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
     config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
     parameters = (Parameter("w", (64, 256)), Parameter("word", (512, 64), embedding=True), Parameter("bias", (64,)))
-    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, StageCost(CommCost(0.0, 0.01), 4.0, 4.0))
+    stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, StageCost(LinearCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
     assert plan.compresses and plan.config.ranks.rmax == 300  # of the link: three quarters of the rank of 4 s
     first = plan.controller(sizes({"int8": 1.0, "int4": 0.5, "int2": 0.25})).plan
@@ -239,7 +240,7 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
     else:
         assert plan.link_times is not None and plan.link_times.rounding_pays == rounds
         rank = min(cost.volume_rank or 0, 12 if cost.compressed == CHEAP.compressed else 40)
-        seconds = cost.host_seconds, cost.rounded_seconds, cost.compressed.seconds(rank)
+        seconds = cost.host_seconds, cost.rounded_seconds, cost.compressed.at(rank)
         ways = plan.link_times.host, plan.link_times.rounded, plan.link_times.low_rank
         assert [(way.seconds, way.bytes_sent) for way in ways] == list(zip(seconds, (1, 1 / 8, 1 / 20), strict=True))
     assert any("sends more bytes than --edgc-volume 20 allows" in line for line in plan.warnings) == rounds
@@ -297,7 +298,7 @@ def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:
     stage = ProcessStage(
-        StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(CommCost(0.0, 0.01), 4.0, 4.0)
+        StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(LinearCost(0.0, 0.01), 4.0, 4.0)
     )
     plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, [[stage]])
     assert plan.config.ranks.rmax == 300  # no matrix saves 2x there
@@ -308,7 +309,7 @@ def test_a_reduction_takes_no_more_than_three_quarters_of_the_hosts_time() -> No
     """On a link where rank 8 takes that long, a volume of 10 sends much less than it may."""
     parameters = (Parameter("w", (64, 256)), Parameter("v", (64, 256)))
     for host_seconds, limited in ((11.4, True), (400.0, False)):
-        cost = StageCost(CommCost(0.0, 1.0), host_seconds, host_seconds)
+        cost = StageCost(LinearCost(0.0, 1.0), host_seconds, host_seconds)
         stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, cost)
         plan = plan_run(EDGCConfig.from_preset({"volume": 10.0}), RUN, [[stage]])
         assert plan.config.ranks.rmax == (8 if limited else 300)
@@ -420,7 +421,7 @@ def test_the_rank_that_the_link_of_now_allows_is_no_bound_for_a_run_that_rounds(
 
 
 def test_where_nothing_is_worth_its_time_the_line_names_the_bound_of_a_volume() -> None:
-    nearly = StageCost(CommCost(0.016, 1e-6), 0.02, 0.02)  # 80 % of the host's time
+    nearly = StageCost(LinearCost(0.016, 1e-6), 0.02, 0.02)  # 80 % of the host's time
     plan = plan_run(EDGCConfig.from_preset({}), RUN, processes(nearly, nearly))
     assert not plan.compresses
     (line,) = plan.warnings

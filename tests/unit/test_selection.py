@@ -64,12 +64,12 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     config = EDGCConfig.of(wire="bf16", basis_wire="fp32", min_saving=1.0)
     selection, run = select(parameters, config), Run(iterations=1000, replicas=4)
     cost = sent_bytes(selection, config, processes=4, run=run).over(0.008)  # 1 MB/s
-    assert cost.compressed.seconds(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
+    assert cost.compressed.at(10) == pytest.approx((10 * (500 * 4 + 200 * 2) + 500 * 4) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     assert cost.break_even_rank() == 80 and largest_rank(selection.matrices, 1.0) == 48
     one_factor = config.replace(engine="alternating", rest_wire="bf16", dense_wire="bf16")
     cost = sent_bytes(selection, one_factor, processes=4, run=run).over(0.008)
-    assert cost.compressed.seconds(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
+    assert cost.compressed.at(10) == pytest.approx((10 * 700 / 2 * 2 + 500 * 2) * 1.5 / 1e6)
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)

@@ -10,12 +10,12 @@ import torch
 from edgc.config import EDGCConfig
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import Parameter
 from megatron.edgc import session
 
 # neither a rank nor rounding is worth its time: the host's sum takes 20 ms, rounding 16 ms
-DEAR = StageCost(CommCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volume_rank=40)
+DEAR = StageCost(LinearCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volume_rank=40)
 
 
 @pytest.mark.parametrize(

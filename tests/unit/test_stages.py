@@ -24,7 +24,7 @@ from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import MatrixSpec, Parameter
 from edgc.timing import Spans
 from megatron.edgc.embedding import TiedEmbedding
@@ -109,7 +109,7 @@ def test_a_step_takes_what_all_its_reductions_take_together() -> None:
         stage.end_step()
     window = stage.take_window(math.nan)
     assert window.reduce_seconds == 4.0
-    cost = StageCost(CommCost(0.0, 0.1), 4.0, 4.0)
+    cost = StageCost(LinearCost(0.0, 0.1), 4.0, 4.0)
     config = EDGCConfig.of(window=10, rmin=16, rmax=64)
     controller = Controller(config, 100, [ControlledStage([MatrixSpec("w", 256, 256)], cost)])
     controller.observe(WindowObservation([StageObservation(entropy=-5.0, reduce_seconds=window.reduce_seconds)]))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from edgc.comm.collectives import Communicator, run_to_end
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.plan.times.comm_cost import CommCost
+from edgc.plan.times.comm_cost import LinearCost
 from edgc.specs import Parameter
 from tools.network.links import Links
 from tools.network.runs import failed, started
@@ -56,20 +56,20 @@ SETUPS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """``CommCost`` fitted to ``seconds`` at ``RANKS``."""
+    """``LinearCost`` fitted to ``seconds`` at ``RANKS``."""
 
     links: str  # of ``SETUPS``
     formats: str  # of ``FORMATS``
     seconds: tuple[float, ...]
 
     @property
-    def cost(self) -> CommCost:
-        return CommCost.fit(RANKS, self.seconds)
+    def cost(self) -> LinearCost:
+        return LinearCost.fit(RANKS, self.seconds)
 
     @property
     def residuals(self) -> list[float]:
         """Of what was measured over what the line says, less 1, at each rank."""
-        return [seconds / self.cost.seconds(rank) - 1 for rank, seconds in zip(RANKS, self.seconds, strict=True)]
+        return [seconds / self.cost.at(rank) - 1 for rank, seconds in zip(RANKS, self.seconds, strict=True)]
 
 
 def measure(name: str) -> list[Fit]:
@@ -166,7 +166,7 @@ def picture(fits: Sequence[Fit]) -> bytes:
         for fit in (one for one in fits if one.links == name):
             color = COLORS[fit.formats]
             axes.plot(RANKS, fit.seconds, "o", color=color, markersize=4, label=fit.formats)
-            axes.plot([0, RANKS[-1]], [fit.cost.seconds(rank) for rank in (0, RANKS[-1])], color=color, linewidth=1)
+            axes.plot([0, RANKS[-1]], [fit.cost.at(rank) for rank in (0, RANKS[-1])], color=color, linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("rank")

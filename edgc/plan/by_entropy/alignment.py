@@ -17,10 +17,10 @@ from typing import Any
 
 from edgc.plan.observation import StageObservation
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.times.comm_cost import RANK_SLACK, CommCost, StageCost
+from edgc.plan.times.comm_cost import RANK_SLACK, LinearCost, StageCost
 
 
-def aligned_rank(first_rank: int, cost: CommCost, slack_seconds: float, r_max: int) -> int:
+def aligned_rank(first_rank: int, cost: LinearCost, slack_seconds: float, r_max: int) -> int:
     """The rank of a stage that ends its communication together with stage 1, ``slack_seconds`` after it could begin.
 
     first_rank + slack_seconds / eta, at most ``r_max`` and below that rounded down to a multiple of 4, though never
@@ -122,4 +122,4 @@ class StageTimes:
 
 
 def _as_cost(fields: Mapping[str, Any]) -> StageCost:
-    return StageCost(**{**fields, "compressed": CommCost(**fields["compressed"])})
+    return StageCost(**{**fields, "compressed": LinearCost(**fields["compressed"])})

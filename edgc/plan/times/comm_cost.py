@@ -15,18 +15,18 @@ _MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
 
 
 @dataclass(frozen=True)
-class CommCost:
-    """T_com(r) = intercept + slope * r: the seconds that compressed communication takes at rank r.
+class LinearCost:
+    """T(r) = intercept + slope * r: what compressed communication takes at rank r, in seconds or in bytes.
 
-    ``intercept`` (c, seconds) is what a message costs whatever its rank; ``slope`` (eta) is in seconds per
-    unit of rank. ``fit`` gives c >= 0 and eta > 0; the constructor takes any numbers, nan included.
+    ``intercept`` (c) is what it takes whatever the rank; ``slope`` (eta) is what each rank adds. ``fit`` gives c >= 0
+    and eta > 0; the constructor takes any numbers, nan included.
     """
 
     intercept: float
     slope: float
 
     @classmethod
-    def fit(cls, ranks: Sequence[float], seconds: Sequence[float]) -> "CommCost":
+    def fit(cls, ranks: Sequence[float], seconds: Sequence[float]) -> "LinearCost":
         """Least squares of T = c + eta r over pairs of rank and measured seconds, under c >= 0 and eta > 0.
 
         A negative c (noise around a small one) is refitted as a line through the origin. An eta that is not
@@ -53,19 +53,19 @@ class CommCost:
             return cls(0.0, float(r @ t / (r @ r)))
         return cls(intercept, slope)
 
-    def seconds(self, rank: float) -> float:
-        """Seconds that communication at this rank takes."""
+    def at(self, rank: float) -> float:
+        """What communication at this rank takes."""
         return self.intercept + self.slope * rank
 
     def rank(self, seconds: float) -> float:
         """The fractional rank whose communication takes ``seconds``; 0 where even rank 0 takes longer."""
         return max((seconds - self.intercept) / self.slope, 0.0)
 
-    def scaled(self, factor: float) -> "CommCost":
+    def scaled(self, factor: float) -> "LinearCost":
         """The cost on a link ``factor`` times as slow; ValueError unless factor is finite and positive."""
         if not 0 < factor < math.inf:
             raise ValueError(f"factor = {factor}: must be finite and above 0")
-        return CommCost(self.intercept * factor, self.slope * factor)
+        return LinearCost(self.intercept * factor, self.slope * factor)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class StageCost:
     ``volume_rank``: the mean rank that the volume pays for, where low rank has to be compared with it.
     """
 
-    compressed: CommCost
+    compressed: LinearCost
     dense_seconds: float
     host_seconds: float
     rounded_seconds: float | None = None
@@ -98,7 +98,7 @@ class StageCost:
         )
 
     def seconds(self, rank: int | None) -> float:
-        return self.dense_seconds if rank is None else self.compressed.seconds(rank)
+        return self.dense_seconds if rank is None else self.compressed.at(rank)
 
     def break_even_rank(self, share: float = 1.0) -> int:
         """The largest rank, a multiple of 4, at which the stage takes at most ``share`` of the time of the host's own

@@ -12,7 +12,7 @@ from edgc.compress.message_sender import MessageFormat, MessageSender
 from edgc.compress.probe import REPETITIONS
 from edgc.config import EDGCConfig
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.times.comm_cost import CommCost, StageCost
+from edgc.plan.times.comm_cost import LinearCost, StageCost
 
 
 def message_shape(args: Namespace) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def message_costs(config: EDGCConfig, args: Namespace, device: torch.device) -> 
         seconds = [one for one in timed if one is not None]
         if seconds:  # this process has received them
             dense, *compressed = seconds
-            cost = CommCost.fit(ranks, compressed) if ranks else CommCost(compressed[0], 0.0)
+            cost = LinearCost.fit(ranks, compressed) if ranks else LinearCost(compressed[0], 0.0)
             costs[sender] = StageCost(cost, dense, dense)
     return costs
 
