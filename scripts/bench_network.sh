@@ -6,11 +6,14 @@
 set -euo pipefail
 
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
+bash scripts/setup_env.sh
+case " $* " in
+    *' -h '* | *' --help '* | *' --report '*) exec .venv/bin/python tools/bench_network.py "$@" ;; # no link is needed
+esac
 if ((EUID != 0)) || ! command -v tc >/dev/null; then
     echo "bench_network.sh: error: limiting links needs root and iproute2" >&2
     exit 2
 fi
-bash scripts/setup_env.sh
 .venv/bin/python tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \
     --output-prefix runs/data/network >/dev/null
 exec .venv/bin/python tools/bench_network.py "$@"

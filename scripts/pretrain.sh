@@ -10,7 +10,7 @@
 #
 #     DATA=PREFIX      data set, the --output-prefix of tools/preprocess_data.py
 #     MODEL, CLUSTER   other files of configs/models/ and configs/clusters/; MODEL=tiny tries everything on a laptop
-#     RUN=FOLDER       (runs/MODEL) where the run gets a folder with the method's name
+#     RUN=FOLDER       (runs/ and the name of MODEL) where the run gets a folder with the method's name
 #     SEED=1234
 #     PYTHON           (.venv/bin/python)
 #     CONTAINER_IMAGE  run inside this image (Pyxis); CONTAINER_MOUNTS (this repository) and PYTHON (python) with it
@@ -31,7 +31,7 @@ cd -- "$root"
 as_begun() { # a path as the user meant it, where the script began
     if [[ $1 == /* || $began == "$root" ]]; then printf '%s' "$1"; else printf '%s/%s' "$began" "$1"; fi
 }
-if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$MODEL; fi
+if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$(basename -- "$MODEL" .yaml); fi
 [[ -n ${DATA:-} ]] && DATA=$(as_begun "$DATA")
 [[ $MODEL == *.yaml ]] && MODEL=$(as_begun "$MODEL") # any other is a name in configs/
 [[ ${CLUSTER:-} == *.yaml ]] && CLUSTER=$(as_begun "$CLUSTER")

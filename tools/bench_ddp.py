@@ -32,6 +32,7 @@ from edgc.comm.collectives import Traffic, all_reduce_bytes
 from examples.ddp import Model, text
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
+from tools.shared.files import with_ending, write, write_json
 
 WARM_UP = 10  # steps that both PowerSGDs average dense
 TAIL = 50  # steps over which the last loss is a mean
@@ -148,6 +149,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--output", type=Path, help="without a suffix (default: only print)")
     options = parser.parse_args()
+    if options.iterations < 10:
+        parser.error(f"--iterations {options.iterations}: must be at least 10, because a window is a fifth of them")
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (options, folder), nprocs=options.processes)  # type: ignore[no-untyped-call]
         rows = json.loads(Path(folder, "rows.json").read_text())
@@ -158,7 +161,7 @@ def main() -> None:
         raw = {"processes": options.processes, "iterations": options.iterations, "torch": torch.__version__}
         raw |= {"commit": commit(REPOSITORY)}
         raw |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "rows": rows}
-        options.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+        write_json(with_ending(options.output, ".json"), raw, indent=1)
         head = [
             "# EDGC and torch's PowerSGD hook in DistributedDataParallel",
             "",
@@ -170,7 +173,7 @@ def main() -> None:
             f"{WARM_UP} steps dense. Bytes are what one process sends. Raw lines: `ddp.json`.",
             "",
         ]
-        options.output.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")
+        write(with_ending(options.output, ".md"), ("\n".join([*head, *lines]) + "\n").encode())
 
 
 if __name__ == "__main__":

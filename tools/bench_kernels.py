@@ -27,7 +27,7 @@ import torch
 from edgc.compress.lowrank import Product
 from tools.benchmarks.common import versions
 from tools.shared.command import command_parser, reason, say_error
-from tools.shared.files import write, write_json
+from tools.shared.files import with_ending, write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--report", action="store_true", help="make the page from OUTPUT.json, measure nothing")
     options = parser.parse_args(argv)
-    figures, text = options.output.with_suffix(".json"), options.output.with_suffix(".md")
+    figures, text = with_ending(options.output, ".json"), with_ending(options.output, ".md")
     if options.report:
         try:
             result = json.loads(figures.read_text(encoding="utf-8"))

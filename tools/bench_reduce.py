@@ -23,15 +23,20 @@ from tools.benchmarks.reduction import page, process, table
 from tools.shared.command import command_parser
 from tools.shared.files import write, write_json
 
-SHAPES = ("512x512", "512x2048", "1024x1024", "1024x4096")
+SHAPES = ((512, 512), (512, 2048), (1024, 1024), (1024, 4096))
 RANKS = (16, 32, 64, 160)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    return int(rows), int(cols)
 
 
 def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLUMNS")
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, help="ROWSxCOLUMNS")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument(
         "--output", type=Path, help="JSON file for the raw result; a page with the table comes beside it"

@@ -34,6 +34,7 @@ from torch.multiprocessing.spawn import spawn
 import edgc
 from edgc.plan.rank_plan import RankPlan
 from examples.ddp import Model, text
+from tools.shared.files import with_ending, write, write_json
 
 PRESETS = ("balanced", "fast")
 
@@ -189,8 +190,8 @@ def main() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         raw = {"processes": options.processes, "iterations": options.iterations, "window": options.window}
         raw |= {"torch": torch.__version__, "machine": f"{os.cpu_count()} cores, {platform.machine()}", "rows": rows}
-        options.output.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
-        options.output.with_suffix(".md").write_text("\n".join([*page(rows, options), *lines]) + "\n")
+        write_json(with_ending(options.output, ".json"), raw, indent=1)
+        write(with_ending(options.output, ".md"), ("\n".join([*page(rows, options), *lines]) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tools._root import REPOSITORY
 from tools.benchmarks.common import versions
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser
-from tools.shared.files import write, write_json
+from tools.shared.files import with_ending, write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
 
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = [timed(name, values, options.repetitions) for name in FORMATS for values in options.values]
     machine, at = device_name(on_gpu=False), commit(REPOSITORY)
     made = {"commit": at, "machine": machine, "versions": versions(), "rows": [asdict(one) for one in rows]}
-    write_json(options.output.with_suffix(".json"), made, indent=1)
-    write(options.output.with_suffix(".md"), page(rows, options.output.name, machine, at).encode())
+    write_json(with_ending(options.output, ".json"), made, indent=1)
+    write(with_ending(options.output, ".md"), page(rows, options.output.name, machine, at).encode())
     print(f"written: {options.output}.json, {options.output}.md")
 
 

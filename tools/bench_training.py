@@ -31,7 +31,7 @@ from tools._root import REPOSITORY
 from tools.benchmarks.common import versions
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser, say_error
-from tools.shared.files import write, write_json
+from tools.shared.files import with_ending, write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
 from tools.shared.megatron import corpus_flags
@@ -73,13 +73,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not options.report:
             train(options.against, options.widths, options.iterations, options.repetitions, options.output)
-        raw = json.loads(options.output.with_suffix(".json").read_text())
+        raw = json.loads(with_ending(options.output, ".json").read_text())
         timings = [Timing(**one) for one in raw.pop("rows")]
         text = page(timings, raw, options.output.name)
     except (OSError, ValueError, RunError) as error:
         say_error("bench_training", error)
         return 1 if isinstance(error, RunError) else 2
-    write(options.output.with_suffix(".md"), text.encode())
+    write(with_ending(options.output, ".md"), text.encode())
     return 0
 
 
@@ -103,7 +103,7 @@ def train(against: Path | None, widths: list[int], iterations: int, repetitions:
                 timings.append(Timing(width, name, contender, repetition, seconds))
                 print(f"width {width}, {name}, {contender}: {1e3 * seconds:.0f} ms a step", flush=True)
                 raw = {"machine": device_name(on_gpu=False), **versions(), "rows": [asdict(one) for one in timings]}
-                write_json(output.with_suffix(".json"), raw, indent=1)
+                write_json(with_ending(output, ".json"), raw, indent=1)
 
 
 def step_seconds(checkout: Path, width: int, contender: str, iterations: int) -> float:

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from tools.benchmarks.common import versions
 from tools.shared.command import command_parser, say_error
-from tools.shared.files import write
+from tools.shared.files import with_ending, write
 from tools.shared.markdown import header, row
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     made = [one for capability in GPUS for rank in RANKS for one in compile_kernels(capability, rank)]
     used = {**versions(), "triton": triton.__version__}
     result = {"versions": used, "rows": [asdict(one) for one in made]}
-    write(output.with_suffix(".json"), (json.dumps(result, indent=1) + "\n").encode())
+    write(with_ending(output, ".json"), (json.dumps(result, indent=1) + "\n").encode())
     table = header(["GPU", "kernel", "rank", "registers", "spilled", "shared memory", "load", "store", "product"])
     table += [
         row(
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         *table,
         "",
     ]
-    write(output.with_suffix(".md"), "\n".join(page).encode())
+    write(with_ending(output, ".md"), "\n".join(page).encode())
     spilling = [f"{one.kernel} at rank {one.rank} for sm_{one.capability}" for one in made if one.spilled_bytes]
     if spilling:
         say_error("compile_kernels", ValueError(f"registers are spilled: {', '.join(spilling)}"))

@@ -21,7 +21,7 @@ from tools.benchmarks.common import BALANCED, versions
 from tools.benchmarks.step_costs import Count, all_ways
 from tools.launching.configs import LaunchError
 from tools.shared.command import command_parser, say_error
-from tools.shared.files import write, write_json
+from tools.shared.files import with_ending, write, write_json
 from tools.shared.markdown import header, row
 
 
@@ -36,10 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         say_error("count_step", error)
         return 2
-    write_json(
-        options.output.with_suffix(".json"), {"versions": versions(), "rows": [asdict(one) for one in counts]}, indent=1
-    )
-    write(options.output.with_suffix(".md"), page(counts, options.output.name).encode())
+    figures = {"versions": versions(), "rows": [asdict(one) for one in counts]}
+    write_json(with_ending(options.output, ".json"), figures, indent=1)
+    write(with_ending(options.output, ".md"), page(counts, options.output.name).encode())
     print(f"written: {options.output}.json, {options.output}.md")
     return 0
 

@@ -33,7 +33,7 @@ from tools.launching.configs import LaunchError
 from tools.planning import page, validation
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, check_names, predict
 from tools.shared.command import command_parser, say_error
-from tools.shared.files import write, write_json
+from tools.shared.files import with_ending, write, write_json
 
 METHODS = ("paper", "balanced", *ROUNDED)
 COSTS = REPOSITORY / "docs" / "bench" / "steps.json"
@@ -42,6 +42,7 @@ GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 
 # How Megatron counts the processes, and whether stages come before replicas.
 ORDERS = {"Megatron's": False, "`--use-tp-pp-dp-mapping`": True}
+ORDER_FLAGS = {order: order.strip("`") if stages_first else "" for order, stages_first in ORDERS.items()}
 
 
 def predict_all(
@@ -99,7 +100,12 @@ def costs_of(training: Training, costs: Path | None) -> dict[str, Compressing]:
 def main(argv: list[str] | None = None) -> int:
     """Print, and write what is asked for; returns the exit status."""
     parser = command_parser(__doc__, passes_on=True)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="file in configs/models/, or a name there")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="file, or a name in configs/models/; comes first",
+    )
     parser.add_argument("--cluster", help="name in configs/clusters/, or a file (default: that of the model)")
     parser.add_argument("--gbps", type=_rate, nargs="+", help="Gbit/s of a GPU's link (default: 10 to 400)")
     parser.add_argument(
@@ -115,6 +121,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--validate", type=Path, metavar="POINTS", help="points.json of tools/bench_network.py")
     options, extra = parser.parse_known_args(argv)
     if options.validate is not None:
+        try:
+            _make_folders(options.output)
+        except LaunchError as error:
+            say_error("plan", error)
+            return 2
         return validate(options.validate, options.output)
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
@@ -124,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
+        _make_folders(options.output, options.write_flags)  # counting takes a minute
         check_names(extra)
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
@@ -136,10 +148,13 @@ def main(argv: list[str] | None = None) -> int:
                 for name, network in page.networks(training.network).items()
             ]
             found.append((training, apart, places))
-        training, predictions, _ = found[0]
+        training, predictions, places = found[0]
         if options.write_flags is not None:
-            gbps = options.gbps[0] if options.gbps else training.gbps
-            write(options.write_flags, f"{flags_of(training, _chosen(predictions, gbps))}\n".encode())
+            if options.gbps:
+                flags = flags_of(training, _chosen(predictions, options.gbps[0]))
+            else:
+                flags = flags_on_cluster(training, places)
+            write(options.write_flags, f"{flags}\n".encode())
     except LaunchError as error:
         say_error("plan", error)
         return 2
@@ -148,6 +163,22 @@ def main(argv: list[str] | None = None) -> int:
     if options.output is not None:
         written(options.output, found, sections, _chosen(predictions, training.gbps))
     return 0
+
+
+def _make_folders(*files: Path | None) -> None:
+    try:
+        for file in filter(None, files):
+            file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{error.filename}: {error.strerror}") from error
+
+
+def flags_on_cluster(training: Training, places: Sequence[page.Place]) -> str:
+    """Those of the order of ranks and the contender with the shortest step on the cluster's own links."""
+    own = [place for place in places if place.network == page.own_network(training.network)]
+    chosen = {place.order: page.recommended(place.predictions)[0] for place in own}
+    order = min(chosen, key=lambda order: chosen[order].seconds)
+    return " ".join(filter(None, [flags_of(training, chosen[order]), ORDER_FLAGS[order]]))
 
 
 def _chosen(predictions: Sequence[Prediction], gbps: float) -> Prediction:
@@ -181,8 +212,8 @@ def written(
     title = f"{found[0][0].title}, {chosen.gbps:g} Gbit/s, {chosen.contender.name}"
     text += f"\n## One step\n\n{title}. Above: what a stage computes; below: what its link carries.\n\n"
     text += f"![Timeline]({step})\n"
-    write(output.with_suffix(".md"), text.encode())
-    write(output.with_suffix(".png"), page.picture([(training, predictions) for training, predictions, _ in found]))
+    write(with_ending(output, ".md"), text.encode())
+    write(with_ending(output, ".png"), page.picture([(training, predictions) for training, predictions, _ in found]))
     write(output.with_name(step), page.timeline(chosen.step))
     rows = [_raw(training, one) for training, predictions, _ in found for one in predictions]
     placed = [
@@ -192,7 +223,7 @@ def written(
         for one in place.predictions
     ]
     trainings = [asdict(one) for one, _, _ in found]
-    write_json(output.with_suffix(".json"), {"training": trainings, "rows": rows, "placed": placed}, indent=1)
+    write_json(with_ending(output, ".json"), {"training": trainings, "rows": rows, "placed": placed}, indent=1)
     print(f"written: {output}.md, {output}.json, {output}.png, {output.with_name(step)}")
 
 
@@ -223,9 +254,9 @@ def validate(points: Path, output: Path | None) -> int:
     text = validation.page(checked, points.name, name)
     print(text)
     if output is not None:
-        write(output.with_suffix(".md"), text.encode())
-        write(output.with_suffix(".png"), validation.picture(checked))
-        write_json(output.with_suffix(".json"), [{**asdict(one), "error": one.error} for one in checked], indent=1)
+        write(with_ending(output, ".md"), text.encode())
+        write(with_ending(output, ".png"), validation.picture(checked))
+        write_json(with_ending(output, ".json"), [{**asdict(one), "error": one.error} for one in checked], indent=1)
     return 0
 
 

@@ -31,7 +31,7 @@ from edgc.hosts.units import cut
 from edgc.specs import Parameter
 from tools.benchmarks.common import BALANCED, versions
 from tools.shared.command import command_parser
-from tools.shared.files import write
+from tools.shared.files import with_ending, write
 from tools.shared.machine import device_name
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     for event in events:
         event["ts"] = round(event["ts"] - begin, 1)
     kept = [{key: event[key] for key in ("name", "cat", "ph", "ts", "dur", "pid", "tid")} for event in events]
-    write(options.output.with_suffix(".json"), (json.dumps({"traceEvents": kept}) + "\n").encode())
-    write(options.output.with_suffix(".png"), draw(kept))
+    write(with_ending(options.output, ".json"), (json.dumps({"traceEvents": kept}) + "\n").encode())
+    write(with_ending(options.output, ".png"), draw(kept))
     told = ", ".join((device_name(on_gpu=False), *(f"{name} {number}" for name, number in versions().items())))
     name = options.output.name
     page = [
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         f"![Phases and messages over time]({name}.png)",
         "",
     ]
-    write(options.output.with_suffix(".md"), "\n".join(page).encode())
+    write(with_ending(options.output, ".md"), "\n".join(page).encode())
 
 
 def _process(rank: int, layers: int, width: int, low_rank: int, output: Path) -> None:

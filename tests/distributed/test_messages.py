@@ -205,7 +205,9 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         {"pp": "auto:int4", "kernels": "fused"},
         {"pp": "both:powersgd:8", **by_entropy},
     ):
-        settled = plan_messages(EDGCConfig.of(**settings), ARGS, {1: StageCost(LinearCost(2.0, 0.0), 1.0, 1.0)}).settings
+        settled = plan_messages(
+            EDGCConfig.of(**settings), ARGS, {1: StageCost(LinearCost(2.0, 0.0), 1.0, 1.0)}
+        ).settings
         found.append((settled.engine, settled.ranks.static_rank))
     return found
 

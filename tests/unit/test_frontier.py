@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -217,7 +219,7 @@ def test_quantiles_are_students(seeds: int, quantile: float) -> None:
 
 def test_a_difference_is_that_of_common_seeds() -> None:
     ((key, (gain, size)),) = difference(LINES, "good", "worse").items()
-    assert key == ("m, DP 2, 10 iterations", False)
+    assert key == ("m, DP 2, 10 iterations", False, False)
     assert gain.mean == pytest.approx(1 - 2.02 / 2.04) and size == pytest.approx(0.5)
 
 
@@ -283,6 +285,8 @@ def test_runs_of_an_older_meaning_are_rows_apart_and_defects_are_left_out_with_t
     assert "| good | 10.0x | 5.0x | +1.00 % | 1: +1.00 | 0.50 | 0123456+ |  |" in page
     assert "| +10.00 % | 2: +10.00 | 0.50 | 0123456+ | with: basis_cycle 4; before: basis by QR |" in page
     assert "| good, old | dense | m, DP 2, 10 iterations | -10.00 % |" in page
+    turned = markdown("mine", "A title", lines, [("dense", "good")])
+    assert "| dense | good, old | m, DP 2, 10 iterations | +9.09 % |" in turned
     assert "| worse | m, DP 2, 10 iterations | 2 | 4.0800 | 0123456+ | the machine ran out of memory |" in page
     assert "| small | m, DP 2, 10 iterations | 2 | 4.4000 | 0123456+ | it and the dense run of its seed do not" in page
     assert "Not run yet: good of m, seed 3." in page
@@ -301,6 +305,20 @@ def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
     assert [known["val_loss"] for known in kept if known["name"] == "dense"] == [1.5, 4.0]
     assert all(json.loads(text) for text in (folder / "m.jsonl").read_text().splitlines())
     assert [known["model"] for known in read_results(folder, ["other"])] == ["other"]
+
+
+def test_no_line_is_lost_where_two_lists_record_at_once(tmp_path: Path) -> None:
+    script = (
+        "import json, sys; from pathlib import Path; from tools.experiments.store import record_result\n"
+        "line = json.loads(sys.argv[2])\n"
+        "for seed in range(40): record_result(Path(sys.argv[1]), {**line, 'seed': seed})"
+    )
+    lists = [
+        subprocess.Popen([sys.executable, "-c", script, tmp_path, json.dumps(line(name, 0, 2.0, 10))], cwd=REPOSITORY)
+        for name in ("good", "worse")
+    ]
+    assert [one.wait() for one in lists] == [0, 0]
+    assert len(read_results(tmp_path, ["m"])) == 80
 
 
 def test_a_defect_stays_in_the_line_of_the_run_that_has_it(tmp_path: Path) -> None:

@@ -210,6 +210,10 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
         (["--micro-batch-size", "0"], "--micro-batch-size 0: must be at least 1"),
         (["--micro-batch-size", "two"], "argument --micro-batch-size: invalid int value: 'two'"),
         (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
+        (["--num-attention-heads", "35"], "--num-attention-heads 35 does not divide by TP = 2"),
+        (["--group-query-attention", "--num-query-groups", "5"], "--num-query-groups 5 does not divide by TP = 2"),
+        (["--ffn-hidden-size", "17921"], "--ffn-hidden-size 17921 does not divide by TP = 2"),
+        (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk 3: there are 2 experts"),
         (["--num-layers-per-virtual-pipeline-stage", "5"], "does not divide the 12 layers of a stage"),
         (
             ["--num-layers-per-virtual-pipeline-stage", "4", "--global-batch-size", "480"],
@@ -460,16 +464,16 @@ def test_points_are_predicted_from_others() -> None:
 
 
 def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output, flags = tmp_path / "clusters", tmp_path / "flags"
+    output, flags = tmp_path / "mine" / "clusters_2.5b", tmp_path / "own" / "flags"  # folders that are not there yet
     given = ["gpt2_2.5b", "--gbps", "1", "--output", str(output), "--write-flags", str(flags)]
     assert plan.main(given) == 0
     assert "GPT2-2.5B" in capsys.readouterr().out
     assert flags.read_text() == "--edgc-preset fast\n"
-    raw = json.loads(output.with_suffix(".json").read_text())
+    raw = json.loads(Path(f"{output}.json").read_text())
     assert {row["gbps"] for row in raw["rows"]} == {1.0, 12.5}, "the cluster's own link as well"
-    page = output.with_suffix(".md").read_text()
-    assert "no step was measured" in page and "clusters_step.png" in page
-    assert all((tmp_path / name).is_file() for name in ("clusters.png", "clusters_step.png"))
+    page = Path(f"{output}.md").read_text()
+    assert "no step was measured" in page and "clusters_2.5b_step.png" in page and "(clusters_2.5b.png)" in page
+    assert all((output.parent / name).is_file() for name in ("clusters_2.5b.png", "clusters_2.5b_step.png"))
     assert plan.main([]) == 2 and plan.main(["no_such_model"]) == 2
     # 1 Gbit/s was asked for; on the cluster's link of 400 nothing would be compressed
     assert plan.main(["gpt2_12.1b", "--gbps", "400", "--write-flags", str(flags)]) == 0
@@ -479,6 +483,9 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     assert plan.main(["gpt2_2.5b", "--gbps", "1", "25", "--write-flags", str(flags)]) == 2
     said = capsys.readouterr()
     assert "--write-flags: no flags can do this" in said.err and "--write-flags needs one rate" in said.err
+    (tmp_path / "file").write_text("")
+    assert plan.main(["gpt2_2.5b", "--output", str(tmp_path / "file" / "clusters")]) == 2
+    assert "/file: File exists" in capsys.readouterr().err
     missing = tmp_path / "none.json"
     assert plan.main(["gpt2_2.5b", "--costs", str(missing)]) == 2 and plan.main(["--validate", str(missing)]) == 2
     with pytest.raises(SystemExit):
@@ -487,6 +494,12 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     nothing = tmp_path / "points.json"
     nothing.write_text('{"points": []}')
     assert plan.main(["--validate", str(nothing)]) == 2
+
+
+def test_flags_for_a_cluster_are_of_the_order_of_ranks_that_is_best_on_it(tmp_path: Path) -> None:
+    assert plan.main(["gpt2_2.5b", "--write-flags", str(tmp_path / "flags")]) == 0
+    # in Megatron's order the replicas of these stages are on one node, where nothing pays
+    assert (tmp_path / "flags").read_text() == "--edgc-preset fast --use-tp-pp-dp-mapping\n"
 
 
 NETWORK = Network(nodes=4, gpus_per_node=8, gbps=10.0, inside=1000.0, latency=0.0)

@@ -94,8 +94,7 @@ def process(number: int, options: argparse.Namespace, folder: str) -> None:
     backend, meeting = "nccl" if on_gpu else "gloo", f"file://{folder}/meeting"
     dist.init_process_group(backend, meeting, rank=number, world_size=options.processes)
     results = []
-    for text in options.shapes:
-        rows, cols = (int(side) for side in text.split("x"))
+    for rows, cols in options.shapes:
         for rank, (kind, settings) in itertools.product(options.ranks, KINDS.items()):
             config = EDGCConfig.of(**settings, static_rank=rank, min_saving=1.0)
             selection = select([Parameter("matrix", (rows, cols))], config)

@@ -94,6 +94,8 @@ def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder")
+    if not glob or Path(glob).is_absolute():
+        raise InputError(f"glob {glob!r}: must be a pattern of paths inside the folder, such as *.txt")
     inside = ((found.relative_to(path), found) for found in path.rglob(glob) if found.is_file())
     files = [(name.as_posix(), found) for name, found in inside if not any(p.startswith(".") for p in name.parts)]
     if not files:

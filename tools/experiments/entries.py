@@ -212,17 +212,17 @@ def commit(line: Line) -> str:
     return str(line["commit"])[:7] + "+" * str(line["commit"]).endswith("+")
 
 
-def difference(lines: Sequence[Line], first: str, second: str) -> dict[tuple[str, bool], tuple[Interval, float]]:
+def difference(lines: Sequence[Line], first: str, second: str) -> dict[tuple[str, bool, bool], tuple[Interval, float]]:
     """How much lower the loss of ``first`` is than that of ``second``, relative, and its gradient bytes over its.
 
-    By setting, pairs of which one run is old apart from the others.
+    By setting, and by whether the first and the second run is old.
     """
     runs = {(setting(line), line["name"], line["seed"]): line for line in lines if not left_out(line, lines)}
-    pairs: dict[tuple[str, bool], list[tuple[Line, Line]]] = {}
+    pairs: dict[tuple[str, bool, bool], list[tuple[Line, Line]]] = {}
     for (where, name, seed), line in runs.items():
         if name == first and (where, second, seed) in runs:
             other = runs[where, second, seed]
-            pairs.setdefault((where, bool(old(line) or old(other))), []).append((line, other))
+            pairs.setdefault((where, bool(old(line)), bool(old(other))), []).append((line, other))
     return {
         key: (
             Interval.of([1 - a["val_loss"] / b["val_loss"] for a, b in both]),

@@ -54,8 +54,16 @@ def markdown(
         page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]
         for first, second in comparisons:
             page += [
-                row((f"{first}{', old' * is_old}", second, where, gain.percent(), f"{size:.2f}x"))
-                for (where, is_old), (gain, size) in difference(lines, first, second).items()
+                row(
+                    (
+                        f"{first}{', old' * first_old}",
+                        f"{second}{', old' * second_old}",
+                        where,
+                        gain.percent(),
+                        f"{size:.2f}x",
+                    )
+                )
+                for (where, first_old, second_old), (gain, size) in difference(lines, first, second).items()
             ]
         page.append("")
     # as today's code takes them; those of an old row may mean something else today

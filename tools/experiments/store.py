@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.shared.files import write
+from tools.shared.files import locked, write
 
 RESULTS = "results"  # their folder
 IDENTITY = ("model", "data_parallel", "pipeline_parallel", "iterations", "name", "seed")
@@ -30,8 +30,14 @@ def read_results(folder: Path, models: Iterable[str]) -> list[dict[str, Any]]:
 def record_result(folder: Path, line: dict[str, Any]) -> None:
     """Add a line, or replace that of the same trial; the file of its model is written whole or not at all.
 
-    A defect that was written into a line by hand stays in that of the same run.
+    A defect that was written into a line by hand stays in that of the same run. Of processes that record at the same
+    time each waits for the one before.
     """
+    with locked(folder / f".{results_file(line['model'])}.lock"):
+        _record(folder, line)
+
+
+def _record(folder: Path, line: dict[str, Any]) -> None:
     model = line["model"]
     lines = {identity(known): known for known in read_results(folder, [model])}
     known = lines.get(identity(line), {})
@@ -40,7 +46,6 @@ def record_result(folder: Path, line: dict[str, Any]) -> None:
     if known == line:
         return
     lines[identity(line)] = line
-    folder.mkdir(parents=True, exist_ok=True)
     write(folder / results_file(model), "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)).encode())
 
 

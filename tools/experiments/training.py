@@ -12,6 +12,7 @@ from tools._root import REPOSITORY
 from tools.experiments.lists import Trial
 from tools.shared.changes import CHANGES, changed, preset
 from tools.shared.checkout import commit
+from tools.shared.files import locked
 from tools.shared.machine import device_name
 from tools.shared.megatron import corpus_digest
 from tools.shared.runs import RunError, load_run
@@ -20,10 +21,18 @@ COMMAND = "command.json"  # in a run's folder once it has finished
 
 
 def run(trial: Trial) -> Path:
-    """Train, unless this command has finished before; returns the folder. Raises ``RunError`` if training fails."""
+    """Train, unless this command has finished before; returns the folder. Raises ``RunError`` if training fails.
+
+    Of two lists that share a trial the second waits for the first.
+    """
+    with locked(trial.folder.with_name(f".{trial.folder.name}.lock")):
+        if not finished(trial):
+            _train(trial)
+    return trial.folder
+
+
+def _train(trial: Trial) -> None:
     folder, arguments = trial.folder, trial.arguments()
-    if finished(trial):
-        return folder
     record = {
         "arguments": arguments,
         "preset": preset(arguments),
@@ -56,7 +65,6 @@ def run(trial: Trial) -> Path:
         raise RunError(f"{folder}: training ended with status {status}, see log.txt there")
     load_run(folder)  # a run without results has not finished
     (folder / COMMAND).write_text(json.dumps(record) + "\n")
-    return folder
 
 
 def finished(trial: Trial) -> bool:

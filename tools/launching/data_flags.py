@@ -27,7 +27,7 @@ def data_flags(prefix: str | None, given: Sequence[str]) -> list[str]:
         known = json.loads(meta.read_text(encoding="utf-8"))
         kind, tokenizer = known["tokenizer_type"], meta.with_name(known["tokenizer_model"])
         splits = list(known["splits"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"data {prefix}: {meta} is missing or damaged ({type(error).__name__}): "
             "make the data with tools/preprocess_data.py, or name it by Megatron's own flags"

@@ -103,6 +103,7 @@ class Training:
                 f"--global-batch-size {flags.global_batch_size} does not divide by {replicas} replicas of "
                 f"micro-batches of {flags.micro_batch_size}"
             )
+        _check_layer(flags)
         experts = _experts(flags)
         if experts is not None and replicas % experts.parallel:
             raise LaunchError(
@@ -277,6 +278,20 @@ def _network(cluster: Cluster) -> Network:
     )
 
 
+def _check_layer(flags: argparse.Namespace) -> None:
+    """Raises ``LaunchError`` for a layer that tensor parallelism cannot share out evenly."""
+    layer, tensor = Layer.of(flags), flags.tensor_model_parallel_size
+    groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
+    for name, size in (
+        ("--num-attention-heads", flags.num_attention_heads),
+        ("--num-query-groups", max(groups, tensor)),  # with fewer than TP, several processes hold the same one
+        ("--ffn-hidden-size", layer.inside),
+        ("--moe-ffn-hidden-size", flags.moe_ffn_hidden_size or 0),
+    ):
+        if size % tensor:
+            raise LaunchError(f"{name} {size} does not divide by TP = {tensor}")
+
+
 def _experts(flags: argparse.Namespace) -> Experts | None:
     """Raises ``LaunchError`` for experts that cannot be shared evenly."""
     if flags.num_experts is None:
@@ -284,6 +299,8 @@ def _experts(flags: argparse.Namespace) -> Experts | None:
     parallel = flags.expert_model_parallel_size
     if flags.num_experts % parallel:
         raise LaunchError(f"--num-experts {flags.num_experts} does not divide by EP = {parallel}")
+    if flags.moe_router_topk > flags.num_experts:
+        raise LaunchError(f"--moe-router-topk {flags.moe_router_topk}: there are {flags.num_experts} experts")
     return Experts(
         flags.num_experts, parallel, flags.moe_router_topk, flags.moe_ffn_hidden_size or Layer.of(flags).inside
     )

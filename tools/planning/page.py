@@ -104,6 +104,11 @@ def networks(own: Network) -> dict[str, Network]:
     return found
 
 
+def own_network(own: Network) -> str:
+    """Which of ``networks`` is the cluster's own."""
+    return next(name for name, network in networks(own).items() if network == own)
+
+
 def places_table(places: Sequence[Place]) -> list[str]:
     """A row for each order of ranks and network, a column for each contender."""
     contenders = [one.contender.name for one in places[0].predictions]

@@ -1,15 +1,24 @@
 """Files that a command writes: whole or not at all, and parts of pages."""
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 END = "<!-- end -->"
 
 
+def with_ending(path: Path, ending: str) -> Path:
+    """The path with this ending behind its name, in which a dot, as in ``gpt2_12.1b``, begins no ending."""
+    return path.with_name(path.name + ending)
+
+
 def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
+    """Write a file whole or not at all, in a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.write_bytes(content)
     draft.replace(path)
 
@@ -19,6 +28,16 @@ def write_json(
 ) -> None:
     """Write content as JSON; ``default`` turns what JSON has no type for into something that it has."""
     write(path, (json.dumps(content, indent=indent, default=default) + "\n").encode())
+
+
+@contextmanager
+def locked(lock: Path) -> Iterator[None]:
+    """Hold this file's lock, after waiting for the process that has it. It ends with the process as well."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as opened:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 class PageError(Exception):
