@@ -71,9 +71,9 @@ class Ranks(Settings):
     rmax: float | None = setting(
         None,
         "largest rank. Where entropy sets the ranks, compression starts there. With --edgc-volume it is the largest "
-        "mean rank. A number below 1 is a share of the model's width, or the break-even rank if that is less (default: "
-        "the break-even rank, at which a compressed reduction takes as long as the host's own; with --edgc-volume "
-        "three quarters as long)",
+        "mean rank. A number below 1 is a share of the model's width, but at most the break-even rank: the largest "
+        "rank whose reduction takes at most as long as the host's own, or with --edgc-volume at most three quarters "
+        "as long (default: the break-even rank)",
         "rank, or share of the width",
         f"{PAPER}, r_max",
     )
@@ -114,8 +114,8 @@ class Ranks(Settings):
     )
     link_gbps: float | None = setting(
         None,
-        "plan for a link of this bandwidth per process instead of timing this machine's link; to compress then "
-        "counts as taking no time, so that EDGC always compresses",
+        "plan for a link of this bandwidth per process instead of timing this machine's link. EDGC then assumes that "
+        "compressing takes no time, so it always compresses",
         "Gbit/s",
         "EDGC's own: to plan for a cluster from another machine",
     )

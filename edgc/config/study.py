@@ -38,7 +38,7 @@ class Study(Settings):
     )
     min_saving: float = setting(
         2.0,
-        "a matrix is compressed only if it then takes at most 1/this of its dense elements",
+        "a matrix is compressed only if its factors have at least this many times fewer elements",
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
     )
