@@ -163,6 +163,20 @@ class AllToAll(Collective):
         return _member(dist.all_to_all_single(self.result, self.tensor.contiguous(), group=to.group, async_op=True))
 
 
+class ReduceScatter:
+    """The sum of (n,) tensors, of which each process gets its own of as many equal parts, in place."""
+
+    def __init__(self, communicator: "Communicator", tensor: Tensor):
+        self.communicator, self.tensor = communicator, tensor
+
+    def start(self) -> Work:
+        """Send it."""
+        to = self.communicator
+        to.traffic.count_reduce_scatter(self.tensor, to.world_size)
+        own = self.tensor.view(to.world_size, -1)[to.process]
+        return _member(dist.reduce_scatter_tensor(own, self.tensor, group=to.group, async_op=True))
+
+
 class Coalesced:
     """Messages that are under way at the same time, the small ones of a kind as one."""
 

@@ -136,7 +136,7 @@ class Wire:
 
     def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         if self.stochastic and self.bits >= 4:
-            shifted = scaled.add_(self._centre).add_(_drawn(torch.rand, scaled, generator))
+            shifted = scaled.add_(self._centre).add_(_drawn(_UNIFORM, scaled, generator))
         else:
             shifted = scaled.add_(self._centre).round_()
         # Integers cut off what is behind the point. Of NaN they make any number: such a group has no finite scale, and
@@ -150,8 +150,12 @@ class Wire:
             numbers = torch.finfo(_FLOATS[self.bits])
             magnitude = scaled.abs().clamp_min(numbers.smallest_normal)
             step = (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32) * numbers.eps
-            scaled = torch.floor(scaled / step + _drawn(torch.rand, scaled, generator)) * step
+            scaled = torch.floor(scaled / step + _drawn(_UNIFORM, scaled, generator)) * step
         return scaled.to(_FLOATS[self.bits])
+
+
+# whatever the script's default type is: in 16 bits draws would be biased
+_UNIFORM = functools.partial(torch.rand, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,15 @@ def restore_measurements(reducers: Sequence[GradientReducer], kept: Sequence[dic
 
 
 def resume_controller(
-    controller: Controller, state: dict[str, Any], place: str, remedy: str, group: ProcessGroup | None = None
+    controller: Controller,
+    state: dict[str, Any],
+    iteration: int,
+    place: str,
+    remedy: str,
+    group: ProcessGroup | None = None,
 ) -> bool:
-    """Load the state of a controller; whether it goes on. It does not if only one of both runs has a volume.
+    """Load the state of a controller at this iteration; whether it goes on. It does not if only one of both runs has a
+    volume.
 
     A warning says so, and also if too little of a volume is left. ``place``: of the state. Raises ``ConfigError`` with
     the ``remedy`` for a state that does not fit.
@@ -119,7 +125,7 @@ def resume_controller(
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{place}: the controller's state does not fit ({error}); {remedy}") from error
     if goes_on:
-        warn_of_spent_budget(controller, group)
+        warn_of_spent_budget(controller, iteration, group)
     else:
         warn_of_new_plans(place, controller.config, group)
     return goes_on

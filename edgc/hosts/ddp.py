@@ -66,7 +66,8 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
     if bucket.index() == 0:
         state.begin()
         state.futures = []
-    state.add(dict(zip(bucket.parameters(), bucket.gradients(), strict=True)))
+    gradients = {p: _as_laid_out(p, flat) for p, flat in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+    state.add(gradients, bucket.buffer())
     devices: list[int | str | torch.device] | None = [state.device] if state.device.type == "cuda" else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     state.futures.append((future, bucket.buffer()))
@@ -76,3 +77,10 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
             waiting.set_result(buffer)
         state.futures = []
     return future
+
+
+def _as_laid_out(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient as the parameter is laid out: DDP's view of it has the values in the order of its memory."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())

@@ -1,6 +1,7 @@
 """Data parallelism of a plain torch module: one stage, whose gradients are averaged over a group of processes."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount, RunBytes
-from edgc.comm.collectives import Communicator, all_reduce_bytes
+from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
@@ -106,6 +107,8 @@ class EDGCState:
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
         self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
+        self._plain = False  # whether gradients of this step are summed as DDP itself would
+        self._copies: list[tuple[Tensor, Tensor]] = []  # gradients that are not contiguous, and copies that are
 
     def _check_gradients(self, sparse: Collection[Tensor]) -> None:
         """Raises ``ConfigError`` for a parameter whose gradient is not real, or not dense."""
@@ -151,7 +154,7 @@ class EDGCState:
         run = Run(
             iterations=self.iterations,
             replicas=self.processes,
-            gradient_bytes=max(parameter.itemsize for parameter in parameters),
+            gradient_bytes=_most_frequent_itemsize(parameters),
             overlapped=True,
         )
         # gradients come about in the reverse order of the parameters
@@ -168,8 +171,8 @@ class EDGCState:
             fp32=sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters),
         )
         self.stage = Stage(KEY, self.device, step_bytes)
-        communicator = Communicator(group, self.stage.traffic)
-        self.stage.units = Units([self._unit(*unit, communicator) for unit in zip(names, described, strict=True)])
+        self.communicator = Communicator(group, self.stage.traffic)
+        self.stage.units = Units([self._unit(*unit) for unit in zip(names, described, strict=True)])
         self.overlap = Overlap(self.device)
         window = self.config.ranks.window
         self.driver = StepDriver(self.plan.keys, [self.stage], window, lambda: self.steps, self._loss_scale)
@@ -193,8 +196,8 @@ class EDGCState:
         elif self.windows.controller is not None:  # the run before has said it
             warn_of_budget(self.windows.controller, self.group)
 
-    def _unit(self, names: Sequence[str], parameters: Iterable[Parameter], communicator: Communicator) -> Unit:
-        return Unit(names, GradientReducer.of(parameters, self.config, communicator, self.device, self.run))
+    def _unit(self, names: Sequence[str], parameters: Iterable[Parameter]) -> Unit:
+        return Unit(names, GradientReducer.of(parameters, self.config, self.communicator, self.device, self.run))
 
     def _loss_scale(self) -> Tensor | None:
         if self.scaler is None:
@@ -210,19 +213,16 @@ class EDGCState:
         Every process of the group must call this after the backward pass. Raises RuntimeError where a parameter has no
         gradient, and where one has a gradient that required none when EDGC was given the module.
         """
-        if thawed := [name for parameter, name in self.frozen.items() if parameter.grad is not None]:
+        if thawed := [name for p, name in self.frozen.items() if p.requires_grad and p.grad is not None]:
             raise RuntimeError(
                 f"{thawed[0]} has a gradient, and required none when EDGC was given the module: it would not be "
                 "averaged. Build a new state for the module as it is now"
             )
-        self.begin()
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
-        strided = {p: gradient for p, gradient in gradients.items() if not gradient.is_contiguous()}
-        copies = {p: gradient.contiguous() for p, gradient in strided.items()}
-        self.add({**gradients, **copies})
+        _check_missing([name for p, name in self.parameters.items() if p not in gradients])
+        self.begin()
+        self.add(gradients)
         self.end()
-        for parameter, gradient in strided.items():
-            gradient.copy_(copies[parameter])
 
     def begin(self) -> None:
         """A step begins: no gradient has come."""
@@ -230,16 +230,19 @@ class EDGCState:
             raise RuntimeError("this EDGC state was closed")
         self.start()
         self._announce()
-        self._handles = []
-        self.driver.step()
+        self._handles, self._copies = [], []
+        step = self.driver.step()
         self.stage.units.begin()
         self._before = [reducer.state.state_dict() for reducer in self.stage.reducers]
+        for reducer in self.stage.reducers:
+            reducer.begin(step.iteration)
+        self._plain = all(reducer.plain for reducer in self.stage.reducers)
 
-    def add(self, gradients: Mapping[Tensor, Tensor]) -> None:
+    def add(self, gradients: Mapping[Tensor, Tensor], buffer: Tensor | None = None) -> None:
         """These gradients, by parameter, are complete on this process. They will hold the averages after ``end``.
 
-        Every process must add them in the same order. Raises RuntimeError for a parameter that the module does not
-        have.
+        ``buffer``: where they are, and nothing else; a plain sum is then one of this buffer, as DDP's own is. Every
+        process must add them in the same order. Raises RuntimeError for a parameter that the module does not have.
         """
         named = {}
         for parameter, gradient in gradients.items():
@@ -250,15 +253,33 @@ class EDGCState:
                     "given, or to one that did not require a gradient then"
                 )
             named[name] = gradient
-        for unit in self.stage.units.add(named):
+        if self._plain and buffer is not None:
+            self._sum_buffer(named, buffer)
+            return
+        strided = {name: gradient for name, gradient in named.items() if not gradient.is_contiguous()}
+        copies = {name: gradient.contiguous() for name, gradient in strided.items()}
+        self._copies += [(strided[name], copy) for name, copy in copies.items()]
+        for unit in self.stage.units.add({**named, **copies}):
             self._reduce(unit)
+
+    @torch.no_grad()
+    def _sum_buffer(self, gradients: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Start a plain average of a buffer that has these gradients."""
+        step = self.driver.step()
+        with own_arithmetic(self.device):
+            for unit in self.stage.units.of(gradients):
+                own = {name: gradients[name] for name in unit.names if name in gradients}
+                unit.reducer.observer.measure(own, step.iteration, step.loss_scale)
+            buffer.div_(self.processes)
+        self.stage.units.add(gradients)
+        message = AllReduce(self.communicator, buffer)
+        self._handles.append(self.overlap.start_own(message.start, self.stage.spans))
 
     @torch.no_grad()
     def _reduce(self, unit: Unit) -> None:
         """Start the reduction of a unit."""
         step, reducer = self.driver.step(), unit.reducer
         gradients = unit.gradients
-        reducer.begin(step.iteration)
         with own_arithmetic(self.device):
             reducer.observer.measure(gradients, step.iteration, step.loss_scale)
             torch._foreach_div_(list(gradients.values()), self.processes)
@@ -272,18 +293,14 @@ class EDGCState:
 
         Raises ``ReplicaMismatch`` where processes have drifted apart, and RuntimeError where gradients are missing.
         """
-        if missing := self.stage.units.missing:
-            raise RuntimeError(
-                f"{len(missing)} parameters have no gradient in this step, the first {missing[0]}: EDGC needs those of "
-                "all parameters that required one when it was attached. Before you attach it, set requires_grad=False "
-                "on parameters that steps do not use"
-            )
         for handle in self._handles:
             handle.wait()
+        if missing := self.stage.units.missing:
+            self._roll_back()  # those that have come are summed and lost
+            _check_missing(missing)
         if self.driver.not_finite():
-            for unit, before in zip(self.stage.units, self._before, strict=True):
-                unit.reducer.state.load_state_dict(before)
-                unit.reducer.observer.roll_back(self.steps)
+            self._roll_back()
+            for unit in self.stage.units:
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
             skips = self.scaler is not None and self.scaler.is_enabled()
             if not skips and not self._warned_of_nan:
@@ -293,7 +310,9 @@ class EDGCState:
                     "optimizer that takes this step has NaN in its weights from now on",
                     self.group,
                 )
-        self._before, self._handles = [], []  # else the memory of it would stay
+        for gradient, copy in self._copies:
+            gradient.copy_(copy)
+        self._before, self._handles, self._copies = [], [], []  # else the memory of it would stay
         self.stage.units.begin()
         self.stage.end_step()
         self.driver.end(self.steps)
@@ -307,6 +326,11 @@ class EDGCState:
             )
         if last or self.driver.closes_window(self.steps - 1):
             self._report(last)
+
+    def _roll_back(self) -> None:
+        for reducer, before in zip(self.stage.reducers, self._before, strict=True):
+            reducer.state.load_state_dict(before)
+            reducer.observer.roll_back(self.steps)
 
     def _report(self, last: bool) -> None:
         self._announce()
@@ -398,7 +422,7 @@ class EDGCState:
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self._sizes)
-            resume_controller(controller, state["controller"], "the state", REMEDY, self.group)
+            resume_controller(controller, state["controller"], self.steps, "the state", REMEDY, self.group)
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:
@@ -418,6 +442,24 @@ class EDGCState:
             raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}; {REMEDY}")
         if why := misfit(state["layout"], {name: one.elements for name, one in self.described.items()}):
             raise ConfigError(f"the EDGC state has {why}; {REMEDY}")
+
+
+def _check_missing(names: Sequence[str]) -> None:
+    """Raises RuntimeError for parameters without a gradient."""
+    if names:
+        raise RuntimeError(
+            f"{len(names)} parameters have no gradient in this step, the first {min(names)}: EDGC needs those of all "
+            "parameters that required one when it was attached. Before you attach it, set requires_grad=False on "
+            "parameters that steps do not use"
+        )
+
+
+def _most_frequent_itemsize(parameters: Sequence[Tensor]) -> int:
+    """Bytes of a value in the type that most values have."""
+    values: Counter[int] = Counter()
+    for parameter in parameters:
+        values[parameter.itemsize] += parameter.numel()
+    return values.most_common(1)[0][0]
 
 
 def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:

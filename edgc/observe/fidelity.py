@@ -136,9 +136,10 @@ class FidelitySampler:
             count = size if self.share >= 1 else math.ceil(self.share * size)
             generator = torch.Generator().manual_seed(stable_seed(self.seed, "fidelity", name))
             # drawn with repetition: a permutation of billions of entries would take their memory
-            indices = torch.arange(size, device="cpu")
             if count < size:
                 indices = torch.randint(size, (count,), generator=generator, device="cpu")
+            else:
+                indices = torch.arange(size, device="cpu")
             self._indices[name] = indices.sort().values.to(device)
         return self._indices[name]
 

@@ -194,7 +194,9 @@ class Controller:
             self.budget.load_state_dict(state["budget"])
             ledger = self.budget.ledger
             ledger.host_share_hidden |= before.trial is not None
-            ledger.window_outside_budget |= (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
+            # of a window's steps before the resume it is not known how many the host has summed
+            changed = (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
+            ledger.window_outside_budget |= by_host or changed
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
         plan = replace(before, by_host=by_host, trial=None, tried=tried)

@@ -11,8 +11,8 @@ class Run:
     ``replicas``: how many processes hold the same layers, and sum their gradients. ``gradient_bytes``: of one value in
     the host's gradient buffers. ``scatters``: the host's own sum is a reduce-scatter, and each process needs its shard
     alone. ``overlapped``: reductions run beside the backward pass. ``repeatable``: the host may skip a step, or run it
-    again, after its reduction; reducers then keep their state of before the step. ``learning_rate``: by iteration, in
-    any unit, where the host knows it.
+    again, after its reduction; reducers then keep their state of before the step. ``reruns``: it may run it again.
+    ``learning_rate``: by iteration, in any unit, where the host knows it.
     """
 
     iterations: int
@@ -22,6 +22,7 @@ class Run:
     scatters: bool = False
     overlapped: bool = False
     repeatable: bool = False
+    reruns: bool = False
     learning_rate: Callable[[int], float] | None = None
 
     @property

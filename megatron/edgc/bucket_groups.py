@@ -22,6 +22,7 @@ from edgc.comm.collectives import (
     Coalesced,
     Communicator,
     Exchange,
+    ReduceScatter,
     Traffic,
     Work,
     all_reduce_bytes,
@@ -52,13 +53,13 @@ class StageSums:
         spans: Spans,
         overlap: Overlap,
         step: Callable[[], Step],
-        repeatable: bool,
+        reruns: bool,
     ):
         self.units, self.communicator, self.spans, self.overlap = units, communicator, spans, overlap
         self.groups: list[EDGCBucketGroup] = []
         self.shards: dict[str, ShardBounds] = {}  # with the distributed optimizer: bounds of each gradient
         self.plain = False  # whether Megatron's own sums will do in this pass
-        self._step, self.repeatable = step, repeatable
+        self._step, self.reruns = step, reruns
         self._begun: int | None = None  # the iteration of the last pass
         self._come: set[EDGCBucketGroup] = set()  # in this pass
         self._handles: dict[Unit, Handle] = {}
@@ -70,7 +71,7 @@ class StageSums:
         """
         step = self._step()
         if not self._come:
-            if step.iteration == self._begun and not self.repeatable:
+            if step.iteration == self._begun and not self.reruns:
                 raise StepError(
                     f"iteration {step.iteration + 1}: gradients are reduced a second time. In a loop of your own, set "
                     "args.curr_iteration in each step, and do not call finalize_model_grads: the schedule calls "
@@ -187,7 +188,8 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         sums = self.edgc_sums
         if not whole:
             self._check_and_scale()
-            return sums.overlap.start(self._sum_pieces(), spans=sums.spans)
+            scatter = self.ddp_config.use_distributed_optimizer and not force_all_reduce
+            return sums.overlap.start(self._sum_pieces(scatter), spans=sums.spans)
         for bucket in self.buckets:
             count_host_sum(sums.communicator.traffic, self, bucket.grad_data)
 
@@ -198,15 +200,22 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
         return sums.overlap.start_own(own_collective, sums.spans)
 
-    def _sum_pieces(self) -> Exchange[None]:
-        """Sum the buckets without a tied embedding, which is summed with its other copies."""
+    def _sum_pieces(self, scatter: bool) -> Exchange[None]:
+        """Sum the buckets without a tied embedding, which is summed with its other copies.
+
+        ``scatter``: a process needs its own shard alone of a bucket; of one with an embedding it gets all.
+        """
         pieces = []
+        communicator, scatters = self.edgc_sums.communicator, []
         for bucket in self.buckets:
             apart = [bucket.param_to_index[p] for p in bucket.params_list if p not in self.edgc_names]
+            if not apart and scatter:
+                scatters.append(ReduceScatter(communicator, bucket.grad_data))
+                continue
             edges = [0, *(edge for start_end in sorted(apart) for edge in start_end), bucket.grad_data.numel()]
             pieces += [bucket.grad_data[start:end] for start, end in batched(edges, 2) if start < end]
-        messages = [AllReduce(self.edgc_sums.communicator, piece) for piece in pieces]
-        yield Coalesced(messages)
+        messages = [AllReduce(communicator, piece) for piece in pieces]
+        yield Coalesced([*messages, *scatters])
         for piece, message in zip(pieces, messages, strict=True):
             if message.result is not piece:
                 piece.copy_(message.result)

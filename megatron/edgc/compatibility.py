@@ -7,6 +7,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from edgc.config import ConfigError, EDGCConfig
 from edgc.printing import print_warning
 from megatron.edgc.seam import changes, megatron_folder
@@ -158,6 +160,12 @@ def check_ddp(ddp_config: Any, args: Namespace) -> None:
                 f"DDP was built with {field} = {built}, and Megatron's arguments have {argument} = {given}: EDGC needs "
                 "both alike"
             )
+    in_16_bits = args.params_dtype != torch.float32  # else gradients are in fp32 in any case
+    if in_16_bits and ddp_config.grad_reduce_in_fp32 != args.accumulate_allreduce_grads_in_fp32:
+        raise ConfigError(
+            f"DDP was built with grad_reduce_in_fp32 = {ddp_config.grad_reduce_in_fp32}, and Megatron's arguments have "
+            f"accumulate_allreduce_grads_in_fp32 = {args.accumulate_allreduce_grads_in_fp32}: EDGC needs both alike"
+        )
 
 
 def check_param_wire(config: EDGCConfig, args: Namespace) -> None:

@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -383,12 +382,16 @@ def described_run(args: Namespace) -> Run:
         scatters=args.use_distributed_optimizer,
         overlapped=args.overlap_grad_reduce,
         repeatable=repeatable(args),
+        reruns=reruns(args),
         learning_rate=learning_rate(args, iterations),
     )
 
 
-def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
-    """The rate by iteration, as Megatron's scheduler will set it. Batches that grow count as if of one size."""
+def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float] | None:
+    """The rate by iteration, as Megatron's scheduler will set it. Batches that grow count as if of one size.
+
+    None where the arguments make no schedule, as those of a script with an optimizer of its own may.
+    """
     by_samples = args.train_samples is not None
     unit, whole = ("samples", args.train_samples) if by_samples else ("iters", iterations)
 
@@ -396,11 +399,9 @@ def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
         given: float | None = getattr(args, f"lr_{name}_{unit}")
         return given
 
-    @cache  # nobody may ask, and not every script has such a schedule
-    def scheduler() -> OptimizerParamScheduler:
-        decay = steps("decay") or whole
-        fraction = args.lr_warmup_fraction
-        return OptimizerParamScheduler(
+    decay, fraction = steps("decay") or whole, args.lr_warmup_fraction
+    try:
+        scheduler = OptimizerParamScheduler(
             torch.optim.SGD([torch.zeros(1)]),
             init_lr=args.lr_warmup_init,
             max_lr=args.lr,
@@ -415,10 +416,12 @@ def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float]:
             wsd_decay_steps=steps("wsd_decay"),
             lr_wsd_decay_style=args.lr_wsd_decay_style,
         )
+    except (AssertionError, TypeError):
+        return None
 
     def at(iteration: int) -> float:
-        scheduler().num_steps = iteration * whole / iterations
-        rate: float = scheduler().get_lr({})
+        scheduler.num_steps = iteration * whole / iterations
+        rate: float = scheduler.get_lr({})
         return rate
 
     return at
@@ -432,9 +435,14 @@ def scales_loss(args: Namespace) -> bool:
 
 
 def repeatable(args: Namespace) -> bool:
-    """Whether Megatron may skip a step or run it again: an overflow, or a result that it doubts."""
+    """Whether Megatron may skip a step, because a gradient overflows, or run it again."""
+    return scales_loss(args) or reruns(args)
+
+
+def reruns(args: Namespace) -> bool:
+    """Whether Megatron may run a step again, because it doubts a result."""
     doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
-    return bool(scales_loss(args) or doubts or args.rerun_mode not in ("disabled", "validate_results"))
+    return bool(doubts or args.rerun_mode not in ("disabled", "validate_results"))
 
 
 def run_length(args: Namespace) -> int:

@@ -96,7 +96,7 @@ class MegatronStage(Stage):
             reducer = GradientReducer.of(parameters, config, communicator, self.device, run)
             units.append(Unit([parameter.name for parameter in parameters], reducer))
         self.units = Units(units)
-        sums = StageSums(self.units, communicator, self.spans, overlap, step, run.repeatable)
+        sums = StageSums(self.units, communicator, self.spans, overlap, step, run.reruns)
         for one in self.named:
             weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_by_host, param_wire)
             self.groups.append(EDGCBucketGroup.attach(one.group, sums, weights, one.names))

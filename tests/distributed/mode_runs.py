@@ -55,7 +55,7 @@ from megatron.edgc.stages import gradient_bytes  # noqa: E402
 
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
 COLLECTIVES: tuple[tuple[Any, str], ...] = (
-    *((dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor")),
+    *((dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")),
     (param_and_grad_buffer, "dist_reduce_scatter_func"),
 )
 

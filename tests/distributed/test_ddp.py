@@ -692,6 +692,94 @@ def test_gradients_in_another_memory_format_are_averaged_in_place() -> None:
         assert apart < 1e-6 and still_strided
 
 
+def of_low_rank(rank: int, transposed: bool) -> float:
+    """How far a compressed average in DDP is from a true one of as low a rank, where a parameter may be transposed in
+    memory.
+    """
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).t() if transposed else torch.randn(64, 96)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight)
+    layer.forward = lambda inputs: inputs @ layer.weight  # type: ignore[method-assign]
+    model = DistributedDataParallel(layer)
+    attach(model, LOW_RANK, iterations=10)
+    true = torch.randn(64, 8) @ torch.randn(8, 96)
+    (model(torch.eye(64)) * true).sum().backward()
+    assert weight.is_contiguous() != transposed and layer.weight.grad is not None
+    return float((layer.weight.grad - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_is_compressed_as_the_matrix_it_is_however_it_lies_in_memory(transposed: bool) -> None:
+    assert max(run_on_ranks(of_low_rank, 2, transposed)) < 1e-5
+
+
+def sums_in_backward(rank: int) -> tuple[int, int, bool]:
+    """All-reduces of gradients that start before the last bucket has come, and all of them; in a step without
+    compression. Also whether the averages are those of DDP.
+    """
+    plain = Training(rank, None, **SMALL)
+    training = Training(rank, EDGCConfig.of(engine="dense", pp="off"), **SMALL)
+    training.train(1)  # DDP cuts its buckets anew after it
+    plain.train(1)
+    started: list[int] = []
+    all_reduce, end = dist.all_reduce, edgc.EDGCState.end
+    before_end: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, **how: started.append(1) or all_reduce(tensor, **how))
+        patch.setattr(edgc.EDGCState, "end", lambda self: before_end.append(len(started)) or end(self))
+        training.backward()
+    plain.backward()
+    apart = max(
+        float((a - b).abs().max()) for a, b in zip(training.gradients.values(), plain.gradients.values(), strict=True)
+    )
+    return before_end[0], len(started), apart < 1e-6
+
+
+def test_a_plain_sum_starts_with_each_bucket_as_ddps_own_does() -> None:
+    for in_backward, all_sums, alike in run_on_ranks(sums_in_backward, 2):
+        assert in_backward == all_sums > 2 and alike
+
+
+def goes_on(rank: int) -> tuple[float, float]:
+    """How far averages are from true ones in a step after one without a gradient; of a module with a frozen layer whose
+    old gradient is still there.
+    """
+    layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    layers[0].weight.grad = torch.ones(32, 32)
+    layers[0].requires_grad_(False)
+    settings = EDGCConfig.from_preset({"engine": "bf16", "warmup_fraction": 0.0})
+    state = edgc.EDGCState(layers, settings, iterations=20, unit_bytes=1)
+    found = []
+    for step in range(2):
+        for index, layer in enumerate(layers[1:]):
+            torch.manual_seed(100 * step + 10 * index + rank)
+            layer.weight.grad = torch.randn(32, 32) if step or index else None
+        if not step:
+            with pytest.raises(RuntimeError, match="1 parameters have no gradient in this step, the first 1.weight"):
+                state.step()
+            continue
+        true = mean({str(index): layer.weight.grad for index, layer in enumerate(layers[1:])})
+        state.step()
+        found = [float((layer.weight.grad - true[str(index)]).abs().max()) for index, layer in enumerate(layers[1:])]
+    return max(found), float((layers[0].weight.grad - 1).abs().max())
+
+
+def test_a_step_that_lacked_a_gradient_changes_nothing_and_a_frozen_layer_stays_as_it_was() -> None:
+    for apart, frozen in run_on_ranks(goes_on, 2):
+        assert apart < 0.02 and frozen == 0
+
+
+def of_mixed_types(rank: int) -> int:
+    """Bytes of a value of the host's sums, of a module in bf16 with a norm in fp32."""
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64))
+    return attach(model, BUDGET, iterations=60).run.gradient_bytes
+
+
+def test_a_module_is_planned_by_the_type_that_most_of_its_values_have() -> None:
+    assert run_on_ranks(of_mixed_types, 2) == [2, 2]
+
+
 def closed(rank: int) -> tuple[int, int]:
     """Windows that the controller has seen before and after the end of a run that was cut short."""
     training = Training(rank, LOW_RANK)
@@ -739,17 +827,22 @@ def made_up_times(taken: Callable[[Router], float]) -> Iterator[Callable[[], Non
     """The clocks of the steps and of their reductions say what ``taken`` does, in seconds, of a reduction's router; a
     step takes 0.1 s besides. What this yields is called after each step.
     """
-    reduce, clock, reduction = GradientReducer.reduce, [0.0], [0.0]
+    reduce, sum_buffer, clock, reduction = GradientReducer.reduce, edgc.EDGCState._sum_buffer, [0.0], [0.0]
 
     def timed(self: GradientReducer, *args: Any, **kwargs: Any) -> Any:
         reduction[0] = taken(self.router)
         yield from reduce(self, *args, **kwargs)
+
+    def timed_sum(self: edgc.EDGCState, *args: Any) -> None:
+        reduction[0] = taken(self.stage.reducers[0].router)
+        sum_buffer(self, *args)
 
     def step_ends() -> None:
         clock[0] += 0.1 + reduction[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientReducer, "reduce", timed)
+        patch.setattr(edgc.EDGCState, "_sum_buffer", timed_sum)
         patch.setattr(Spans, "take_seconds", lambda self: list(reduction))
         patch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         yield step_ends

@@ -816,7 +816,7 @@ def test_relief_stays_where_a_resume_with_another_volume_has_left_next_to_nothin
     planner = planned(24.0, 1000, 0, stages, 4.0, least_fidelity=0.1)
     whole, sent = planner.ledger.fp32_bytes, 500 / 8 * planner.ledger.fp32_bytes  # the first half at a volume of 8
     planner.observe(shown([seen({str(place): 0.5 for place in range(6)})], sent, 500 * whole, 500 * whole))
-    assert planner.ledger.exhausted(500) and planner.ledger.steps == 500
+    assert planner.ledger.exhausted(500)
     planner.decide(500)
     reliefs = []
     for window in range(8):
@@ -916,6 +916,19 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
     else:
         assert budget.ledger.counts.outside_budget.fp32 == 30 * step
         assert budget.budget(30) == pytest.approx(step / 20) == pytest.approx(expected)
+
+
+def test_a_resume_within_a_window_of_the_hosts_sums_charges_none_of_them_to_the_budget() -> None:
+    step = 4.0 * 2 * (128 * 256 + 128)
+    first, resumed = (controller(trials=Trials(200, 1.0, False, by_host=True)) for _ in range(2))
+    first.decide(10)
+    first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0, sent_by_host=20 * step))
+    first.decide(20)
+    assert resumed.load_state_dict(json.loads(json.dumps(first.state_dict()))) and resumed.budget is not None
+    # of the ten steps of this window seven were before the resume
+    resumed.observe(observed(0.5, 30 * step, 30 * step, 30 * step, host_share=1.0, sent_by_host=3 * step))
+    assert resumed.budget.ledger.counts.outside_budget.sent == 30 * step
+    assert resumed.budget.budget(30) == pytest.approx(step / 20)
 
 
 def test_a_plan_names_the_trial_of_its_own_run_alone() -> None:

@@ -184,6 +184,24 @@ def test_a_resumed_run_says_who_sums_where_the_probe_has_said_otherwise(
     assert capsys.readouterr().out == (said if before != now else "")
 
 
+@pytest.mark.parametrize(("preset", "adopts"), [("balanced", True), ("paper", False)])
+def test_only_a_volume_keeps_the_ranks_of_the_probe_before(
+    preset: str, adopts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where entropy sets ranks, matrices were chosen by the smallest rank of now."""
+    from megatron.edgc.checkpoint import loading
+
+    settings = EDGCConfig.from_preset({"preset": preset})
+    key, found = StageKey(StageKind.LAYERS, 0), []
+    run = run_state(settings, keys=[key], stages=[SimpleNamespace(key=key, process_group=None)], controller=object())
+    own = resume(run, index_of(settings, stages=[key.id]))
+    own.usable.stages[key] = SimpleNamespace(processes=2)
+    monkeypatch.setattr(loading.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(loading.Resume, "_resume", lambda self, controller, state, ranks: found.append(ranks))
+    own._resume_gradients()
+    assert [bool(ranks) for ranks in found] == [adopts]
+
+
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that imported Megatron's save_checkpoint by itself, before EDGC was attached."""
     from megatron.training import checkpointing as megatron_checkpointing

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from edgc.config import ConfigError, EDGCConfig
@@ -125,6 +126,7 @@ def arguments() -> Namespace:
     argv, sys.argv = sys.argv, ["pretrain_gpt.py"]
     try:
         derived = {"data_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+        derived |= {"params_dtype": torch.float32, "accumulate_allreduce_grads_in_fp32": False}
         derived |= {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}
         return Namespace(**{**vars(parse_args()), **derived})
     finally:
@@ -176,6 +178,15 @@ def test_ddp_with_other_settings_than_the_arguments_is_refused(arguments: Namesp
     built = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("router",))
     with pytest.raises(ConfigError, match="param_name_patterns_for_fp32_local_accumulation"):
         compatibility.check_ddp(built, arguments)
+
+
+def test_ddp_that_sums_in_another_type_is_refused(arguments: Namespace) -> None:
+    in_16_bits = Namespace(**{**vars(arguments), "params_dtype": torch.bfloat16})
+    compatibility.check_ddp(DistributedDataParallelConfig(), in_16_bits)
+    built = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    compatibility.check_ddp(built, arguments)  # gradients of weights in fp32 are in fp32 in any case
+    with pytest.raises(ConfigError, match="built with grad_reduce_in_fp32 = True"):
+        compatibility.check_ddp(built, in_16_bits)
 
 
 def test_one_data_parallel_rank_is_refused_without_messages_to_compress(arguments: Namespace) -> None:

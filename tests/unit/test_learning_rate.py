@@ -20,6 +20,11 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.parametrize("given", [{"lr": None}, {"lr_decay_style": "WSD"}, {"lr_warmup_iters": 200}])
+def test_a_script_without_such_a_schedule_has_no_known_rate(given: dict[str, object]) -> None:
+    assert learning_rate(Namespace(**{**ARGUMENTS, **given}), 200) is None
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -36,4 +41,5 @@ ARGUMENTS = {
 )
 def test_the_rate_is_that_of_megatrons_scheduler(given: dict[str, object], expected: dict[int, float]) -> None:
     rate = learning_rate(Namespace(**{**ARGUMENTS, **given}), 200)
+    assert rate is not None
     assert {iteration: rate(iteration) for iteration in expected} == pytest.approx(expected)

@@ -65,7 +65,15 @@ def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: py
     gradients = {"accumulate_allreduce_grads_in_fp32": False, "params_dtype": torch.bfloat16, "bf16": True}
     sums = {"use_distributed_optimizer": not overlapped, "overlap_grad_reduce": overlapped}
     usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
-    usual |= {"error_injection_rate": 0, "rerun_mode": "disabled", "train_samples": None}
+    usual |= {"error_injection_rate": 0, "rerun_mode": "disabled"}
+    monkeypatch.setattr(session, "learning_rate", lambda args, iterations: None)
     run = session.described_run(Namespace(**sizes, **gradients, **sums, **usual))
+    scaled = session.described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "fp16": True}))
+    doubting = session.described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "check_for_spiky_loss": True}))
+    assert [(one.repeatable, one.reruns) for one in (run, scaled, doubting)] == [
+        (False, False),
+        (True, False),  # a step whose gradients overflow is skipped, and not run again
+        (True, True),
+    ]
     assert (run.iterations, run.replicas, run.pipeline_stages, run.gradient_bytes) == (100, 6, 4, 2)
     assert (run.overlapped, run.scatters) == (overlapped, not overlapped)

@@ -133,11 +133,6 @@ class Ledger:
         spent = (sent - counts.outside_budget.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
         return (self.fp32_bytes * self.iterations - outside) / self.volume - spent
 
-    @property
-    def steps(self) -> int:
-        """Steps of the run that are counted."""
-        return round(self.counts.run.fp32 / self.fp32_bytes) if self.fp32_bytes else 0
-
     def exhausted(self, iteration: int) -> bool:
         """Whether the steps from ``iteration`` on need more than the budget has left, whatever they choose."""
         return self._unspent(iteration) < (self.overhead or 1.0) * self.least * (self.iterations - iteration)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.msc_utils import maybe_msc
 
 from edgc.byte_counts import RunBytes
-from edgc.config import ConfigError, flag
+from edgc.config import ConfigError, RankPolicy, flag
 from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_measurements, resume_controller
 from edgc.hosts.user_warnings import warn
 from edgc.plan.controller import Controller
@@ -163,6 +163,8 @@ class Resume:
         processes = dist.get_world_size(run.stages[0].process_group)
         # one process has no link that could bound ranks
         alike = layers is not None and (layers.processes == 1) == (processes == 1)
+        # Else parameters were selected by the ranks of now.
+        alike &= self.run.requested.rank_policy is RankPolicy.VOLUME
         settings = {name: index.resolved[name] for name in RANK_SETTINGS} if alike and not others else {}
         if self._resume(run.controller, index.controller, settings) and others:
             warn(f"{self.name} was written with other ranks or another link given: this run's settings hold")
@@ -196,7 +198,7 @@ class Resume:
         if controller.rounds != rounded:
             how = "rounded" if controller.rounds else "in low rank"
             warn(f"compressed gradients go on {how} as in {self.name}, whatever was timed now")
-        goes_on = resume_controller(controller, state, self.name, GO_ON)
+        goes_on = resume_controller(controller, state, self.index.iteration, self.name, GO_ON)
         if controller.plan.by_host != by_host:
             who = "Megatron sums gradients" if controller.plan.by_host else "EDGC compresses gradients"
             warn(f"{who} as in {self.name}, whatever was timed now")
