@@ -10,7 +10,7 @@ With torch's DistributedDataParallel, in each process:
     torch.save({"model": net.state_dict(), "edgc": state.state_dict()}, file)  # state_dict: on every process
 
 or, where something else wraps the model: ``model.register_comm_hook(edgc.EDGCState(net, iterations=10_000),
-edgc.ddp_hook)``. Settings other than a preset's: ``edgc.EDGCConfig.from_preset({"preset": "paper", "window": 200})``.
+edgc.ddp_hook)``. Settings other than a preset's: ``edgc.EDGCConfig.from_preset("paper", window=200)``.
 
 With Megatron-core, in a training script of your own:
 

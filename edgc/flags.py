@@ -13,7 +13,7 @@ WIDTH = 100  # characters
 INTRODUCTION = (
     "These flags change how EDGC compresses. Many runs need only --edgc-preset, and most only the first group. With "
     "Megatron they stand beside --edgc, which switches EDGC on, and perhaps --edgc-cpu, which trains without GPUs. In "
-    "Python they are keys of what edgc.config.EDGCConfig.from_preset takes. "
+    "Python they are arguments of edgc.EDGCConfig.from_preset. "
     "Defaults are those of the default preset, balanced. An engine other than powersgd has no default preset: it then "
     "sums the first tenth of the run in fp32. The lists in docs/frontier give --edgc-dense-wire int8 and "
     "--edgc-warmup-fraction 0.025 to such an engine."
@@ -86,7 +86,7 @@ def markdown() -> str:
         lines += [_row(_spelling(setting), setting, _default(setting)) for setting in members]
     lines += ["", "## Settings of studies", "", "`--edgc-study NAME=VALUE ...` varies what no run needs to set.", ""]
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
-    usual = EDGCConfig.from_preset({}).flat()
+    usual = EDGCConfig.from_preset().flat()
     lines += [_row(one.name, one, _value(usual[one.name])) for one in fields(Study)]
     unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
     lines += ["", "## What the presets set", ""]
@@ -125,7 +125,7 @@ def _spelling(setting: Field[Any]) -> str:
 
 def _default(setting: Field[Any]) -> str:
     # A setting without one, and the preset, say in their help what holds then.
-    return "" if setting.name == "preset" else _value(EDGCConfig.from_preset({}).flat().get(setting.name))
+    return "" if setting.name == "preset" else _value(EDGCConfig.from_preset().flat().get(setting.name))
 
 
 def _value(value: object) -> str:

@@ -57,7 +57,7 @@ def train(preset: str, iterations: int) -> tuple[float, float]:
     if preset != "dense":
         # Within one machine no compression pays. EDGC compresses as it would on a link of 1 Gbit/s.
         settings = {"preset": preset, "window": max(2, iterations // 5), "link_gbps": 1.0}
-        config = edgc.EDGCConfig.from_preset(settings)
+        config = edgc.EDGCConfig.from_preset(**settings)
         state = edgc.attach(model, config, iterations=iterations)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     losses = []

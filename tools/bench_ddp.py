@@ -67,8 +67,10 @@ def torch_hook(rank: int) -> Run:
 
 def edgc_hook(**settings: Any) -> Run:
     def install(model: DistributedDataParallel, iterations: int) -> Callable[[], float]:
-        fraction = {"warmup_fraction": WARM_UP / iterations} if "static_rank" in settings else {}
-        config = edgc.EDGCConfig.from_preset({"link_gbps": 1.0, "window": iterations // 5, **settings, **fraction})
+        given: dict[str, Any] = {"link_gbps": 1.0, "window": iterations // 5, **settings}
+        if "static_rank" in settings:
+            given["warmup_fraction"] = WARM_UP / iterations
+        config = edgc.EDGCConfig.from_preset(**given)
         state = edgc.attach(model, config, iterations=iterations)
         return lambda: float(state.report.bytes.gradients.sent if state.report else 0.0)
 

@@ -46,7 +46,7 @@ class Training:
         self.model, self.preset, self.iterations, self.window = model, preset, iterations, window
         self.optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
         # Within one machine no compression pays. EDGC compresses as it would on a link of 1 Gbit/s.
-        config = edgc.EDGCConfig.from_preset({"preset": preset, "link_gbps": 1.0, "window": window})
+        config = edgc.EDGCConfig.from_preset(preset, link_gbps=1.0, window=window)
         self.state = edgc.EDGCState(model, config, iterations=iterations)
 
     def twin(self) -> "Training":

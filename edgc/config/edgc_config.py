@@ -18,6 +18,7 @@ from edgc.engines import DEFAULT_ENGINE, ENGINES, check_engine, has_rank
 # Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
 # step to step in some runs (docs/algorithm.md, 5).
 LEAST_WARMUP = 2
+USUAL: Any = object()  # the preset of who names none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,24 +116,25 @@ class EDGCConfig(Settings):
         self.pipeline.require("pp", self.low_rank or not self.pipeline.messages.needs_rank, rule)
 
     @classmethod
-    def from_preset(cls, given: Mapping[str, Any]) -> "EDGCConfig":
-        """The preset that ``given`` names, or the default one, overridden by what else it holds."""
-        for one in ("engine", "preset"):  # they tell what the others mean
-            value = given.get(one, "")
-            check(
-                isinstance(value, (str, type(None)) if one == "preset" else str), cls.flag(one), value, "must be text"
-            )
-        usual = "balanced" if given.get("engine", DEFAULT_ENGINE) == DEFAULT_ENGINE else None
-        name = given.get("preset", usual)
-        preset = with_effect(PRESETS.get(name, {}), given)
-        for names, rule in without_effect(given, preset.get("volume")):
+    def from_preset(cls, preset: str | None = USUAL, **given: Any) -> "EDGCConfig":
+        """A preset, overridden by the given settings: ``from_preset("paper", window=200)``.
+
+        By default ``balanced``, or none with an engine other than powersgd. None: no preset. Raises ``ConfigError``.
+        """
+        engine = given.get("engine", DEFAULT_ENGINE)
+        check(isinstance(engine, str), cls.flag("engine"), engine, "must be text")
+        if preset is USUAL:
+            preset = "balanced" if engine == DEFAULT_ENGINE else None
+        check(isinstance(preset, (str, type(None))), cls.flag("preset"), preset, "must be text")
+        settings = with_effect(PRESETS.get(preset or "", {}), given)
+        for names, rule in without_effect(given, settings.get("volume")):
             for one in sorted(names & given.keys()):
-                check(given[one] == preset.get(one, _default(one)), flag(one), given[one], rule)
+                check(given[one] == settings.get(one, _default(one)), flag(one), given[one], rule)
         # who says which messages to compress takes the preset's format for them
-        _, colon, how = preset.get("pp", "").partition(":")
+        _, colon, how = settings.get("pp", "").partition(":")
         if colon and given.get("pp", "off") in MESSAGES[1:]:
             given = {**given, "pp": given["pp"] + colon + how}
-        return cls.of(**{"preset": name, **preset, **given})
+        return cls.of(**{"preset": preset, **settings, **given})
 
     @classmethod
     def of(cls, **settings: Any) -> "EDGCConfig":

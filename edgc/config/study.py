@@ -73,7 +73,7 @@ class Study(Settings):
         None,
         "how much is sent to measure, for each parameter, how far and how late the optimizer gets its gradient, as a "
         "share of the bytes of a dense fp32 all-reduce in all iterations; inf measures every entry (default: 0.0005 "
-        "with --edgc-volume, else 0, nothing)",
+        "with --edgc-volume, but at most 1 % of the entries in a measured iteration, else 0, nothing)",
         "fraction",
         "docs/algorithm.md, 9",
     )

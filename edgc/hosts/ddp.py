@@ -1,5 +1,7 @@
 """torch's ``DistributedDataParallel`` as a host: EDGC as its communication hook."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +20,7 @@ def attach(
     *,
     iterations: int,
     scaler: torch.amp.GradScaler | None = None,
+    learning_rate: Callable[[int], float] | None = None,
 ) -> EDGCState:
     """Let EDGC average the gradients of a ``DistributedDataParallel`` model, or of a bare module.
 
@@ -32,7 +35,7 @@ def attach(
                     f"{type(model).__name__} has a {type(inner).__name__} inside, which sums gradients itself. EDGC "
                     "takes a DistributedDataParallel model, or a module that nothing else sums"
                 )
-        state = EDGCState(model, config, iterations=iterations, scaler=scaler)
+        state = EDGCState(model, config, iterations=iterations, scaler=scaler, learning_rate=learning_rate)
         state.start()
         return state
     if model.find_unused_parameters and not model.static_graph:
@@ -46,6 +49,7 @@ def attach(
         iterations=iterations,
         group=model.process_group,
         scaler=scaler,
+        learning_rate=learning_rate,
         unit_bytes=model.bucket_bytes_cap,
         ignored=model.parameters_to_ignore,
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -66,6 +66,8 @@ class EDGCState:
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
+        learning_rate: by step from 0, in any unit. A volume spends more bytes in steps of a higher rate; None: the
+            same in all.
         unit_bytes: of gradients that are worth a reduction of their own.
         ignored: names of parameters whose gradients are not to be averaged.
 
@@ -80,12 +82,14 @@ class EDGCState:
         iterations: int,
         group: ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        learning_rate: Callable[[int], float] | None = None,
         unit_bytes: int = LEAST_BYTES,
         ignored: Collection[str] = (),
     ):
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
+        self.learning_rate = learning_rate
         # the same names with and without torch.compile, so that a run may resume either way
         averaged = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters() if name not in ignored}
         self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
@@ -156,6 +160,7 @@ class EDGCState:
             replicas=self.processes,
             gradient_bytes=_most_frequent_itemsize(parameters),
             overlapped=True,
+            learning_rate=self.learning_rate,
         )
         # gradients come about in the reverse order of the parameters
         names = cut(((name, p.nbytes) for p, name in reversed(self.parameters.items())), self.unit_bytes)
@@ -467,11 +472,11 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     ask for more than averaged gradients.
     """
     if isinstance(config, str):
-        config = EDGCConfig.from_preset({"preset": config})
+        config = EDGCConfig.from_preset(config)
     if not isinstance(config, EDGCConfig):
         raise ConfigError(
             f"config is of type {type(config).__name__}: must be an EDGCConfig, or the name of a preset. "
-            "EDGCConfig.from_preset takes settings in a dict"
+            "EDGCConfig.from_preset takes settings by name"
         )
     refused = {
         "pp": not config.pipeline.messages.optional,

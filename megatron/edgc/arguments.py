@@ -58,7 +58,7 @@ def config_from_args(args: Namespace) -> EDGCConfig | None:
         return None
     if "study" in given:
         given |= study_from(given.pop("study"))
-    return EDGCConfig.from_preset(given)
+    return EDGCConfig.from_preset(**given)
 
 
 def _scalar(hint: object) -> type:

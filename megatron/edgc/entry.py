@@ -65,9 +65,9 @@ def compressing(args: Namespace, model: Any = None, config: EDGCConfig | None = 
             yield session
         except SystemExit as ended:  # how Megatron ends a run after --exit-interval, a time limit, or a signal
             if not ended.code:
-                session.end_early()
+                session.close()
             raise
-        session.end_early()  # if --iterations-to-skip has left out the last one
+        session.close()  # if --iterations-to-skip has left out the last one
 
 
 def _check_installed(session: Session) -> None:

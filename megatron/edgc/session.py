@@ -99,7 +99,12 @@ class Session:
         self.report: WindowReport | None = None  # of the last window
 
     def close(self) -> None:
-        """Give Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model."""
+        """Report what was seen since the last window of a run that ends before its last step, and its sums. Give
+        Megatron its functions back. The model's bucket groups stay EDGC's: they end with the model.
+
+        Every process calls this; no step may follow.
+        """
+        self._end_early()
         self.seam.__exit__(None, None, None)
 
     def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
@@ -306,10 +311,7 @@ class Session:
             self.report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
             self.reporter.window(self.report, last)
 
-    def end_early(self) -> None:
-        """Report what was seen since the last window of a run that Megatron ends before its last step, and its sums.
-        Every process calls this; no step may follow.
-        """
+    def _end_early(self) -> None:
         if not self.completed or self.completed == self.run.iterations:
             return
         if self.report is None or self.report.iteration < self.completed:

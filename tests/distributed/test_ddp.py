@@ -27,22 +27,12 @@ from tests.distributed.gloo import run_on_ranks
 
 WIDTH, TOKENS, CONTEXT = 64, 128, 4
 PAPER = EDGCConfig.from_preset(
-    {
-        "preset": "paper",
-        "window": 4,
-        "rmin": 4,
-        "rmax": 12,
-        "warmup_fraction": 0.1,
-        "entropy_stability": 10.0,
-        "iteration_sampling_rate": 0.5,
-    }
+    "paper", window=4, rmin=4, rmax=12, warmup_fraction=0.1, entropy_stability=10.0, iteration_sampling_rate=0.5
 )
-BALANCED = EDGCConfig.from_preset({"static_rank": 8, "window": 10})
+BALANCED = EDGCConfig.from_preset(static_rank=8, window=10)
 # of presets, and the share of the fall of the loss that each may lose; when written: 0.1, 1.1 and 4.3 %
 VOLUMES = {"safe": (8, 0.01), "balanced": (24, 0.03), "fast": (48, 0.1)}
-BUDGET = EDGCConfig.from_preset(
-    {"volume": 8.0, "window": 4, "iteration_sampling_rate": 0.5, "link_gbps": 0.01, "fidelity_share": 0.005}
-)
+BUDGET = EDGCConfig.from_preset(volume=8.0, window=4, iteration_sampling_rate=0.5, link_gbps=0.01, fidelity_share=0.005)
 
 
 class Net(nn.Module):
@@ -135,7 +125,7 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-LOW_RANK = EDGCConfig.from_preset({"preset": "paper", "static_rank": 8, "warmup_fraction": 0, "window": 4})
+LOW_RANK = EDGCConfig.from_preset("paper", static_rank=8, warmup_fraction=0, window=4)
 SMALL = {"bucket_cap_mb": 0.05}  # the model in several buckets, and as many units
 
 # Of DDP, micro-batches, settings
@@ -224,7 +214,7 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
 def as_given(preset: str) -> EDGCConfig:
     """A preset with its own volume, in a run of few windows, with enough samples for parameters so small."""
     given = {"window": 10, "iteration_sampling_rate": 0.5, "link_gbps": 0.01, "fidelity_share": 0.005}
-    return EDGCConfig.from_preset({"preset": preset, **given})
+    return EDGCConfig.from_preset(**{"preset": preset, **given})
 
 
 class Forgetful(Training):
@@ -748,7 +738,7 @@ def goes_on(rank: int) -> tuple[float, float]:
     layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
     layers[0].weight.grad = torch.ones(32, 32)
     layers[0].requires_grad_(False)
-    settings = EDGCConfig.from_preset({"engine": "bf16", "warmup_fraction": 0.0})
+    settings = EDGCConfig.from_preset(engine="bf16", warmup_fraction=0.0)
     state = edgc.EDGCState(layers, settings, iterations=20, unit_bytes=1)
     found = []
     for step in range(2):

@@ -60,7 +60,7 @@ def averages(settings: dict[str, Any], scope: Callable[[], Any], rank: int) -> l
     module = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 128), nn.Linear(128, 64))
     generator = torch.Generator().manual_seed(rank)
     with scope():
-        state = edgc.attach(module, EDGCConfig.from_preset(settings), iterations=6)
+        state = edgc.attach(module, EDGCConfig.from_preset(**settings), iterations=6)
     found = []
     for _ in range(5):
         for parameter in module.parameters():
@@ -124,7 +124,7 @@ def test_products_are_in_fp32_within_edgc_and_as_the_script_has_set_them_after_i
 
 def compiled(rank: int) -> tuple[int, set[str]]:
     """Steps that EDGC averages of a compiled model, and the names of parameters of one that is compiled within DDP."""
-    config = EDGCConfig.from_preset(SETTINGS["balanced"])
+    config = EDGCConfig.from_preset(**SETTINGS["balanced"])
     model = torch.compile(DistributedDataParallel(nn.Linear(8, 8)), backend="eager")
     state = edgc.attach(model, config, iterations=6)
     for _ in range(2):

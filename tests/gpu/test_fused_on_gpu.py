@@ -31,7 +31,7 @@ def communicator(tmp_path: Path):
 
 
 def reducer(communicator: Communicator, rank: int, **settings: Any) -> GradientReducer:
-    config = EDGCConfig.from_preset({"preset": "paper", "iteration_sampling_rate": 1e-6, **settings})
+    config = EDGCConfig.from_preset(**{"preset": "paper", "iteration_sampling_rate": 1e-6, **settings})
     made = GradientReducer(Selection(MATRICES), config, communicator, GPU)
     made.set_rank(rank, {matrix.name: rank for matrix in MATRICES})
     return made

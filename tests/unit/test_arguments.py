@@ -27,8 +27,8 @@ def test_flags_become_settings_of_the_right_type() -> None:
 
 
 def test_without_flags_the_default_preset_holds() -> None:
-    assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset({"preset": "balanced"})
-    assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig.from_preset({"preset": "paper"})
+    assert config_from_args(parse("--edgc")) == EDGCConfig.from_preset("balanced")
+    assert config_from_args(parse("--edgc", "--edgc-preset", "paper")) == EDGCConfig.from_preset("paper")
     assert config_from_args(parse("--edgc", "--edgc-engine", "int4")) == EDGCConfig.of(engine="int4")
     assert config_from_args(parse()) is None
 
@@ -43,7 +43,7 @@ def test_what_a_preset_switches_on_can_be_switched_off() -> None:
     config = config_from_args(parse("--edgc", "--edgc-preset", "balanced", "--edgc-no-equalise"))
     assert config is not None and not config.equalise and config.basis_cycle > 1
     plain = config_from_args(parse("--edgc", "--edgc-preset", "paper", "--edgc-equalise"))
-    assert plain == EDGCConfig.from_preset({"preset": "paper", "equalise": True}) and plain.equalise
+    assert plain == EDGCConfig.from_preset("paper", equalise=True) and plain.equalise
     assert config.pipeline.fuse_embedding_sync is None  # the run decides
     for prefix, wanted in (("", True), ("no-", False)):
         given = config_from_args(parse("--edgc", f"--edgc-{prefix}fuse-embedding-sync"))

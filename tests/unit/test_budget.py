@@ -1065,7 +1065,7 @@ def test_a_resumed_run_of_another_length_has_the_volume_as_a_whole() -> None:
 
 
 def test_a_resume_in_the_warm_up_with_another_link_is_no_new_plan() -> None:
-    settings = EDGCConfig.from_preset({"volume": 24, "window": 10, "rmax": 64})
+    settings = EDGCConfig.from_preset(volume=24, window=10, rmax=64)
     planner = BudgetPlanner(settings, 1000, [[parameter("w")]], (), BYTES, 4.0)
     c = Controller(settings, 1000, [ControlledStage([MatrixSpec("w", 64, 128)])], planner)
     before = c.plan

@@ -191,7 +191,7 @@ def test_only_a_volume_keeps_the_ranks_of_the_probe_before(
     """Where entropy sets ranks, matrices were chosen by the smallest rank of now."""
     from megatron.edgc.checkpoint import loading
 
-    settings = EDGCConfig.from_preset({"preset": preset})
+    settings = EDGCConfig.from_preset(preset)
     key, found = StageKey(StageKind.LAYERS, 0), []
     run = run_state(settings, keys=[key], stages=[SimpleNamespace(key=key, process_group=None)], controller=object())
     own = resume(run, index_of(settings, stages=[key.id]))

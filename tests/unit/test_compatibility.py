@@ -215,7 +215,7 @@ def test_messages_that_cannot_be_compressed_are_no_reason_to_take_one_data_paral
     sizes |= {"variable_seq_lengths": False}
     alone = Namespace(**{**vars(arguments), **sizes, "train_iters": 2000, "rank": 0})
     with pytest.raises(ConfigError, match="at least 2 data-parallel ranks"):
-        Session(EDGCConfig.from_preset({"preset": "paper"}), alone)
+        Session(EDGCConfig.from_preset("paper"), alone)
 
 
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
@@ -297,10 +297,10 @@ def test_the_copies_of_a_tied_embedding_are_summed_in_one_sum_where_that_can_be(
         assert not compatibility.fuses_embedding(default, unfit)
     off: tuple[dict[str, Any], ...] = ({"engine": "dense"}, {"preset": "paper"}, {"fuse_embedding_sync": False})
     for settings in off:
-        assert not compatibility.fuses_embedding(EDGCConfig.from_preset(settings), Namespace(**tied))
-        given = EDGCConfig.from_preset({**settings, "fuse_embedding_sync": True})
+        assert not compatibility.fuses_embedding(EDGCConfig.from_preset(**settings), Namespace(**tied))
+        given = EDGCConfig.from_preset(**{**settings, "fuse_embedding_sync": True})
         assert compatibility.fuses_embedding(given, Namespace(**tied))
-    assert compatibility.fuses_embedding(EDGCConfig.from_preset({"engine": "int4"}), Namespace(**tied))
+    assert compatibility.fuses_embedding(EDGCConfig.from_preset(engine="int4"), Namespace(**tied))
 
 
 def test_the_package_requires_the_tested_version_or_a_newer_one() -> None:

@@ -99,7 +99,7 @@ def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any]
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
     given = {"window": np.int64(200), "seed": np.int32(3), "warmup_fraction": np.float32(0.5), "volume": np.float64(24)}
-    settings = EDGCConfig.from_preset({"preset": "balanced", **given}).flat()
+    settings = EDGCConfig.from_preset(**{"preset": "balanced", **given}).flat()
     assert {name: (settings[name], type(settings[name])) for name in given} == {
         "window": (200, int),
         "seed": (3, int),
@@ -111,14 +111,14 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
 def test_a_setting_that_does_nothing_beside_a_volume_is_named_whatever_the_volume_is() -> None:
     for volume in (24, "24"):
         with pytest.raises(ConfigError, match=r"--edgc-allocation = uniform: does nothing beside --edgc-volume 24;"):
-            EDGCConfig.from_preset({"volume": volume, "allocation": "uniform"})
+            EDGCConfig.from_preset(volume=volume, allocation="uniform")
 
 
 @pytest.mark.parametrize("void", [{"wire": "int4"}, {"basis_wire": "int4"}, {"basis_cycle": 4}, {"rest_wire": "int4"}])
 def test_formats_of_factors_are_refused_beside_an_engine_without_any(void: dict[str, Any]) -> None:
     for preset in ("paper", "balanced"):
         with pytest.raises(ConfigError, match=f"{flag(*void)} = .*: does nothing beside the engine int4, which has no"):
-            EDGCConfig.from_preset({"preset": preset, "engine": "int4", **void})
+            EDGCConfig.from_preset(**{"preset": preset, "engine": "int4", **void})
 
 
 def test_a_window_longer_than_the_run_is_refused() -> None:
@@ -136,7 +136,7 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
     assert EDGCConfig.of(warmup_fraction=0.07).warmup(100) == 7
     assert EDGCConfig.of(warmup_fraction=0.025).warmup(500) == 13
-    balanced = EDGCConfig.from_preset({})
+    balanced = EDGCConfig.from_preset()
     assert [balanced.warmup(iterations) for iterations in (10, 40, 60, 100, 500)] == [1, 2, 2, 3, 13]
     for other in (balanced.replace(dense_wire="fp32"), balanced.replace(equalise=False)):
         assert other.warmup(40) == 1, "nothing is taken for a scale that rounding has made zero"
@@ -144,19 +144,19 @@ def test_a_warm_up_is_its_fraction_of_the_run_in_decimals() -> None:
 
 
 def test_a_share_of_the_run_adds_whole_error_iterations() -> None:
-    assert [EDGCConfig.from_preset({}).whole_error_iterations(iterations) for iterations in (1, 500, 1001)] == [
+    assert [EDGCConfig.from_preset().whole_error_iterations(iterations) for iterations in (1, 500, 1001)] == [
         1,
         200,
         401,
     ]
-    assert EDGCConfig.from_preset({"preset": "paper"}).whole_error_iterations(500) == 0
+    assert EDGCConfig.from_preset("paper").whole_error_iterations(500) == 0
 
 
 def test_what_is_refused_beside_a_volume_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match="give --edgc-static-rank as well"):
-        EDGCConfig.from_preset({"allocation": "uniform"})
+        EDGCConfig.from_preset(allocation="uniform")
     with pytest.raises(ConfigError, match="give --edgc-static-rank in its place"):
-        EDGCConfig.from_preset({"volume": 24, "allocation": "uniform"})
+        EDGCConfig.from_preset(volume=24, allocation="uniform")
 
 
 def test_defaults_are_the_papers() -> None:
@@ -182,61 +182,61 @@ def test_every_engine_is_where_its_registration_says() -> None:
 
 
 def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
-    assert EDGCConfig.from_preset({}) == EDGCConfig.from_preset({"preset": "balanced"}) != EDGCConfig()
+    assert EDGCConfig.from_preset() == EDGCConfig.from_preset("balanced") != EDGCConfig()
     for given in ({"engine": 5}, {"engine": None}, {"preset": ["balanced"]}):
         with pytest.raises(ConfigError, match="must be text"):
-            EDGCConfig.from_preset(given)
-    balanced = EDGCConfig.from_preset({"preset": "balanced", "wire": "int8", "static_rank": 64})
+            EDGCConfig.from_preset(**given)
+    balanced = EDGCConfig.from_preset("balanced", wire="int8", static_rank=64)
     assert (balanced.preset, balanced.formats.wire, balanced.ranks.static_rank) == ("balanced", "int8", 64)
     balanced.check_run(500)  # no window is needed where the rank is static
     assert balanced.formats.basis_wires == ("int5", "int5")
-    assert EDGCConfig.from_preset({"preset": "fast"}).formats.basis_wires == ("int6", "int4")
-    single = EDGCConfig.from_preset({"preset": "balanced", "basis_wire": "fp32"})
+    assert EDGCConfig.from_preset("fast").formats.basis_wires == ("int6", "int4")
+    single = EDGCConfig.from_preset("balanced", basis_wire="fp32")
     assert single.formats.basis_wires == ("fp32", "fp32")
-    assert EDGCConfig.from_preset({"preset": "balanced", "pp": "both"}).pipeline.pp == "both:int4"
+    assert EDGCConfig.from_preset("balanced", pp="both").pipeline.pp == "both:int4"
     for name in PRESETS:
-        EDGCConfig.from_preset({"preset": name})
+        EDGCConfig.from_preset(name)
     for wrong, said in (({"preset": "best"}, "--edgc-preset = best"), ({"pp": "forward"}, "--edgc-pp = forward: must")):
         with pytest.raises(ConfigError, match=said):
-            EDGCConfig.from_preset(wrong)
+            EDGCConfig.from_preset(**wrong)
 
 
 def test_what_a_preset_says_of_messages_and_ranks_is_void_without_them() -> None:
-    assert EDGCConfig.from_preset({"preset": "optimus", "pp": "off"}).pipeline.messages == Messages()
-    assert EDGCConfig.from_preset({"preset": "optimus", "engine": "int8"}).ranks.static_rank is None
-    ranked = EDGCConfig.from_preset({"preset": "balanced", "pp": "auto:powersgd:8"})
+    assert EDGCConfig.from_preset("optimus", pp="off").pipeline.messages == Messages()
+    assert EDGCConfig.from_preset("optimus", engine="int8").ranks.static_rank is None
+    ranked = EDGCConfig.from_preset("balanced", pp="auto:powersgd:8")
     assert ranked.pipeline.messages == Messages("auto", "powersgd", 8)
     # the paper's messages follow entropy's ranks
-    assert EDGCConfig.from_preset({"preset": "paper"}).pipeline.messages == Messages("auto-epilogue", "powersgd")
+    assert EDGCConfig.from_preset("paper").pipeline.messages == Messages("auto-epilogue", "powersgd")
     for given in ({"engine": "dense"}, {"engine": "int4"}, {"static_rank": 128}, {"volume": 12}):
-        assert EDGCConfig.from_preset({"preset": "paper", **given}).pipeline.messages == Messages()
+        assert EDGCConfig.from_preset(**{"preset": "paper", **given}).pipeline.messages == Messages()
 
 
 def test_the_dense_engine_leaves_out_what_a_preset_rounds() -> None:
-    config = EDGCConfig.from_preset({"preset": "balanced", "engine": "dense"})
+    config = EDGCConfig.from_preset("balanced", engine="dense")
     assert (config.engine, config.ranks.volume) == ("dense", None)
     assert (config.formats.dense_wire, config.formats.rest_wire) == ("fp32", "fp32")
 
 
 def test_a_preset_leaves_out_what_an_engine_does_not_read() -> None:
-    rounding = EDGCConfig.from_preset({"preset": "balanced", "engine": "int4"})
+    rounding = EDGCConfig.from_preset("balanced", engine="int4")
     assert (rounding.formats.rest_wire, rounding.basis_cycle, rounding.ranks.allocation) == ("fp32", 1, "uniform")
-    alternating = EDGCConfig.from_preset({"preset": "balanced", "engine": "alternating"})
+    alternating = EDGCConfig.from_preset("balanced", engine="alternating")
     assert (alternating.formats.basis_wire, alternating.formats.wire) == ("fp32", "int5")
-    assert EDGCConfig.from_preset({"static_rank": 8, "wire": "int5"}).formats.wire == "int5"
+    assert EDGCConfig.from_preset(static_rank=8, wire="int5").formats.wire == "int5"
 
 
 def test_an_engine_with_errors_of_its_own_leaves_out_the_equaliser_of_a_preset() -> None:
-    assert not EDGCConfig.from_preset({"preset": "balanced", "engine": "loco"}).equalise
+    assert not EDGCConfig.from_preset("balanced", engine="loco").equalise
     with pytest.raises(ConfigError, match="--edgc-equalise: the engine loco keeps errors by its own rule"):
-        EDGCConfig.from_preset({"preset": "balanced", "engine": "loco", "equalise": True})
+        EDGCConfig.from_preset("balanced", engine="loco", equalise=True)
 
 
 def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:
     for given in ({"rank_model": "measured"}, {"rmin": 4}, {"rank_step": 4}):
-        config = EDGCConfig.from_preset({"preset": "balanced", **given})
+        config = EDGCConfig.from_preset(**{"preset": "balanced", **given})
         assert config.rank_policy is RankPolicy.ENTROPY
-    config = EDGCConfig.from_preset({"preset": "optimus", "rmax": 64})
+    config = EDGCConfig.from_preset("optimus", rmax=64)
     assert (config.ranks.static_rank, config.ranks.rmax) == (None, 64)
 
 
@@ -251,65 +251,65 @@ def test_a_setting_of_ranks_that_entropy_sets_lets_it_set_them() -> None:
     ],
 )
 def test_one_policy_sets_the_ranks(given: dict[str, object], policy: RankPolicy) -> None:
-    assert EDGCConfig.from_preset(given).rank_policy is policy
+    assert EDGCConfig.from_preset(**given).rank_policy is policy
 
 
 def test_a_preset_of_a_volume_takes_a_bound_on_the_rank_another_volume_or_a_rank() -> None:
     def ranks(**given: float) -> tuple[float | None, ...]:
-        own = EDGCConfig.from_preset({"preset": "balanced", **given}).ranks
+        own = EDGCConfig.from_preset(**{"preset": "balanced", **given}).ranks
         return own.volume, own.rmax, own.static_rank
 
     assert ranks() == (24, None, None) and ranks(rmax=16) == (24, 16, None)
     assert ranks(volume=12, rmax=16) == (12, 16, None) and ranks(static_rank=16) == (None, None, 16)
-    assert EDGCConfig.from_preset({"preset": "fast", "engine": "int4"}).ranks.volume is None
+    assert EDGCConfig.from_preset("fast", engine="int4").ranks.volume is None
 
 
 def test_a_volume_that_is_given_is_spent_as_the_preset_spends_its_own() -> None:
-    own, given = (EDGCConfig.from_preset(one) for one in ({}, {"volume": 24.0}))
+    own, given = (EDGCConfig.from_preset(**one) for one in ({}, {"volume": 24.0}))
     assert given == own and own.study.learning_rate_power == 0.7
-    assert EDGCConfig.from_preset({"preset": "fast", "volume": 12.0}).study.learning_rate_power == 0.7
-    assert EDGCConfig.from_preset({"static_rank": 16}).study.learning_rate_power == 0.0
+    assert EDGCConfig.from_preset("fast", volume=12.0).study.learning_rate_power == 0.7
+    assert EDGCConfig.from_preset(static_rank=16).study.learning_rate_power == 0.0
 
 
 @pytest.mark.parametrize("given", [{"static_rank": 16}, {"engine": "int4"}, {"preset": "paper"}, {"rmin": 8}])
 def test_what_only_a_volume_spends_is_refused_without_one(given: dict[str, object]) -> None:
     for name in ("learning_rate_power", "least_fidelity"):
         with pytest.raises(ConfigError, match=f"{name} = 0.3: does nothing without --edgc-volume"):
-            EDGCConfig.from_preset({**given, name: 0.3})
+            EDGCConfig.from_preset(**{**given, name: 0.3})
 
 
 @pytest.mark.parametrize("unused", [{"rest_wire": "int8"}, {"allocation": "uniform"}, {"compress_embeddings": False}])
 def test_what_a_volume_decides_itself_cannot_be_given_beside_it(unused: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="does nothing beside --edgc-volume 24; give --edgc-static-rank as well"):
-        EDGCConfig.from_preset(unused)
-    EDGCConfig.from_preset({**unused, "static_rank": 8})
+        EDGCConfig.from_preset(**unused)
+    EDGCConfig.from_preset(**{**unused, "static_rank": 8})
 
 
 def test_alignment_is_not_for_a_volume_and_does_not_take_its_place() -> None:
     with pytest.raises(ConfigError, match="--edgc-no-align: does nothing beside --edgc-volume"):
-        EDGCConfig.from_preset({"align": False})
-    assert EDGCConfig.from_preset({"align": True}) == EDGCConfig.from_preset({})
-    assert EDGCConfig.from_preset({"align": False, "rmin": 8}).ranks.volume is None
+        EDGCConfig.from_preset(align=False)
+    assert EDGCConfig.from_preset(align=True) == EDGCConfig.from_preset()
+    assert EDGCConfig.from_preset(align=False, rmin=8).ranks.volume is None
 
 
 @pytest.mark.parametrize("unused", [{"basis_wire": "int8"}, {"basis_cycle": 2}, {"warm_start": False}])
 def test_bases_of_powersgd_cannot_be_set_for_another_engine(unused: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="does nothing beside the engine alternating"):
-        EDGCConfig.from_preset({"engine": "alternating", **unused})
-    EDGCConfig.from_preset({"engine": "alternating", "basis_cycle": 1})
-    EDGCConfig.from_preset({"engine": "alternating", "preset": "balanced"})  # sets them
+        EDGCConfig.from_preset(**{"engine": "alternating", **unused})
+    EDGCConfig.from_preset(engine="alternating", basis_cycle=1)
+    EDGCConfig.from_preset(engine="alternating", preset="balanced")  # sets them
 
 
 @pytest.mark.parametrize("unused", [{"rmax": 16}, {"align": False}, {"rank_step": 4}, {"allocation": "lgreco"}])
 def test_what_sets_a_rank_cannot_be_given_to_an_engine_without_one(unused: dict[str, object]) -> None:
     for engine in ("int4", "dense"):
         with pytest.raises(ConfigError, match=f"does nothing beside the engine {engine}, which has no rank"):
-            EDGCConfig.from_preset({"engine": engine, **unused})
+            EDGCConfig.from_preset(**{"engine": engine, **unused})
 
 
 def test_settings_keep_their_values_with_and_without_their_groups() -> None:
     for name in PRESETS:
-        config = EDGCConfig.from_preset({"preset": name})
+        config = EDGCConfig.from_preset(name)
         assert EDGCConfig.of(**config.flat()) == config == config.replace()
         assert config.replace(window=7) == EDGCConfig.of(**{**config.flat(), "window": 7}) != config
     assert len(config.flat()) == len(setting_fields()) - 1 + len(fields(Study))
@@ -330,7 +330,7 @@ def test_what_is_sampled_costs_at_most_a_thousandth_of_a_dense_run() -> None:
     from edgc.compress.state import CompressionState
     from edgc.observe.fidelity import VALUES
 
-    config = EDGCConfig.from_preset({})
+    config = EDGCConfig.from_preset()
     sampler = CompressionState(config, None, torch.device("cpu"), 0).fidelity
     assert sampler is not None
     sizes = [3 * 1024 * 1024, 1024 * 1024, 4096 * 1024, 4096 * 1024, 3 * 1024, 4096, *[1024] * 6]

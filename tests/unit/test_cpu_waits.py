@@ -37,7 +37,7 @@ def communicator() -> Iterator[Communicator]:
 
 
 def reducer(communicator: Communicator, **settings: object) -> GradientReducer:
-    config = EDGCConfig.from_preset({"iteration_sampling_rate": 0.5, **settings})
+    config = EDGCConfig.from_preset(**{"iteration_sampling_rate": 0.5, **settings})
     selection = select([Parameter(name, torch.Size(shape)) for name, shape in SHAPES.items()], config, 4)
     under_test = GradientReducer(selection, config, communicator, torch.device("cpu"))
     under_test.router.device = META

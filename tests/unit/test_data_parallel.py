@@ -10,6 +10,7 @@ import torch.distributed as dist
 import edgc
 from edgc.compress.router import Router
 from edgc.compress.state import CompressionState
+from edgc.observe.fidelity import FidelitySampler
 
 CONFIG = edgc.EDGCConfig.of(static_rank=4, window=4)
 
@@ -47,7 +48,7 @@ def test_a_hook_that_never_saw_a_gradient_closes_without_an_error() -> None:
 
 def test_reducers_know_for_how_long_to_add_the_whole_error() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
-    state = edgc.attach(net, edgc.EDGCConfig.from_preset({}), iterations=20)
+    state = edgc.attach(net, edgc.EDGCConfig.from_preset(), iterations=20)
     net(torch.randn(3, 32)).sum().backward()
     state.step()
     assert [reducer.whole_error_iterations for reducer in state.stage.reducers] == [8]
@@ -82,3 +83,33 @@ def test_reductions_overlap_and_say_what_they_hold_and_read(monkeypatch: pytest.
     ((_, reads, spans, memory),) = told
     assert (reads(), spans, memory) == (kept, state.stage.spans, 1.0) and state.run.overlapped
     state.close()
+
+
+def test_a_volume_spends_more_where_the_given_learning_rate_is_higher() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    weights = []
+    for rate in (None, lambda step: 1.0 if step < 50 else 0.5):
+        state = edgc.attach(net, "balanced", iterations=100, learning_rate=rate)
+        state.begin()
+        assert state.run.learning_rate is rate
+        controller = state.plan.controller(state._sizes)
+        assert controller.budget is not None
+        weights.append(controller.budget.ledger.weights)
+    assert set(weights[0]) == {1.0} and weights[1][10] / weights[1][90] == pytest.approx(2**0.7)
+
+
+def test_rare_measurements_sample_a_bounded_share_of_the_entries() -> None:
+    def share(rate: float, **study: float) -> float:
+        config = edgc.EDGCConfig.from_preset(iteration_sampling_rate=rate, **study)
+        sampler = CompressionState(config, None, torch.device("cpu"), 0).fidelity
+        assert sampler is not None
+        return sampler.share
+
+    assert share(0.1) == pytest.approx(0.0005 / 3 / 0.1) and share(1e-4) == 0.01
+    assert share(1e-3, fidelity_share=0.0005) == pytest.approx(0.0005 / 3 / 1e-3), "as it was asked for"
+
+
+def test_what_is_sampled_of_a_large_parameter_takes_no_memory_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "arange", None)
+    indices = FidelitySampler(1e-6, 0).indices("words", 10**9, torch.device("cpu"))
+    assert len(indices) == 1000 and bool((indices.diff() >= 0).all())

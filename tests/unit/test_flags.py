@@ -34,7 +34,7 @@ def test_a_flag_stands_with_its_values_default_and_source() -> None:
         "  --edgc-preset {paper,safe,balanced,fast,optimus}"
     ]
     place = lines.index("  --edgc-window <iterations>")
-    window = EDGCConfig.from_preset({}).ranks.window
+    window = EDGCConfig.from_preset().ranks.window
     assert f"Default: {window}. Source: arXiv" in " ".join(line.strip() for line in lines[place + 1 : place + 3])
     assert "  --edgc-align, --edgc-no-align" in lines
     assert all(len(line) <= flags.WIDTH for line in lines)

@@ -84,7 +84,7 @@ def test_a_given_rank_is_timed_at_that_rank() -> None:
 
 
 def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:
-    config = EDGCConfig.from_preset({"preset": "paper", "rest_wire": "int8"})
+    config = EDGCConfig.from_preset("paper", rest_wire="int8")
     kept = uncompressed(config).subset(RESOLVED)
     assert message_config(config).replace(**kept) == uncompressed(config)
 

@@ -341,7 +341,7 @@ def test_the_probe_times_rounding_with_a_volume(
     monkeypatch.setattr(probe, "_seconds", seconds)
     selection = Selection((MATRIX,), (Left(Parameter("bias", (32,)), "one-dimensional"),))
     given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
-    config = EDGCConfig.from_preset(given)
+    config = EDGCConfig.from_preset(**given)
     run = replace(RUN, scatters=scatters)
     cost = probe.probe([selection], config, communicator(), CPU, run)
     assert cost.rounded_seconds == (0.25 if timed else None)

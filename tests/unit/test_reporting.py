@@ -58,9 +58,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reporter(**settings: Any) -> Reporter:
-    under_test = Reporter(
-        EDGCConfig.from_preset({"volume": VOLUME}), Run(iterations=ITERATIONS, replicas=2), **settings
-    )
+    under_test = Reporter(EDGCConfig.from_preset(volume=VOLUME), Run(iterations=ITERATIONS, replicas=2), **settings)
     under_test.parameters = [1500]
     return under_test
 
@@ -91,7 +89,7 @@ def test_a_run_that_rounds_has_missed_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reporting, "processes", lambda group: 2)
-    config = EDGCConfig.from_preset({"volume": VOLUME})
+    config = EDGCConfig.from_preset(volume=VOLUME)
     for resumed in (False, True):
         under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
         under_test.start(RunPlan(config, (), rounds=not resumed))
@@ -139,7 +137,7 @@ def test_a_run_whose_entropy_was_never_stable_says_so_at_its_end(
     warned: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    under_test = Reporter(EDGCConfig.from_preset({"preset": preset}), Run(iterations=ITERATIONS, replicas=2))
+    under_test = Reporter(EDGCConfig.from_preset(preset), Run(iterations=ITERATIONS, replicas=2))
     under_test.parameters = [1500]
     plan = replace(PLAN, ranks=(rank,), reasons=(reason,), by_host=by_host)
     under_test.window(replace(REPORT, iteration=iteration, ranks=(rank,), plan=plan), last=True)
@@ -234,7 +232,7 @@ def test_what_the_optimizer_got_stands_in_the_line_of_its_stage(capsys: pytest.C
 def test_too_little_of_the_gradient_warns_once_for_each_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = EDGCConfig.from_preset({"volume": VOLUME, "log_dir": str(tmp_path)})
+    config = EDGCConfig.from_preset(volume=VOLUME, log_dir=str(tmp_path))
     under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
     under_test.parameters = [1500]
     for iteration, relief in ((100, 1.0), (200, 2.0), (300, 2.0), (400, 4.0), (500, 2.0), (600, 1.0)):

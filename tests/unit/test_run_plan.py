@@ -96,7 +96,7 @@ def test_a_run_that_ends_before_entropy_can_be_stable_is_warned(
 
 @pytest.mark.parametrize(("rate", "warned"), [(0.01, False), (0.001, True)])
 def test_a_budget_that_never_gets_a_second_plan_is_warned(rate: float, warned: bool) -> None:
-    config = EDGCConfig.from_preset({"volume": 24.0, "iteration_sampling_rate": rate})
+    config = EDGCConfig.from_preset(volume=24.0, iteration_sampling_rate=rate)
     plan = plan_run(config, RUN, processes(CHEAP, CHEAP))
     assert any("its plan never changes" in warning for warning in plan.warnings) == warned
 
@@ -138,7 +138,7 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
 
 def test_without_copies_the_warm_up_is_in_fp32_and_counts_as_such() -> None:
     alone = replace(RUN, replicas=1)
-    config = EDGCConfig.from_preset({"volume": 48.0})
+    config = EDGCConfig.from_preset(volume=48.0)
     plan_run(config, RUN, processes(CHEAP, CHEAP))
     plan_run(config, alone, processes(None, None))  # nothing is sent
     tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
@@ -165,7 +165,7 @@ def test_a_window_longer_than_the_run_is_refused() -> None:
 
 
 def test_a_volume_needs_no_ranks_and_every_parameter_has_a_choice() -> None:
-    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
+    config = EDGCConfig.from_preset("balanced", volume=20.0)
     parameters = (Parameter("w", (64, 256)), Parameter("word", (512, 64), embedding=True), Parameter("bias", (64,)))
     stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, StageCost(LinearCost(0.0, 0.01), 4.0, 4.0))
     plan = plan_run(config, RUN, [[stage]])
@@ -180,18 +180,18 @@ def without_matrices() -> list[list[ProcessStage]]:
 
 
 def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it() -> None:
-    plan = plan_run(EDGCConfig.from_preset({"preset": "paper", "window": 100, "pp": "off"}), RUN, without_matrices())
+    plan = plan_run(EDGCConfig.from_preset("paper", window=100, pp="off"), RUN, without_matrices())
     assert plan.config.engine == "dense" and plan.warnings == (
         "no matrix of this model saves 2x in low rank: reducing dense",
     )
-    plan = plan_run(EDGCConfig.from_preset({}), RUN, without_matrices())
+    plan = plan_run(EDGCConfig.from_preset(), RUN, without_matrices())
     assert plan.compresses and plan.tries and not plan.warnings
     first = plan.controller(sizes({"int8": 1.0, "int4": 0.5})).plan
     assert first.formats[0] is not None and first.formats[0].keys() == {"w", "bias"} and not first.by_host
 
 
 def test_a_warm_up_in_a_reduce_scatter_counts_as_that() -> None:
-    config = EDGCConfig.from_preset({"dense_wire": "int8", "warmup_fraction": 0.2})
+    config = EDGCConfig.from_preset(dense_wire="int8", warmup_fraction=0.2)
     plan_run(config, replace(RUN, scatters=True), processes(CHEAP, CHEAP))
     for run in (RUN, replace(RUN, scatters=True, gradient_bytes=2)):
         with pytest.raises(ConfigError, match="alone sends more than that allows"):
@@ -200,15 +200,15 @@ def test_a_warm_up_in_a_reduce_scatter_counts_as_that() -> None:
 
 def test_a_volume_asks_the_link_unless_a_rank_is_given() -> None:
     known = processes(DEAR, DEAR)
-    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known)
+    plan = plan_run(EDGCConfig.from_preset(volume=20.0), RUN, known)
     assert (plan.compresses, plan.tries, plan.config.engine, plan.config.ranks.volume) == (False, True, "powersgd", 20)
     assert "Give --edgc-rmax a rank" in plan.warnings[0]
     first = plan.controller(sizes({"int8": 1.0, "int2": 0.25})).plan
     for iteration in (0, first.first_iteration):
         assert first.summing(iteration) is Summing.HOST, "nothing is even rounded"
-    computed = plan_run(EDGCConfig.from_preset({"volume": 20.0, "link_gbps": 1.0}), RUN, known)
+    computed = plan_run(EDGCConfig.from_preset(volume=20.0, link_gbps=1.0), RUN, known)
     assert (computed.compresses, computed.tries, computed.config.engine) == (False, False, "dense")
-    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, "rmax": 16}), RUN, known)
+    plan = plan_run(EDGCConfig.from_preset(volume=20.0, rmax=16), RUN, known)
     assert plan.compresses and not plan.tries and (plan.config.ranks.volume, plan.config.ranks.rmax) == (20, 16)
 
 
@@ -233,7 +233,7 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
 ) -> None:
     faster = replace(cost, rounded_seconds=cost.rounded_seconds and cost.rounded_seconds / 2)
     known = processes(faster, cost)  # the slower stage counts
-    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0, **settings}), RUN, known)
+    plan = plan_run(EDGCConfig.from_preset(**{"volume": 20.0, **settings}), RUN, known)
     assert plan.rounds == rounds
     if "rmax" in settings or cost.rounded_seconds is None:
         assert plan.link_times is None, "nothing that a slower link could change"
@@ -256,7 +256,7 @@ def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
     """Of gradients in 16 bits every process needs whole sums, so that rounding sends as much as without."""
     for size, host, rounded in ((4, 1 / 2, 1 / 16), (2, 1 / 4, 1 / 8)):
         run = replace(RUN, scatters=True, gradient_bytes=size)
-        times = plan_run(EDGCConfig.from_preset({"volume": 20.0}), run, processes(ROUNDED, ROUNDED)).link_times
+        times = plan_run(EDGCConfig.from_preset(volume=20.0), run, processes(ROUNDED, ROUNDED)).link_times
         assert times is not None
         assert [way.bytes_sent for way in (times.host, times.rounded, times.low_rank)] == [host, rounded, 1 / 20]
 
@@ -264,7 +264,7 @@ def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
 @pytest.mark.parametrize(("cost", "rounds"), [(DEAR, True), (CHEAP, False)])
 def test_a_volume_that_allows_rounding_everything_is_rounded_where_no_rank_pays(cost: StageCost, rounds: bool) -> None:
     known = processes(*[replace(cost, rounded_seconds=0.001, volume_rank=40)] * 2)
-    plan = plan_run(EDGCConfig.from_preset({"preset": "safe"}), replace(RUN, scatters=True), known)
+    plan = plan_run(EDGCConfig.from_preset("safe"), replace(RUN, scatters=True), known)
     assert (plan.compresses, plan.rounds) == (True, rounds)
 
 
@@ -274,7 +274,7 @@ def test_trials_know_how_many_steps_of_the_host_a_volume_allows(
     settings: dict[str, float], most: float, scatters: bool
 ) -> None:
     config = EDGCConfig.from_preset(
-        {"preset": "balanced", **settings} if settings else {"preset": "paper", "pp": "off"}
+        **{"preset": "balanced", **settings} if settings else {"preset": "paper", "pp": "off"}
     )
     plan = plan_run(config, replace(RUN, scatters=scatters), processes(CHEAP, CHEAP))
     trials = plan.controller(sizes({"int8": 1.0, "int4": 0.5}, run=replace(RUN, scatters=scatters))).trials
@@ -284,23 +284,23 @@ def test_trials_know_how_many_steps_of_the_host_a_volume_allows(
 
 def test_a_rank_that_saves_in_a_small_matrix_is_taken() -> None:
     stage = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (8, 64)),), CHEAP)
-    plan = plan_run(EDGCConfig.from_preset({"preset": "paper", "static_rank": 3, "pp": "off"}), RUN, [[stage]])
+    plan = plan_run(EDGCConfig.from_preset("paper", static_rank=3, pp="off"), RUN, [[stage]])
     assert plan.config.ranks.static_rank == 3
     with pytest.raises(ConfigError, match="no matrix of this model saves 2x at rank 4"):
-        plan_run(EDGCConfig.from_preset({"preset": "paper", "static_rank": 4, "pp": "off"}), RUN, [[stage]])
+        plan_run(EDGCConfig.from_preset("paper", static_rank=4, pp="off"), RUN, [[stage]])
 
 
 def test_a_stage_that_stays_dense_has_no_say_in_whether_to_round() -> None:
     known = processes(ROUNDED, replace(ROUNDED, rounded_seconds=10.0))
     for share, rounds in ((1.0, False), (0.5, True)):
-        assert plan_run(EDGCConfig.from_preset({"volume": 20.0, "stage_share": share}), RUN, known).rounds == rounds
+        assert plan_run(EDGCConfig.from_preset(volume=20.0, stage_share=share), RUN, known).rounds == rounds
 
 
 def test_the_settled_bound_of_a_volume_is_taken_again_on_resume() -> None:
     stage = ProcessStage(
         StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), StageCost(LinearCost(0.0, 0.01), 4.0, 4.0)
     )
-    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, [[stage]])
+    plan = plan_run(EDGCConfig.from_preset(volume=20.0), RUN, [[stage]])
     assert plan.config.ranks.rmax == 300  # no matrix saves 2x there
     assert plan_run(plan.config, RUN, [[stage]]).config == plan.config
 
@@ -311,7 +311,7 @@ def test_a_reduction_takes_no_more_than_three_quarters_of_the_hosts_time() -> No
     for host_seconds, limited in ((11.4, True), (400.0, False)):
         cost = StageCost(LinearCost(0.0, 1.0), host_seconds, host_seconds)
         stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, cost)
-        plan = plan_run(EDGCConfig.from_preset({"volume": 10.0}), RUN, [[stage]])
+        plan = plan_run(EDGCConfig.from_preset(volume=10.0), RUN, [[stage]])
         assert plan.config.ranks.rmax == (8 if limited else 300)
         budget = plan.controller(sizes({"int8": 1.0, "int2": 0.25})).budget
         assert budget is not None
@@ -325,7 +325,7 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
     stage = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),), CHEAP)
     found = []
     for power in (0.0, 0.5):
-        config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
+        config = EDGCConfig.from_preset(volume=10.0, rmax=24, learning_rate_power=power)
         budget = plan_run(config, run, [[stage]]).controller(sizes({"int4": 0.5}, run=run)).budget
         assert budget is not None
         found.append(budget.ledger.share[500] / budget.ledger.share[900])
@@ -336,7 +336,7 @@ def test_the_learning_rate_sets_the_budget_of_a_step_only_where_that_is_asked_fo
 def test_steps_of_a_tiny_learning_rate_are_not_guarded_where_it_sets_the_budget_of_a_step() -> None:
     run = Run(iterations=1000, replicas=4, learning_rate=lambda iteration: 1e-3 * (1 - iteration / 1000))
     for power, last in ((0.0, 999), (0.5, 799)):
-        config = EDGCConfig.from_preset({"volume": 10.0, "rmax": 24, "learning_rate_power": power})
+        config = EDGCConfig.from_preset(volume=10.0, rmax=24, learning_rate_power=power)
         plan = plan_run(config, run, processes(CHEAP, CHEAP))
         budget = plan.controller(sizes({"int8": 1.0, "int4": 0.5}, run=run)).budget
         assert budget is not None
@@ -347,7 +347,7 @@ def test_rows_are_a_choice_of_embeddings_alone() -> None:
     parameters = (Parameter("words", (512, 64), embedding=True), Parameter("qkv", (192, 64)))
     stage = ProcessStage(StageKey(StageKind.LAYERS, 0), parameters, CHEAP)
     run = Run(iterations=1000, replicas=4)
-    config = EDGCConfig.from_preset({"volume": 10.0})
+    config = EDGCConfig.from_preset(volume=10.0)
     (planned,) = plan_run(config, run, [[stage]]).stages
     rows = {one.matrix.name: one.rows is not None for one in sizes({"int4": 0.5}, run=run).parameters(planned)}
     assert rows == {"words": True, "qkv": False}
@@ -355,7 +355,7 @@ def test_rows_are_a_choice_of_embeddings_alone() -> None:
 
 def test_a_window_is_at_most_a_twentieth_of_a_run_with_a_volume_and_holds_a_measurement() -> None:
     for iterations, given, rate, window in ((100000, 1000, 0.1, 1000), (4000, 1000, 0.1, 200), (60, 1000, 0.1, 10)):
-        config = EDGCConfig.from_preset({"window": given, "iteration_sampling_rate": rate})
+        config = EDGCConfig.from_preset(window=given, iteration_sampling_rate=rate)
         plan = plan_run(config, Run(iterations=iterations, replicas=4), processes(CHEAP))
         assert plan.config.ranks.window == window
 
@@ -369,7 +369,7 @@ def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
 
 
 def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_nothing() -> None:
-    config = EDGCConfig.from_preset({"preset": "balanced", "volume": 20.0})
+    config = EDGCConfig.from_preset("balanced", volume=20.0)
     layers = ProcessStage(StageKey(StageKind.LAYERS, 0), (Parameter("w", (64, 256)),))
     tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
     for run, price, count in ((RUN, 2 * (7 / 8) / (3 / 4), 1), (Run(iterations=1000, replicas=1), 1.0, 0)):
@@ -399,7 +399,7 @@ def test_what_does_not_go_with_a_volume_is_refused(given: dict[str, object], mes
 
 def test_the_warm_up_of_a_volume_counts_what_the_host_sends() -> None:
     settings = {"volume": 8.0, "dense_wire": "fp32", "warmup_fraction": 0.2}
-    config = EDGCConfig.from_preset(settings)
+    config = EDGCConfig.from_preset(**settings)
     processes = [[ProcessStage(StageKey(StageKind.LAYERS, 0), LAYERS)]]
     with pytest.raises(ConfigError, match=r"the warm-up of 20 % of the run in fp32 alone sends more"):
         plan_run(config, Run(iterations=1000, replicas=4), processes)
@@ -410,19 +410,19 @@ def test_the_warm_up_of_a_volume_counts_what_the_host_sends() -> None:
 
 def test_the_times_of_a_link_are_those_of_the_stage_whose_host_takes_longest() -> None:
     known = processes(ROUNDED, replace(ROUNDED, host_seconds=0.03))
-    times = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, known).link_times
+    times = plan_run(EDGCConfig.from_preset(volume=20.0), RUN, known).link_times
     assert times is not None and times.host.seconds == 0.03
 
 
 @pytest.mark.parametrize("cost", [ROUNDED, replace(DEAR, rounded_seconds=0.014, volume_rank=40)], ids=["12", "none"])
 def test_the_rank_that_the_link_of_now_allows_is_no_bound_for_a_run_that_rounds(cost: StageCost) -> None:
-    plan = plan_run(EDGCConfig.from_preset({"volume": 20.0}), RUN, processes(cost, cost))
+    plan = plan_run(EDGCConfig.from_preset(volume=20.0), RUN, processes(cost, cost))
     assert plan.rounds and plan.config.ranks.rmax == 28  # which saves 2x in the embedding
 
 
 def test_where_nothing_is_worth_its_time_the_line_names_the_bound_of_a_volume() -> None:
     nearly = StageCost(LinearCost(0.016, 1e-6), 0.02, 0.02)  # 80 % of the host's time
-    plan = plan_run(EDGCConfig.from_preset({}), RUN, processes(nearly, nearly))
+    plan = plan_run(EDGCConfig.from_preset(), RUN, processes(nearly, nearly))
     assert not plan.compresses
     (line,) = plan.warnings
     assert line.startswith("on this link compression takes more than 75 % of the time of the dense reduction at every")

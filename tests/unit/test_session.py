@@ -21,7 +21,7 @@ DEAR = StageCost(LinearCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volu
 @pytest.mark.parametrize(
     ("requested", "kept"),
     [
-        pytest.param(EDGCConfig.from_preset({"volume": 20.0}), True, id="steps try compression"),
+        pytest.param(EDGCConfig.from_preset(volume=20.0), True, id="steps try compression"),
         pytest.param(EDGCConfig.of(window=10), False, id="dense to the end"),
     ],
 )

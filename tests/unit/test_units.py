@@ -1,5 +1,6 @@
 """Units of reduction: how a stage is cut, and when a unit is complete."""
 
+from contextlib import nullcontext
 from itertools import permutations
 from typing import Any, cast
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from edgc.compress.reducer import GradientReducer
+from edgc.errors import StepError
+from edgc.hosts.steps import Step
 from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
 
 
@@ -23,6 +26,19 @@ def test_a_small_stage_is_one_unit() -> None:
     assert cut([("a", LEAST_BYTES // 2), ("b", LEAST_BYTES // 4)]) == [["a", "b"]]
     assert cut([("a", LEAST_BYTES), ("b", LEAST_BYTES)]) == [["a"], ["b"]]
     assert cut([]) == []
+
+
+def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
+    from megatron.edgc.bucket_groups import StageSums
+
+    anything, group = cast(Any, None), cast(Any, object())
+    for reruns in (False, True):
+        sums = StageSums(Units([]), anything, anything, anything, lambda: Step(3, None), reruns)
+        sums.groups = [group]
+        sums.begin(group, {})
+        sums.end(overlapped=True)
+        with nullcontext() if reruns else pytest.raises(StepError, match="iteration 4: gradients are reduced a second"):
+            sums.begin(group, {})
 
 
 def units_of(*names: str) -> Units:

@@ -97,6 +97,18 @@ def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not(name: str, 
     assert (mean(wire(name)) - values).abs().max() > step / 4
 
 
+def test_random_numbers_do_not_depend_on_the_scripts_default_type() -> None:
+    values = torch.linspace(-1, 1, 1024).unsqueeze(0)
+    own = [wire(name, stochastic=True).encode(values, torch.Generator().manual_seed(1)) for name in ("int8", "fp16")]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for name, expected in zip(("int8", "fp16"), own, strict=True):
+            found = wire(name, stochastic=True).encode(values, torch.Generator().manual_seed(1))
+            assert torch.equal(found, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_rotation_spreads_an_outlier_over_its_group() -> None:
     values = normal(rows=1, groups=1)
     values[0, 7] = 100.0

@@ -41,9 +41,7 @@ def replays(line: Line, stage: int, window: int, kept: float) -> Replay:
     own = line["windows"][0]["iteration"]
     if window % own or kept * window < own:
         raise ValueError(f"windows of {own} iterations do not make {kept:g} of one of {window}")
-    config = EDGCConfig.from_preset({"preset": "paper", "rmax": RMAX, "rmin": RMAX // 4, "align": False}).replace(
-        window=window
-    )
+    config = EDGCConfig.from_preset("paper", rmax=RMAX, rmin=RMAX // 4, align=False).replace(window=window)
     matrices = [MatrixSpec(f"{place}", *shape) for place, shape in enumerate(line["matrices"][stage])]
     controller = Controller(config, line["iterations"], [ControlledStage(matrices)])
     every = round(1 / kept)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,8 +104,13 @@ def main() -> None:
     found = {}
     for formats, settings in FORMATS.items():
         # at rank 128 a square matrix saves nothing; one in a million iterations is measured
-        given = {**settings, "static_rank": RANKS[0], "min_saving": 1.0, "iteration_sampling_rate": 1e-6}
-        config = EDGCConfig.from_preset(given)
+        given: dict[str, Any] = {
+            **settings,
+            "static_rank": RANKS[0],
+            "min_saving": 1.0,
+            "iteration_sampling_rate": 1e-6,
+        }
+        config = EDGCConfig.from_preset(**given)
         seconds = []
         for rank in RANKS:
             reducer = GradientReducer.of(parameters, config, communicator, torch.device("cpu"))

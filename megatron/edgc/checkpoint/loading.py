@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.msc_utils import maybe_msc
 
 from edgc.byte_counts import RunBytes
 from edgc.config import ConfigError, RankPolicy, flag
@@ -25,7 +24,7 @@ from megatron.edgc.checkpoint.index import (
     in_words,
     parallel_sizes,
 )
-from megatron.edgc.checkpoint.keys import ENTRY, sharded_object, sharded_tensor, tensor_key
+from megatron.edgc.checkpoint.keys import sharded_object, sharded_tensor, tensor_key
 from megatron.edgc.stages import MegatronStage
 
 GO_ON = "give --edgc-reset-state to go on without it"
@@ -41,8 +40,6 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
         warn(f"starting without the EDGC state of {name}, as asked for")
         return None
     if entry is None:
-        if maybe_msc.os.path.exists(os.path.join(folder, ENTRY, "index.json")):
-            raise ConfigError(f"{folder}: the EDGC state is that of an earlier release; {GO_ON}")
         warn(f"{name} was written without EDGC: its state starts anew")
         return None
     version = entry["index"]["version"]
