@@ -19,6 +19,7 @@ from edgc.compress.router import Router
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
+from edgc.hosts.units import MOST
 from edgc.observe.events import read_events
 from edgc.plan.times import trials
 from edgc.plan.times.comm_cost import LinearCost, StageCost
@@ -704,31 +705,33 @@ def test_a_matrix_is_compressed_as_the_matrix_it_is_however_it_lies_in_memory(tr
     assert max(run_on_ranks(of_low_rank, 2, transposed)) < 1e-5
 
 
-def sums_in_backward(rank: int) -> tuple[int, int, bool]:
-    """All-reduces of gradients that start before the last bucket has come, and all of them; in a step without
-    compression. Also whether the averages are those of DDP.
+def sums_in_backward(rank: int) -> tuple[int, int, int, bool]:
+    """DDP's buckets in a step without compression, the all-reduces of gradients that start before the end of the
+    backward pass, and all of them. Also whether the averages are those of DDP.
     """
     plain = Training(rank, None, **SMALL)
     training = Training(rank, EDGCConfig.of(engine="dense", pp="off"), **SMALL)
     training.train(1)  # DDP cuts its buckets anew after it
     plain.train(1)
     started: list[int] = []
-    all_reduce, end = dist.all_reduce, edgc.EDGCState.end
+    all_reduce, add, end = dist.all_reduce, edgc.EDGCState.add, edgc.EDGCState.end
+    buckets: list[int] = []
     before_end: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda tensor, **how: started.append(1) or all_reduce(tensor, **how))
+        patch.setattr(edgc.EDGCState, "add", lambda self, *own: buckets.append(1) or add(self, *own))
         patch.setattr(edgc.EDGCState, "end", lambda self: before_end.append(len(started)) or end(self))
         training.backward()
     plain.backward()
     apart = max(
         float((a - b).abs().max()) for a, b in zip(training.gradients.values(), plain.gradients.values(), strict=True)
     )
-    return before_end[0], len(started), apart < 1e-6
+    return len(buckets), before_end[0], len(started), apart < 1e-6
 
 
 def test_a_plain_sum_starts_with_each_bucket_as_ddps_own_does() -> None:
-    for in_backward, all_sums, alike in run_on_ranks(sums_in_backward, 2):
-        assert in_backward == all_sums > 2 and alike
+    for buckets, in_backward, all_sums, alike in run_on_ranks(sums_in_backward, 2):
+        assert buckets == in_backward == all_sums > MOST and alike
 
 
 def goes_on(rank: int) -> tuple[float, float]:
@@ -748,6 +751,8 @@ def goes_on(rank: int) -> tuple[float, float]:
         if not step:
             with pytest.raises(RuntimeError, match="1 parameters have no gradient in this step, the first 1.weight"):
                 state.step()
+            torch.manual_seed(20 + rank)
+            assert torch.equal(layers[3].weight.grad, torch.randn(32, 32)), "nothing was summed"
             continue
         true = mean({str(index): layer.weight.grad for index, layer in enumerate(layers[1:])})
         state.step()
