@@ -31,7 +31,8 @@ cd -- "$root"
 as_begun() { # a path as the user meant it, where the script began
     if [[ $1 == /* || $began == "$root" ]]; then printf '%s' "$1"; else printf '%s/%s' "$began" "$1"; fi
 }
-if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/$(basename -- "$MODEL" .yaml); fi
+name=${MODEL##*/}
+if [[ -n ${RUN:-} ]]; then RUN=$(as_begun "$RUN"); else RUN=runs/${name%.yaml}; fi
 [[ -n ${DATA:-} ]] && DATA=$(as_begun "$DATA")
 [[ $MODEL == *.yaml ]] && MODEL=$(as_begun "$MODEL") # any other is a name in configs/
 [[ ${CLUSTER:-} == *.yaml ]] && CLUSTER=$(as_begun "$CLUSTER")

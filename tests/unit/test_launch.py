@@ -390,6 +390,8 @@ def test_paths_are_meant_where_the_script_is_started(tmp_path: Path) -> None:
     assert f"{tmp_path}/env/bin/python " in own.stdout.splitlines()[-1]
     here = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="tiny", DATA="runs/data/web").splitlines()[-1]
     assert " runs/data/web_text_document" in here and " runs/tiny/edgc" in here
+    by_path = dry_run("pretrain_gpt2_12b_edgc.sh", MODEL="configs/models/tiny.yaml", DATA="runs/data/web")
+    assert " runs/tiny/edgc" in by_path.splitlines()[-1]
 
 
 def test_a_container_must_see_the_folder_of_the_run(tmp_path: Path) -> None:
