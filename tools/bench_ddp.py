@@ -159,7 +159,6 @@ def main() -> None:
     lines = table(rows)
     print("\n".join(lines))
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         raw = {"processes": options.processes, "iterations": options.iterations, "torch": torch.__version__}
         raw |= {"commit": commit(REPOSITORY)}
         raw |= {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "rows": rows}

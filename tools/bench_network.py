@@ -155,7 +155,6 @@ def quick(windows: int) -> None:
     """The point at which dense spends about a third of a step on communication."""
     begun = time.time()
     points = [timed(QUICK_RATE, "plain", contender, EVEN, 0, windows) for contender in ("dense", "balanced")]
-    QUICK.parent.mkdir(parents=True, exist_ok=True)
     seconds = round(time.time() - begun)  # of both runs, with their start-up
     write_json(QUICK, {"seconds": seconds, "points": [asdict(point) for point in points]})
     print("\n".join(table(points)))
@@ -209,7 +208,6 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
 
 
 def _keep(file: Path, run: Point | Curve) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     kept = "".join(json.dumps(line) + "\n" for line in [*_lines(file), asdict(run)])
     write(file, kept.encode())
 

@@ -53,7 +53,6 @@ def main() -> None:
     )
     print(table(result["rows"]))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.output, result, indent=1)
         write(options.output.with_suffix(".md"), page(result, options.output.name).encode())
 

@@ -187,7 +187,6 @@ def main() -> None:
     lines = table([row for row in rows if changed(row)], options.window)
     print("\n".join(lines))
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         raw = {"processes": options.processes, "iterations": options.iterations, "window": options.window}
         raw |= {"torch": torch.__version__, "machine": f"{os.cpu_count()} cores, {platform.machine()}", "rows": rows}
         write_json(with_ending(options.output, ".json"), raw, indent=1)

@@ -41,8 +41,7 @@ GBPS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 
 
 # How Megatron counts the processes, and whether stages come before replicas.
-ORDERS = {"Megatron's": False, "`--use-tp-pp-dp-mapping`": True}
-ORDER_FLAGS = {order: order.strip("`") if stages_first else "" for order, stages_first in ORDERS.items()}
+ORDERS = {"Megatron's": "", "`--use-tp-pp-dp-mapping`": "--use-tp-pp-dp-mapping"}  # of ranks, with the flag for it
 
 
 def predict_all(
@@ -120,12 +119,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--validate", type=Path, metavar="POINTS", help="points.json of tools/bench_network.py")
     options, extra = parser.parse_known_args(argv)
+    try:
+        _make_folders(options.output, options.write_flags)  # before what takes a minute
+    except LaunchError as error:
+        say_error("plan", error)
+        return 2
     if options.validate is not None:
-        try:
-            _make_folders(options.output)
-        except LaunchError as error:
-            say_error("plan", error)
-            return 2
         return validate(options.validate, options.output)
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
@@ -135,7 +134,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found: list[tuple[Training, list[Prediction], list[page.Place]]] = []
     try:
-        _make_folders(options.output, options.write_flags)  # counting takes a minute
         check_names(extra)
         for name in options.models:
             training = Training.of(name, options.cluster, extra)
@@ -143,8 +141,10 @@ def main(argv: list[str] | None = None) -> int:
             speeds = sorted({*(options.gbps or GBPS), training.gbps})
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
             places = [
-                page.Place(order, name, predict_all(training, compressing, training.placed(network, stages_first)))
-                for order, stages_first in ORDERS.items()
+                page.Place(
+                    order, name, predict_all(training, compressing, training.placed(network, stages_first=bool(flag)))
+                )
+                for order, flag in ORDERS.items()
                 for name, network in page.networks(training.network).items()
             ]
             found.append((training, apart, places))
@@ -178,7 +178,7 @@ def flags_on_cluster(training: Training, places: Sequence[page.Place]) -> str:
     own = [place for place in places if place.network == page.own_network(training.network)]
     chosen = {place.order: page.recommended(place.predictions)[0] for place in own}
     order = min(chosen, key=lambda order: chosen[order].seconds)
-    return " ".join(filter(None, [flags_of(training, chosen[order]), ORDER_FLAGS[order]]))
+    return " ".join(filter(None, [flags_of(training, chosen[order]), ORDERS[order]]))
 
 
 def _chosen(predictions: Sequence[Prediction], gbps: float) -> Prediction:

@@ -232,7 +232,7 @@ class EDGCState:
     def begin(self) -> None:
         """A step begins: no gradient has come."""
         if self._ended:
-            raise RuntimeError("this EDGC state was closed")
+            raise RuntimeError("this EDGC state was closed, or a step of it has failed")
         self.start()
         self._announce()
         self._handles, self._copies = [], []
@@ -298,14 +298,15 @@ class EDGCState:
 
         Raises ``ReplicaMismatch`` where processes have drifted apart, and RuntimeError where gradients are missing.
         """
+        missing = self.stage.units.missing
+        self._ended |= bool(missing)  # reductions under way have lost their step, and no other one may go on with them
+        _check_missing(missing)
         for handle in self._handles:
             handle.wait()
-        if missing := self.stage.units.missing:
-            self._roll_back()  # those that have come are summed and lost
-            _check_missing(missing)
         if self.driver.not_finite():
-            self._roll_back()
-            for unit in self.stage.units:
+            for unit, before in zip(self.stage.units, self._before, strict=True):
+                unit.reducer.state.load_state_dict(before)
+                unit.reducer.observer.roll_back(self.steps)
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
             skips = self.scaler is not None and self.scaler.is_enabled()
             if not skips and not self._warned_of_nan:
@@ -331,11 +332,6 @@ class EDGCState:
             )
         if last or self.driver.closes_window(self.steps - 1):
             self._report(last)
-
-    def _roll_back(self) -> None:
-        for reducer, before in zip(self.stage.reducers, self._before, strict=True):
-            reducer.state.load_state_dict(before)
-            reducer.observer.roll_back(self.steps)
 
     def _report(self, last: bool) -> None:
         self._announce()

@@ -113,3 +113,14 @@ def test_what_is_sampled_of_a_large_parameter_takes_no_memory_of_its_size(monkey
     monkeypatch.setattr(torch, "arange", None)
     indices = FidelitySampler(1e-6, 0).indices("words", 10**9, torch.device("cpu"))
     assert len(indices) == 1000 and bool((indices.diff() >= 0).all())
+
+
+def test_no_step_follows_one_that_has_ended_without_all_gradients() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    state.begin()
+    state.add({net[0].weight: torch.ones(64, 32)})
+    with pytest.raises(RuntimeError, match=r"3 parameters have no gradient in this step, the first 0\.bias"):
+        state.end()
+    with pytest.raises(RuntimeError, match="a step of it has failed"):
+        state.begin()
