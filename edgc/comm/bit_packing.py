@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _FEW_CODES = 2**15  # codes for which starting an operation costs more than going over them
-_MANY_CODES = 2**23  # codes, of which words take eight bytes each
+_MANY_BYTES = 2**26  # of words, of which each code takes one for a while
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -21,8 +21,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             words = words.view(joined)
             mask, half = 2**step - 1, 4 * joined.itemsize
             words = (words >> (half - step)).bitwise_and_(mask << step).bitwise_or_(words & mask)
-    elif codes.numel() > _MANY_CODES:
-        parts = torch.split(codes, max(_MANY_CODES // rows // count, 1) * count, dim=1)
+    elif codes.numel() > (most := _MANY_BYTES // word.itemsize):
+        parts = torch.split(codes, max(most // rows // count, 1) * count, dim=1)
         return torch.cat([pack(part, bits) for part in parts], dim=1)
     else:
         words = (codes.view(rows, -1, count).to(word) << _shifts(bits, count, codes.device)).sum(dim=-1, dtype=word)
@@ -34,7 +34,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     rows, (count, length, word) = packed.shape[0], _word(bits)
-    if not _folds(packed) and packed.numel() > (most := _MANY_CODES // count * length):
+    if not _folds(packed) and packed.numel() > (most := _MANY_BYTES // word.itemsize // count * length):
         parts = torch.split(packed, max(most // rows // length, 1) * length, dim=1)
         return torch.cat([unpack(part, bits).to(torch.uint8) for part in parts], dim=1)
     size = _joints(bits)[-1][0].itemsize if _folds(packed) else word.itemsize

@@ -305,9 +305,11 @@ class Communicator:
         """This process's message: one row for each process."""
         parts = [in_groups(tensor.reshape(-1)) for tensor in tensors]
         padding = -sum(map(len, parts)) % (GROUP * self.world_size)
-        shards = torch.cat([*parts, parts[0].new_zeros(padding)]).view(self.world_size, -1)
+        if padding:
+            parts.append(parts[0].new_zeros(padding))
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         with record_function("edgc/round"):
-            return wire.encode(shards, generator)
+            return wire.encode(joined.view(self.world_size, -1), generator)
 
     def _sum_rounded(
         self, message: Tensor, wire: Wire, generator: torch.Generator | None = None

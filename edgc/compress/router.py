@@ -21,7 +21,7 @@ from edgc.plan.sharing import uniform_ranks
 # is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
 # docs/algorithm.md, 7, names.
 MOST_HELD = 4 / 3
-ROUNDING_MEMORY = 8  # times the memory of a portion that rounding and summing it takes
+ROUNDING_MEMORY = 6  # times the memory of a portion that rounding and summing it takes
 LITTLE_BYTES = 2**26  # what a reduction may hold whatever others hold
 
 

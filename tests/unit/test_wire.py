@@ -3,6 +3,8 @@ import math
 import pytest
 import torch
 
+from edgc.comm import bit_packing
+from edgc.comm import wire as wire_module
 from edgc.comm.bit_packing import pack, unpack
 from edgc.comm.wire import GROUP, WIRES, Wire, wire
 
@@ -35,6 +37,24 @@ def test_every_code_survives_packing(bits: int) -> None:
     packed = pack(codes, bits)
     assert packed.shape == (3, 2 * GROUP * bits // 8)
     assert torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_operations_that_a_gpu_does_give_the_same_bits(
+    name: str, stochastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_test = wire(name, stochastic=stochastic)
+
+    def there_and_back() -> tuple[torch.Tensor, torch.Tensor]:
+        message = under_test.encode(normal(), torch.Generator().manual_seed(1))
+        return message, under_test.decode(message)
+
+    on_cpu = there_and_back()
+    monkeypatch.setattr(wire_module, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(bit_packing, "_folds", lambda tensor: False)
+    monkeypatch.setattr(bit_packing, "_MANY_BYTES", 2**16)  # in several parts
+    assert all(torch.equal(one, other) for one, other in zip(there_and_back(), on_cpu, strict=True))
 
 
 def test_fp32_is_exact_and_bf16_is_torchs() -> None:

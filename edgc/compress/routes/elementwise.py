@@ -15,8 +15,9 @@ from edgc.compress.routes.base import ReductionContext, Route
 from edgc.specs import MatrixSpec
 from edgc.stacking import batches
 
-# Values that are rounded and sent at once: that takes several times their memory. Of very many, a 24th: fewer messages.
-PORTION, MOST_PORTIONS = 2**22, 24
+# Values that are rounded and sent at once: that takes several times their memory. Of very many, a twelfth: fewer
+# messages.
+PORTION, MOST_PORTIONS = 2**22, 12
 
 
 class ElementwiseRoute(Route):
@@ -83,6 +84,7 @@ class ElementwiseRoute(Route):
             if own and own[0] is not result.sums[0]:  # else it was summed in place
                 torch._foreach_copy_(own, list(result.sums))
             finite.append(result.finite)
+            del result  # memory for the next portion
         self.finite = torch.stack(finite).all()
 
     def _pieces_of_processes(self) -> "list[list[Piece]]":
@@ -116,7 +118,7 @@ def _size(pieces: Sequence[Piece]) -> int:
 
 def portion_of(elements: int) -> int:
     """How many of so many values are rounded and sent at once, at most."""
-    return max(PORTION, -(-elements // MOST_PORTIONS))
+    return max(-(-elements // (MOST_PORTIONS * PORTION)), 1) * PORTION
 
 
 def _portions(parts: Sequence[Sequence[Piece]], size: int) -> Iterator[list[list[Piece]]]:
