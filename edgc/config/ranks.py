@@ -115,7 +115,7 @@ class Ranks(Settings):
     link_gbps: float | None = setting(
         None,
         "plan for a link of this bandwidth per process instead of timing this machine's link. EDGC then assumes that "
-        "compressing takes no time, so it always compresses",
+        "compressing takes no time: it compresses wherever that sends fewer bytes than the host",
         "Gbit/s",
         "EDGC's own: to plan for a cluster from another machine",
     )
@@ -142,6 +142,8 @@ class Ranks(Settings):
                 self.require(one.name, getattr(self, one.name) == one.default, rule)
         if self.volume is not None:
             self.require("volume", 1 < self.volume < math.inf, "must be a finite number above 1")
+            bounds = self.rmax is None or self.rmax < 1 or self.rmax >= 4  # the smallest rank of a plan
+            self.require("rmax", bounds, "must be at least 4 beside a volume, or a share of the width")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             self.require(name, 1e-6 <= value <= 1, "a sampling rate must lie between 1e-6 and 1")

@@ -16,7 +16,7 @@ from edgc.hosts.user_warnings import warn_of_new_plans, warn_of_spent_budget
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 
-STATE_VERSION = 18  # of what every host saves; goes up where an earlier state can no longer be read
+STATE_VERSION = 19  # of what every host saves; goes up where an earlier state can no longer be read
 ERROR = "error."  # a parameter's name follows
 Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
 
@@ -109,13 +109,11 @@ def restore_measurements(reducers: Sequence[GradientReducer], kept: Sequence[dic
 def resume_controller(
     controller: Controller,
     state: dict[str, Any],
-    iteration: int,
     place: str,
     remedy: str,
     group: ProcessGroup | None = None,
 ) -> bool:
-    """Load the state of a controller at this iteration; whether it goes on. It does not if only one of both runs has a
-    volume.
+    """Load the state of a controller; whether it goes on. It does not if only one of both runs has a volume.
 
     A warning says so, and also if too little of a volume is left. ``place``: of the state. Raises ``ConfigError`` with
     the ``remedy`` for a state that does not fit.
@@ -125,7 +123,7 @@ def resume_controller(
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{place}: the controller's state does not fit ({error}); {remedy}") from error
     if goes_on:
-        warn_of_spent_budget(controller, iteration, group)
+        warn_of_spent_budget(controller, group)
     else:
         warn_of_new_plans(place, controller.config, group)
     return goes_on

@@ -61,6 +61,18 @@ class WindowExchange:
         plans = [None if controller is None else controller.plan for controller in controllers]
         self.driver.adopt(*broadcast_object(plans, self.group))
 
+    def resume(self, iteration: int) -> None:
+        """Go on at ``iteration``, with what a checkpoint has given stages and controllers. A controller of gradients
+        that does not go on where it had ended begins there.
+        """
+        sent = gather_objects(self._bytes_of_stages().gradients, self.group)
+        if self.controller is not None and not self.controller.resumed:
+            self.controller.begin(iteration, ByteCount.mean(sent))
+        self.adopt_plans()
+
+    def _bytes_of_stages(self) -> RunBytes:
+        return sum((stage.byte_counts() for stage in self.stages), RunBytes())
+
     def exchange(self, completed: int, before_decision: Callable[[], None] = lambda: None) -> WindowReport:
         """Report what was seen since the last call; at the end of a window decide anew, and adopt what was decided.
 
@@ -74,7 +86,7 @@ class WindowExchange:
         windows = [
             stage.take_window(seconds if stage.key.kind is StageKind.LAYERS else math.nan) for stage in self.stages
         ]
-        counts, sent = sum((stage.byte_counts() for stage in self.stages), RunBytes()), []
+        counts, sent = self._bytes_of_stages(), []
         if self.messages is not None:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()

@@ -423,7 +423,7 @@ class EDGCState:
         if state["config"]["engine"] == self.config.engine:
             # on every process, so that an error is one of all
             controller = self.plan.controller(self._sizes)
-            resume_controller(controller, state["controller"], self.steps, "the state", REMEDY, self.group)
+            resume_controller(controller, state["controller"], "the state", REMEDY, self.group)
             if self.windows.controller is not None:
                 self.windows.controller = controller
         else:
@@ -432,7 +432,7 @@ class EDGCState:
                 f"{self.config.engine}: the controller starts anew",
                 self.group,
             )
-        self.windows.adopt_plans()
+        self.windows.resume(self.steps)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != STATE_VERSION:

@@ -36,10 +36,10 @@ def warn_of_budget(controller: Controller, group: ProcessGroup | None = None) ->
         warn(message, group)
 
 
-def warn_of_spent_budget(controller: Controller, iteration: int, group: ProcessGroup | None = None) -> None:
-    """Warn in a run that resumes at this iteration if the steps before have left too little of its volume."""
+def warn_of_spent_budget(controller: Controller, group: ProcessGroup | None = None) -> None:
+    """Warn in a resumed run if the windows before have left too little of its volume."""
     budget = controller.budget
-    if budget is not None and not budget.rounds and budget.ledger.exhausted(iteration):
+    if budget is not None and not budget.rounds and budget.ledger.exhausted():
         message = (
             f"{flag('volume')} {budget.volume:g}: the steps before this resume have sent so much that the remaining "
             "ones would have to send less than the smallest rank or format of each parameter. They send as little as "

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.by_entropy.alignment import StageTimes
 from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
@@ -75,7 +76,11 @@ class Controller:
         # also where it decides nothing: a resumed run may have it decide
         self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
-        self.plan = replace(self.policy.first(), by_host=self.trials is not None and self.trials.by_host)
+        self.resumed = False  # whether it goes on where another one had ended
+        self.plan = self._first()
+
+    def _first(self) -> RankPlan:
+        return replace(self.policy.first(), by_host=self.trials is not None and self.trials.by_host)
 
     @property
     def policy(self) -> Policy:
@@ -89,6 +94,15 @@ class Controller:
         if policy is RankPolicy.ENTROPY:
             return RanksByEntropy(self.config, self.entropy, sharing, self.excluded)
         return ConstantRank(self.config, self.iterations, sharing, self.excluded)
+
+    def begin(self, iteration: int, sent: ByteCount) -> None:
+        """Begin amid a run, at ``iteration``. A volume is then that of the steps from there on.
+
+        ``sent``: bytes of the run before.
+        """
+        if self.budget is not None:
+            self.budget.begin(iteration, sent)
+            self.plan = self._first()
 
     def observe(self, window: WindowObservation) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
@@ -201,6 +215,7 @@ class Controller:
         self.times.load_state_dict(state)
         plan = replace(before, by_host=by_host, trial=None, tried=tried)
         self.plan = self.policy.resume(plan, by_entropy)
+        self.resumed = True
         return True
 
 

@@ -93,6 +93,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     by_volume = config.rank_policy is RankPolicy.VOLUME
     if by_volume:
         config = config.replace(window=_window(config, run.iterations))
+        _check_learning_rate(run)
     known = [stage for own in processes for stage in own]
     if by_volume and not (run.alone and all(stage.key.kind is not StageKind.EMBEDDING for stage in known)):
         _check_warmup(config, run)
@@ -112,6 +113,16 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
         config = config.replace(dense_wire="fp32", param_wire=None)
     return RunPlan(config, stages, choice.compresses, warnings, choice.tries, choice.rounds, choice.link_times)
+
+
+def _check_learning_rate(run: Run) -> None:
+    """Raises ``ConfigError`` for rates that give no step a budget. On every process: one alone plans."""
+    if run.learning_rate is None:
+        return
+    for iteration in range(run.iterations):
+        rate = run.learning_rate(iteration)
+        if not 0 <= rate < math.inf:
+            raise ConfigError(f"the learning rate of iteration {iteration} is {rate}: it must be finite and at least 0")
 
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:

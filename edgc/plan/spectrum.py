@@ -1,5 +1,6 @@
 """Spectra of gradients as far as a low-rank engine has measured them, continued by a power law."""
 
+import bisect
 import math
 from collections.abc import Sequence
 
@@ -26,4 +27,4 @@ def dropped(spectra: Sequence[Sequence[float]], rank: int) -> float:
 def rank_for_dropped(spectra: Sequence[Sequence[float]], energy: float) -> int:
     """The smallest rank, alike in every matrix, that leaves out no more than ``energy``."""
     longest = max((len(spectrum) for spectrum in spectra), default=0)
-    return next((rank for rank in range(longest) if dropped(spectra, rank) <= energy), longest)
+    return bisect.bisect_left(range(longest), True, key=lambda rank: dropped(spectra, rank) <= energy)

@@ -270,9 +270,9 @@ class Session:
 
         self.seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
 
-    def _resume(self) -> None:
-        """A checkpoint has been loaded, on process 0 the controllers' state with it."""
-        self.windows.adopt_plans()
+    def _resume(self, iteration: int) -> None:
+        """A checkpoint of this iteration has been loaded, on process 0 the controllers' state with it."""
+        self.windows.resume(iteration)
         self.reporter.resume(self.driver.plan, self.windows.controller)
         for stage in self.stages:
             for group in stage.groups:

@@ -86,7 +86,7 @@ REFUSED = {
     "another engine": "is of the engine powersgd, this run has int4",
     "another model": "has error feedback of output_layer.weight, which this model lacks",
     "another size": "feedback of embedding.position_embeddings.weight with 4096 values, where this model's has 8192",
-    "another version": "the EDGC state is of version 2, this release reads 18",
+    "another version": "the EDGC state is of version 2, this release reads 19",
     "incomplete": "the EDGC state cannot be read (KeyError: 'stage0-tp0.engine')",
 }
 

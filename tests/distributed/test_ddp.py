@@ -21,6 +21,7 @@ from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
 from edgc.hosts.units import MOST
 from edgc.observe.events import read_events
+from edgc.plan.rank_plan import Summing
 from edgc.plan.times import trials
 from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.timing import Spans
@@ -557,6 +558,26 @@ def lengthened(rank: int) -> tuple[int, int, bool]:
     after.state.load_state_dict(before.state.state_dict())
     drivers = before.state.driver, after.state.driver
     return drivers[0].window, drivers[1].window, drivers[0].plan.formats == drivers[1].plan.formats
+
+
+def a_volume_after_a_rank(rank: int) -> tuple[bool, int, float]:
+    """Whether the steps after the resume begin with a warm-up, its end, and the volume of these steps."""
+    before = Training(rank, LOW_RANK, iterations=400)
+    before.train(200)
+    assert before.state is not None
+    after = Training(rank, BUDGET, iterations=400)
+    assert after.state is not None
+    after.state.load_state_dict(before.state.state_dict())
+    counted, plan = after.state.stage.byte_counts().gradients, after.state.driver.plan
+    after.train(200)
+    sent = after.state.stage.byte_counts().gradients - counted
+    return plan.summing(200) is Summing.DENSE, plan.first_iteration, sent.fp32 / sent.sent
+
+
+def test_a_volume_that_takes_the_place_of_a_rank_is_that_of_the_rest_and_begins_with_a_warm_up() -> None:
+    for warm, first, volume in run_on_ranks(a_volume_after_a_rank, 2):
+        assert warm and first == 204, "a window"
+        assert volume == pytest.approx(8.0, rel=0.03)
 
 
 def test_a_longer_run_has_the_windows_of_its_own_length() -> None:

@@ -53,6 +53,15 @@ def test_a_slow_link_speaks_for_low_rank() -> None:
     assert not replace(slower, low_rank=Timing(1.0, 1 / 20)).low_rank_is_faster
 
 
+def test_rounding_that_may_not_replace_low_rank_is_used_where_that_does_not_pay() -> None:
+    finer = replace(TIMES, may_replace=False)
+    assert finer.low_rank_pays and not finer.rounding_pays
+    assert (
+        not finer.changed(finer.low_rank, -0.01).rounding_pays and not finer.changed(finer.low_rank, 0.1).rounding_pays
+    )
+    assert replace(finer, low_rank=Timing(0.7, 1 / 20)).rounding_pays
+
+
 def test_times_come_back_from_a_checkpoint() -> None:
-    times = TIMES.changed(TIMES.host, 2.4)
+    times = replace(TIMES.changed(TIMES.host, 2.4), may_replace=False)
     assert LinkTimes.from_list(times.to_list()) == times

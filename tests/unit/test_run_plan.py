@@ -266,6 +266,22 @@ def test_a_volume_that_allows_rounding_everything_is_rounded_where_no_rank_pays(
     known = processes(*[replace(cost, rounded_seconds=0.001, volume_rank=40)] * 2)
     plan = plan_run(EDGCConfig.from_preset("safe"), replace(RUN, scatters=True), known)
     assert (plan.compresses, plan.rounds) == (True, rounds)
+    assert plan.link_times is not None and not plan.link_times.may_replace, "whatever its link becomes"
+
+
+def test_where_a_volume_pays_for_less_than_the_smallest_rank_that_rank_is_timed() -> None:
+    cost = StageCost(LinearCost(0.07, 0.01), 0.1, 0.1, rounded_seconds=0.06, volume_rank=0)
+    plan = plan_run(EDGCConfig.from_preset(volume=200.0), RUN, processes(cost, cost))
+    assert plan.rounds and plan.link_times is not None
+    assert plan.link_times.low_rank.seconds == pytest.approx(0.11)
+
+
+@pytest.mark.parametrize("rate", [math.inf, math.nan, -1.0])
+def test_a_learning_rate_that_gives_no_step_a_budget_is_refused(rate: float) -> None:
+    run = replace(RUN, learning_rate=lambda iteration: rate if iteration == RUN.iterations - 1 else 1.0)
+    with pytest.raises(ConfigError, match=f"the learning rate of iteration {RUN.iterations - 1} is {rate}"):
+        plan_run(EDGCConfig.from_preset(volume=20.0), run, processes(CHEAP, CHEAP))
+    plan_run(EDGCConfig.from_preset("paper", pp="off"), run, processes(CHEAP, CHEAP))
 
 
 @pytest.mark.parametrize(("settings", "most"), [({}, math.inf), ({"volume": 24.0}, 1000 / 24), ({"volume": 8}, 125)])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.by_volume.choices import Choice, SendLowRank, SendRounded, from_list, to_list
 from edgc.plan.by_volume.guard import FidelityGuard
@@ -63,6 +64,7 @@ class BudgetPlanner:
         ranks, study, power = config.ranks, config.study, config.study.learning_rate_power
         assert ranks.volume is not None
         self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
+        self.window = ranks.window
         self.first = config.warmup(iterations)  # the iteration at which compression begins
         # the parameters of all stages, one stage after another, and the stage of each
         planned = [(index, one) for index, stage in enumerate(stages) if index not in excluded for one in stage]
@@ -86,6 +88,14 @@ class BudgetPlanner:
         # left is sent in the first window, so that window says little about the new one
         self.changed = [False] * len(self.parameters)
         self.limit = "budget"
+        self.choices, self.limit = self._best(self.first)
+
+    def begin(self, iteration: int, sent: ByteCount) -> None:
+        """The volume is that of the steps from ``iteration`` on. A warm-up of the usual length comes
+        first, or of a window if that is less. ``sent``: bytes of the run before.
+        """
+        self.ledger.begin(iteration, sent)
+        self.first = max(self.first, iteration + min(self.first, self.window))
         self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
@@ -137,6 +147,7 @@ class BudgetPlanner:
 
     def decide(self, iteration: int) -> None:
         """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
+        self.ledger.counted_to = iteration
         if iteration >= self.iterations:
             return
         if iteration <= self.first:  # nothing has been compressed yet, so nothing changes
@@ -149,7 +160,7 @@ class BudgetPlanner:
             self.choices, self.limit = self._best(iteration)
         else:
             most = self.fidelity < self.guard.least and self._has_most(iteration)
-            self.guard.update(self.fidelity, iteration, most, self.ledger.exhausted(iteration))
+            self.guard.update(self.fidelity, iteration, most, self.ledger.exhausted())
             self.choices, self.limit = self._kept_or_best(iteration)
         self.changed = [old.encoding != new.encoding for old, new in zip(before, self.choices, strict=True)]
         self.ledger.grant(iteration, self.relief)

@@ -67,7 +67,9 @@ class Ledger:
         ends = np.minimum(np.arange(iterations) + window, iterations)
         self.share = (before[ends] - before[:-1]) / (ends - np.arange(iterations)) / (before[-1] - before[:-1])
         self.weights = each / each.mean()
-        self.counts = Counts()
+        self.begins = self.counted_to = 0  # iterations: the first that the volume is of, and the first not counted yet
+        self.before = ByteCount()  # what the run had sent when the volume began
+        self.counts = Counts()  # since then
         self.granted: StepBytes | None = None  # to the steps of this window; None: no relief
         self.host_share_hidden = False  # whether a resume has hidden which of this window's steps the host has summed
         # whether this window is no part of the budget, because a resume has changed who sums, or how, or because the
@@ -77,10 +79,15 @@ class Ledger:
         # how many times more than predicted a step takes: padding, samples, the host's reduce-scatter; None: not known
         self.overhead: float | None = None
 
+    def begin(self, iteration: int, sent: ByteCount) -> None:
+        """The volume is that of the steps from ``iteration`` on. ``sent``: bytes of the run before."""
+        self.begins = self.counted_to = iteration
+        self.before = sent
+
     def observe(self, window: WindowObservation, outside_budget: bool) -> None:
         """Take in a window. ``outside_budget``: the host has summed because nothing was to be compressed."""
-        counts, taken = self.counts, window.bytes - self.counts.run
-        counts.run = window.bytes
+        counts, run = self.counts, window.bytes - self.before
+        taken, counts.run = run - counts.run, run
         host_share, sent_by_host, outside = window.host_share, window.sent_by_host, outside_budget
         if self.window_outside_budget:
             host_share, sent_by_host, outside = 1.0, taken.sent, True
@@ -125,16 +132,17 @@ class Ledger:
         """What is left of the run's budget at ``iteration``. The host's own steps, where nothing was to be compressed,
         are no part of it, nor of the steps that it is for.
         """
-        counts, done = self.counts, iteration * self.fp32_bytes
+        counts, done = self.counts, (iteration - self.begins) * self.fp32_bytes
         sent, fp32 = counts.run.sent, counts.run.fp32
         if not fp32:  # nothing is counted yet: what the warm-up takes
-            sent, fp32 = iteration * self.uncompressed, done
+            sent, fp32 = (iteration - self.begins) * self.uncompressed, done
         outside = counts.outside_budget.fp32 / fp32 * done if fp32 else 0.0
         spent = (sent - counts.outside_budget.sent - counts.sent_by_relief) / fp32 * done if fp32 else 0.0
-        return (self.fp32_bytes * self.iterations - outside) / self.volume - spent
+        return (self.fp32_bytes * (self.iterations - self.begins) - outside) / self.volume - spent
 
-    def exhausted(self, iteration: int) -> bool:
-        """Whether the steps from ``iteration`` on need more than the budget has left, whatever they choose."""
+    def exhausted(self) -> bool:
+        """Whether the steps after the last window need more than the budget has left, whatever they choose."""
+        iteration = self.counted_to
         return self._unspent(iteration) < (self.overhead or 1.0) * self.least * (self.iterations - iteration)
 
     def grant(self, iteration: int, relief: float) -> None:
@@ -145,6 +153,9 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
+            "begins": self.begins,
+            "counted_to": self.counted_to,
+            "before": asdict(self.before),
             "counts": asdict(self.counts),
             "granted": self.granted and asdict(self.granted),
             "overhead": self.overhead,
@@ -157,6 +168,7 @@ class Ledger:
         own, counts = self.state_dict(), state["counts"]
         if state.keys() != own.keys() or counts.keys() != own["counts"].keys():
             raise ValueError("the budget's counts are of another release of EDGC")
+        self.begins, self.counted_to, self.before = state["begins"], state["counted_to"], ByteCount(**state["before"])
         self.counts = Counts(
             ByteCount(**counts["run"]), ByteCount(**counts["outside_budget"]), counts["sent_by_relief"]
         )

@@ -32,9 +32,6 @@ def choose_by_link(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], 
     # who gives a rank wants low rank
     times = _link_times(config, run, known, lowest) if by_volume and config.ranks.rmax is None else None
     rounds = times is not None and times.rounding_pays
-    # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
-    if config.ranks.volume is not None and run.rounded_share * bits_of(ROUNDED) / 8 * config.ranks.volume < 4:
-        rounds &= lowest < RANK_MULTIPLE
     warnings = [_why_rounded(config, times)] if times is not None and rounds else []
     asked = config.ranks.resolved_rmax is not None
     # a budget rounds what has no matrix for low rank, and nothing was timed of it
@@ -79,14 +76,14 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
     """Times of the slowest stage that may be compressed; None where rounding was not timed.
 
     Low rank is at the mean rank that the volume pays for, or at ``lowest``, the break-even rank, if there is one and it
-    is smaller.
+    is smaller; at the smallest rank at least.
     """
     volume = config.ranks.volume
     assert volume is not None
     costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
     most = lowest if lowest >= RANK_MULTIPLE else math.inf
     ways = [
-        (cost.rounded_seconds, cost.compressed.at(min(cost.volume_rank, most)))
+        (cost.rounded_seconds, cost.compressed.at(max(min(cost.volume_rank, most), RANK_MULTIPLE)))
         for cost in costs
         if cost.rounded_seconds is not None and cost.volume_rank is not None
     ]
@@ -97,6 +94,8 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
         Timing(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
         Timing(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
         Timing(low_rank, 1 / volume),
+        # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
+        may_replace=run.rounded_share * bits_of(ROUNDED) / 8 * volume >= 4,
     )
 
 

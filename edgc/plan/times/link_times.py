@@ -31,13 +31,14 @@ class Timing:
 class LinkTimes:
     """Times of the slowest stage's reductions: by the host, with every gradient rounded, and in low rank at a volume.
 
-    ``slower``: seconds that an all-reduce in fp32 takes longer than when the three were timed. Each way takes longer by
-    its share of the bytes.
+    ``may_replace``: rounding may be used although low rank pays. ``slower``: seconds that an all-reduce in fp32 takes
+    longer than when the three were timed. Each way takes longer by its share of the bytes.
     """
 
     host: Timing
     rounded: Timing
     low_rank: Timing
+    may_replace: bool = True
     slower: float = 0.0
 
     def seconds(self, way: Timing) -> float:
@@ -52,6 +53,8 @@ class LinkTimes:
     @property
     def rounding_pays(self) -> bool:
         """Whether rounding does, and also clearly less than low rank where that pays."""
+        if self.low_rank_pays and not self.may_replace:
+            return False
         low_rank = self.seconds(self.low_rank) if self.low_rank_pays else math.inf
         return worth_rounding(self.seconds(self.rounded), low_rank, self.seconds(self.host))
 
@@ -68,10 +71,11 @@ class LinkTimes:
 
     def to_list(self) -> list[Any]:
         """Plain numbers."""
-        return [*([one.seconds, one.bytes_sent] for one in (self.host, self.rounded, self.low_rank)), self.slower]
+        ways = (self.host, self.rounded, self.low_rank)
+        return [*([one.seconds, one.bytes_sent] for one in ways), self.may_replace, self.slower]
 
     @classmethod
     def from_list(cls, saved: Sequence[Any]) -> "LinkTimes":
         """What ``to_list`` was made from."""
-        host, rounded, low_rank, slower = saved
-        return cls(Timing(*host), Timing(*rounded), Timing(*low_rank), slower)
+        host, rounded, low_rank, may_replace, slower = saved
+        return cls(Timing(*host), Timing(*rounded), Timing(*low_rank), may_replace, slower)

@@ -3,7 +3,7 @@
 So Megatron writes it with everything else, asynchronously if asked to, into every kind of checkpoint it knows, declares
 a checkpoint complete only with it, and removes it with the rest. Plain Megatron does not ask for the entry.
 
-What is saved is in ``checkpoint_saving`` and ``checkpoint_index``, what is taken up again in ``checkpoint_loading``.
+``saving.py`` makes the entry, ``index.py`` describes it, and ``loading.py`` restores it.
 """
 
 import os
@@ -46,10 +46,11 @@ def shield_writer(args: Namespace) -> None:
 class CheckpointHooks:
     """The methods that run around Megatron's functions once ``install`` has been called.
 
-    Each gets Megatron's function first and then its arguments. ``on_loaded`` is called after a load.
+    Each gets Megatron's function first and then its arguments. ``on_loaded`` is called after a load, with the
+    iterations that the checkpoint's run has behind it.
     """
 
-    def __init__(self, run: RunState, saver: CheckpointSaver, on_loaded: Callable[[], None]):
+    def __init__(self, run: RunState, saver: CheckpointSaver, on_loaded: Callable[[int], None]):
         self.run, self.saver, self.on_loaded = run, saver, on_loaded
         self._entry: dict[str, Any] | None = None  # of the save under way
         self._found: tuple[Any, ...] | None = None  # what Megatron has read first of the checkpoint to load
@@ -121,7 +122,7 @@ class CheckpointHooks:
         if resume is not None:
             dropped = _on_all_processes(lambda: resume.load(entry["state"]))
             resume.warn_of_losses(messages=any(all_gather_objects(dropped)))
-        self.on_loaded()
+        self.on_loaded(found[0].get("iteration", 0))
         return found
 
 

@@ -195,7 +195,7 @@ class Resume:
         if controller.rounds != rounded:
             how = "rounded" if controller.rounds else "in low rank"
             warn(f"compressed gradients go on {how} as in {self.name}, whatever was timed now")
-        goes_on = resume_controller(controller, state, self.index.iteration, self.name, GO_ON)
+        goes_on = resume_controller(controller, state, self.name, GO_ON)
         if controller.plan.by_host != by_host:
             who = "Megatron sums gradients" if controller.plan.by_host else "EDGC compresses gradients"
             warn(f"{who} as in {self.name}, whatever was timed now")
