@@ -31,7 +31,8 @@ from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, StageLinks, Training, check_names, predict
+from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, check_names, predict
+from tools.planning.placement import StageLinks
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import with_ending, write, write_json
 
@@ -161,7 +162,11 @@ def main(argv: list[str] | None = None) -> int:
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
     if options.output is not None:
-        written(options.output, found, sections, _chosen(predictions, training.gbps))
+        try:
+            written(options.output, found, sections, _chosen(predictions, training.gbps))
+        except ModuleNotFoundError as error:
+            say_error("plan", LaunchError(f"pictures need {error.name}: install EDGC with its extra 'report'"))
+            return 2
     return 0
 
 

@@ -1,6 +1,7 @@
 """The model of a step: schedules, links, reductions, and what the planner makes of them."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +201,8 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
     [
         (["--context-parallel-size", "2"], "--context-parallel-size: the planner does not know"),
         (["--context-parallel-size=2"], "--context-parallel-size: the planner does not know"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: the planner does not know"),
+        (["--optimizer", "dist_muon"], "--optimizer dist_muon: the planner does not know"),
         (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16: the planner does not know"),
         (["--multi-latent-attention"], "--multi-latent-attention: the planner does not know"),
         (["--pipeline-model-parallel-layout", "Et*24L"], "--pipeline-model-parallel-layout: the planner does not know"),
@@ -225,6 +228,17 @@ def test_what_the_planner_does_not_know_is_refused(flags: list[str], message: st
     with pytest.raises(LaunchError, match=message):
         Training.of("gpt2_12.1b", None, flags)
     assert Training.of("gpt2_12.1b", None, ["--num-virtual-stages-per-pipeline-rank", "2"]).chunks == 2
+
+
+def test_without_matplotlib_the_tables_are_printed_and_pictures_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plan.main(["gpt2_2.5b", "--gbps", "10", "--context-parallel-size", "1"]) == 0
+    assert plan.main(["gpt2_2.5b", "--gbps", "10", "--output", str(tmp_path / "page")]) == 2
+    shown = capsys.readouterr()
+    assert "## " in shown.out
+    assert shown.err == "plan: error: pictures need matplotlib: install EDGC with its extra 'report'\n"
 
 
 def test_flags_that_nobody_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -506,8 +520,9 @@ NETWORK = Network(nodes=4, gpus_per_node=8, gbps=10.0, inside=1000.0, latency=0.
 
 
 def rates(network: Network, stages_first: bool = False) -> list[tuple[float, float]]:
-    """Gbit/s of each stage's messages and reductions: 2 tensor ranks, 4 replicas, 4 stages."""
-    return [(one.gbps, ring.gbps) for one, ring in Placement(2, 4, 4, stages_first).links(network)]
+    """Gbit/s of each stage's slower messages and of its reductions: 2 tensor ranks, 4 replicas, 4 stages."""
+    found = Placement(2, 4, 4, stages_first).links(network)
+    return [(min(one.next.gbps, one.before.gbps), one.ring.gbps) for one in found]
 
 
 def test_replicas_of_a_stage_share_a_node_or_lie_on_all() -> None:
@@ -526,7 +541,7 @@ def test_rings_and_messages_over_an_uplink_share_it() -> None:
     assert rates(racks) == [(10.0, 1000.0), (4.0, 1000.0), (4.0, 1000.0), (10.0, 1000.0)]
     # all 8 rings leave each rack once, and the messages stay inside
     assert rates(racks, stages_first=True) == [(1000.0, 4.0)] * 4
-    _, ring = next(iter(Placement(2, 4, 4, True).links(racks)))
+    ring = Placement(2, 4, 4, True).links(racks)[0].ring
     assert ring.latency == pytest.approx(2 * 2 * 0.001), "twice round a ring that crosses twice"
     assert rates(replace(racks, uplink_gbps=1000.0), stages_first=True) == [(1000.0, 10.0)] * 4
 
@@ -535,6 +550,26 @@ def test_one_slow_node_slows_the_rings_that_pass_it() -> None:
     slow = replace(NETWORK, slow_nodes=1, slow_gbps=2.0)
     assert rates(slow, stages_first=True) == [(1000.0, 2.0)] * 4
     assert rates(slow) == [(2.0, 1000.0), (2.0, 1000.0), (10.0, 1000.0), (10.0, 1000.0)]
+
+
+def test_a_ring_uses_the_network_of_all_its_gpus_on_a_node() -> None:
+    four = replace(NETWORK, nodes=8)  # 16 replicas of one stage, four on each of eight nodes
+    assert [one.ring.gbps for one in Placement(2, 32, 1).links(four)] == [40.0]
+    assert [one.ring.gbps for one in Placement(2, 32, 1).links(replace(four, inside=30.0))] == [30.0]
+    uneven = replace(four, nodes=3, gpus_per_node=10)  # 5, 5 and 2 of 12
+    assert [one.ring.gbps for one in Placement(2, 12, 1).links(uneven)] == [20.0]
+
+
+def test_a_message_takes_the_link_that_it_goes_over() -> None:
+    sites = replace(NETWORK, racks=2, uplink_gbps=8.0, uplink_seconds=0.01)
+    links = Placement(2, 4, 4).links(sites)  # a stage on each node, two on each site
+    assert [one.next.gbps for one in links] == [10.0, 1.0, 10.0, 1000.0]  # the last stage sends none
+    assert [one.before.gbps for one in links] == [1000.0, 10.0, 1.0, 10.0]
+    assert [one.next.latency for one in links] == [0.0, 0.01, 0.0, 0.0]
+    slow, fast = Link(1.0), Link(1000.0)
+    sends = {"activations": 1e8, "gradients": 1e8, "forward": 0.1, "backward": 0.1}
+    both, back = (simulate([StageTimes(link=slow, before=before, **sends)] * 2, 1).seconds for before in (None, fast))
+    assert both - back == pytest.approx(slow.seconds(1e8) - fast.seconds(1e8)), "the gradients alone go back"
 
 
 def test_the_order_of_ranks_decides_whether_compression_pays() -> None:

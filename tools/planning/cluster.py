@@ -21,7 +21,7 @@ from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
 from edgc.plan.times.link_times import WORTH_IT, worth_rounding
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
-from tools.planning.placement import Network, Placement
+from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.shared.gpus import GPU, GPU_OF
 from tools.shared.layer import Layer, add_arguments
@@ -33,7 +33,8 @@ OPTIMIZER_BYTES = 24.0
 LATENCY = 40e-6
 
 NOT_PLANNED = (
-    *("--context-parallel-size", "--multi-latent-attention", "--grad-reduce-in-bf16", "--recompute-granularity"),
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--num-distributed-optimizer-instances", "--multi-latent-attention"),
+    *("--grad-reduce-in-bf16", "--recompute-granularity"),
     *("--pipeline-model-parallel-layout", "--mtp-num-layers", "--rampup-batch-size", "--step-batch-size-schedule"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
@@ -42,8 +43,6 @@ NOT_PLANNED = (
     *("--hybrid-override-pattern", "--heterogeneous-layers-config-path"),
     "--heterogeneous-layers-config-encoded-json",
 )
-
-StageLinks = tuple[Link, Link]  # of a stage's messages and of its reductions
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,12 @@ class Training:
     def apart(self, gbps: float) -> list[StageLinks]:
         """Links of stages whose replicas and neighbours are all on other nodes."""
         link = Link(gbps, LATENCY)
-        return [(link, link)] * self.pipeline
+        return [StageLinks(link, link, link)] * self.pipeline
 
     def placed(self, network: Network, stages_first: bool) -> list[StageLinks]:
         """Links of stages where their processes are."""
         placement = Placement(self.tensor, self.replicas, self.pipeline, stages_first)
-        return list(placement.links(network, self.chunks > 1))
+        return placement.links(network, self.chunks > 1)
 
     @property
     def layers_here(self) -> float:
@@ -322,7 +321,9 @@ def _parser() -> _Parser:
     for flag in ("--num-layers-per-virtual-pipeline-stage", "--num-experts", "--moe-ffn-hidden-size"):
         parser.add_argument(flag, type=int)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--moe-router-topk", type=int, default=2)
+    parser.add_argument("--optimizer", default="adam")
     for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
@@ -334,7 +335,12 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     flags, others = parser.parse_known_args(list(given))
     named = {flag.partition("=")[0] for flag in others}
-    if unknown := [flag for flag in NOT_PLANNED if flag in named]:
+    unknown = [flag for flag in NOT_PLANNED if flag in named]
+    if flags.context_parallel_size > 1:
+        unknown.append("--context-parallel-size")
+    if flags.optimizer not in ("adam", "sgd"):
+        unknown.append(f"--optimizer {flags.optimizer}")
+    if unknown:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
     for action in parser._actions:
         value = getattr(flags, action.dest)
@@ -520,7 +526,7 @@ def predict(
     compressing = methods.get(contender.method)
     half = 0.5 if training.scatters else 1.0
     whole = training.dense_bytes
-    slowest = max((ring for _, ring in links), key=lambda ring: ring.seconds(whole))
+    slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(whole))
     sent = whole * contender.bits / 32 * half
     units, rank = _dense(sent), None
     if contender.method and compressing is not None and training.replicas > 1:
@@ -557,21 +563,22 @@ def predict(
             each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(count, 1))
             units = (Unit.of(*each),) * UNITS
     forward = training.forward_seconds()
-    sends = [_message(training, methods.get(contender.messages), link) for link, _ in links]
+    sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
-            forward=forward + (experts := training.expert_seconds(ring)),
+            forward=forward + (experts := training.expert_seconds(own.ring)),
             backward=2 * forward + experts + (rounding if place else of_first * rounding),
-            link=messages,
-            ring=ring,
+            link=own.next,
+            before=own.before,
+            ring=own.ring,
             activations=training.message_bytes,
             gradients=gradients,
             units=units,
             gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
-        for place, ((messages, ring), (gradients, rounding)) in enumerate(zip(links, sends, strict=True))
+        for place, (own, (gradients, rounding)) in enumerate(zip(links, sends, strict=True))
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)

@@ -3,16 +3,18 @@
 What it assumes:
 
 - Reductions go round a ring in the order of ranks, one ring for each tensor rank and pipeline stage. A ring is as fast
-  as its slowest link.
+  as its slowest link. Where several of its GPUs share a node, it uses the network of all of them: NCCL makes several
+  rings, and was measured so (NVIDIA/nccl, issue 569).
 - What crosses between racks in one direction shares the rack's uplink evenly: reductions among themselves, and messages
   between stages among themselves.
 - Each part of a sum goes twice round its ring, and waits for the uplinks' latency each time that it crosses one.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from tools.planning.simulation import Link
 
@@ -48,27 +50,40 @@ class Network:
     def crosses(self, edge: Edge) -> bool:
         return self.rack(edge[0]) != self.rack(edge[1])
 
-    def links(self, by_stage: Sequence[Sequence[Sequence[Edge]]], rounds: int) -> list[Link]:
-        """The link of each stage, whose traffic takes paths of edges. What is sent goes ``rounds`` times along one."""
-        crossing = [edge for paths in by_stage for path in paths for edge in path if self.crosses(edge)]
+    def fewest(self, path: Sequence[Edge]) -> int:
+        """How many of a path's GPUs are on the node that has fewest of them."""
+        return min(Counter(map(self.node, {gpu for edge in path for gpu in edge})).values())
+
+    def links(self, groups: Sequence[Sequence[Sequence[Edge]]], rounds: int) -> list[Link]:
+        """The link of each group of paths, which are edges. What is sent goes ``rounds`` times along one."""
+        crossing = [edge for paths in groups for path in paths for edge in path if self.crosses(edge)]
         leave = Counter(self.rack(source) for source, _ in crossing)
         enter = Counter(self.rack(target) for _, target in crossing)
 
-        def gbps(edge: Edge) -> float:
+        def gbps(edge: Edge, gpus: int) -> float:
             nodes = [self.node(gpu) for gpu in edge]
             if nodes[0] == nodes[1]:
                 return self.inside
-            rate = min(self.slow_gbps if self.slow_gbps and node < self.slow_nodes else self.gbps for node in nodes)
+            slowest = min(self.slow_gbps if self.slow_gbps and node < self.slow_nodes else self.gbps for node in nodes)
+            rate = min(gpus * slowest, self.inside)
             if self.crosses(edge) and self.uplink_gbps is not None:
                 rate = min(rate, self.uplink_gbps / max(leave[self.rack(edge[0])], enter[self.rack(edge[1])]))
             return rate
 
         found = []
-        for paths in by_stage:
-            rate = min((gbps(edge) for path in paths for edge in path), default=self.inside)
+        for paths in groups:
+            rate = min((gbps(edge, self.fewest(path)) for path in paths for edge in path), default=self.inside)
             crossings = max((sum(map(self.crosses, path)) for path in paths), default=0)
             found.append(Link(rate, self.latency + rounds * crossings * self.uplink_seconds))
         return found
+
+
+class StageLinks(NamedTuple):
+    """What a stage sends over: to the next stage, to the one before, and in its reductions."""
+
+    next: Link
+    before: Link
+    ring: Link
 
 
 @dataclass(frozen=True)
@@ -96,21 +111,24 @@ class Placement:
             found.append([*pairwise(gpus), (gpus[-1], gpus[0])])
         return found
 
-    def messages(self, stage: int, wraps: bool) -> list[list[Edge]]:
-        """What a stage sends to its neighbours; ``wraps``: the last is one of the first, as with several chunks."""
-        neighbours = [stage - 1, stage + 1]
+    def messages(self, stage: int, to: int, wraps: bool) -> list[list[Edge]]:
+        """What a stage sends to the one beside it, ``to``; ``wraps``: the last is beside the first, as with several
+        chunks.
+        """
         if wraps and self.pipeline > 1:
-            neighbours = [place % self.pipeline for place in neighbours]
+            to %= self.pipeline
+        if not 0 <= to < self.pipeline:
+            return []
         return [
-            [(self.gpu(tensor, replica, stage), self.gpu(tensor, replica, place))]
-            for place in neighbours
-            if 0 <= place < self.pipeline
+            [(self.gpu(tensor, replica, stage), self.gpu(tensor, replica, to))]
             for tensor in range(self.tensor)
             for replica in range(self.replicas)
         ]
 
-    def links(self, network: Network, wraps: bool = False) -> Iterator[tuple[Link, Link]]:
-        """Of each stage, that of its messages and that of its reductions."""
+    def links(self, network: Network, wraps: bool = False) -> list[StageLinks]:
+        """Of each stage."""
         stages = range(self.pipeline)
-        messages = network.links([self.messages(stage, wraps) for stage in stages], 1)
-        return zip(messages, network.links([self.rings(stage) for stage in stages], 2), strict=True)
+        ways = [self.messages(stage, stage + step, wraps) for step in (1, -1) for stage in stages]
+        messages, rings = network.links(ways, 1), network.links([self.rings(stage) for stage in stages], 2)
+        parts = messages[: self.pipeline], messages[self.pipeline :], rings
+        return [StageLinks(*links) for links in zip(*parts, strict=True)]

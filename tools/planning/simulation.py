@@ -54,7 +54,8 @@ class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
     ``units``: reductions, in the order in which backward passes complete them. ``gathered``: bytes of updated weights
-    that come back. ``link``: its own; ``ring``: that of reductions and gathers, if it is another.
+    that come back. ``link``: its own; ``before``: that to the stage before, and ``ring``: that of reductions and
+    gathers, if they are others.
     """
 
     forward: float
@@ -65,6 +66,7 @@ class StageTimes:
     units: tuple[Unit, ...] = ()
     gathered: float = 0.0
     optimizer: float = 0.0
+    before: Link | None = None
     ring: Link | None = None
 
     @property
@@ -149,7 +151,8 @@ def simulate(
             nbytes = times.gradients if work.backward else times.activations
             if count > 1:
                 leaves = max(end, link_free[stage])
-                comes = link_free[stage] = leaves + times.link.seconds(nbytes)
+                link = (times.before or times.link) if work.backward else times.link
+                comes = link_free[stage] = leaves + link.seconds(nbytes)
                 step.spans.append(Span(stage, "message", leaves, comes))
             else:
                 comes = end
