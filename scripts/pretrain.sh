@@ -45,8 +45,10 @@ die() {
 }
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     [[ -n ${SLURM_JOB_ID:-}${DRY_RUN:-} ]] || die "CONTAINER_IMAGE needs Slurm, whose srun starts the container"
-    [[ -n ${CONTAINER_MOUNTS:-} || $RUN != /* || $RUN == "$root"/* ]] ||
-        die "CONTAINER_IMAGE sees this repository alone: name $RUN in CONTAINER_MOUNTS, as $root:$root,$RUN:$RUN"
+    for path in "$RUN" "${DATA:-}" "$MODEL" "${CLUSTER:-}"; do
+        [[ -n ${CONTAINER_MOUNTS:-} || $path != /* || $path == "$root"/* ]] ||
+            die "CONTAINER_IMAGE sees this repository alone: name $path in CONTAINER_MOUNTS, as $root:$root,$path:$path"
+    done
     container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
         --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
     python=${PYTHON:-python}
@@ -87,6 +89,9 @@ eval "$settings"
 [[ -n ${SLURM_JOB_ID:-}${DRY_RUN:-} ]] || ((nodes == 1)) ||
     die "$nodes nodes and no Slurm: submit with sbatch, or set CLUSTER to a file of one node"
 
+# a step inside a step waits for what the outer one holds; those of salloc and sbatch have numbers close to 2^32
+[[ -n ${DRY_RUN:-} ]] || ((${SLURM_STEP_ID:-4294967295} > 4294967200)) ||
+    die "started inside srun: start it in salloc, or submit it with sbatch"
 if [[ -z ${DRY_RUN:-} ]]; then
     on_each_node=()
     [[ -n ${SLURM_JOB_ID:-} ]] && on_each_node=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 "${container[@]}")
@@ -142,6 +147,7 @@ tee=$!
 training='' stopped=''
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap : TERM USR1 USR2 # Slurm signals the tasks, which save and end; this shell has to outlive them
+    trap 'stopped=1; [[ -z $training ]] || kill -TERM "$training"' INT HUP # srun passes TERM on to the tasks
 else
     # a background job of bash ignores Ctrl-C until torchrun has begun to handle it
     trap 'stopped=1; [[ -z $training ]] || kill -TERM "$training"' INT TERM HUP

@@ -14,5 +14,5 @@ MODEL=${MODEL:-gpt2_12.1b}
 METHOD=optimus
 here=${BASH_SOURCE[0]}
 [[ $here == */slurm_script ]] && # sbatch runs a copy
-    here=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\/pretrain_gpt2[^ ]*\.sh\).*/\1/p')
+    here=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/s/^ *Command=\(.*\/pretrain_gpt2[^ ]*\.sh\).*/\1/p')
 source "$(dirname -- "$here")/pretrain.sh"

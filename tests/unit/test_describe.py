@@ -88,6 +88,24 @@ def test_a_fused_sum_and_gathered_weights_are_counted() -> None:
     assert gathered == pytest.approx(1446 * 2 * 7 / 8, rel=1e-3) and messages == pytest.approx(2 * 294, rel=1e-2)
 
 
+def test_stages_that_stay_dense_send_what_megatron_sends() -> None:
+    page = described("gpt2_2.5b", "--method", "optimus").stdout
+    (last,) = [row.split(" | ") for row in page.splitlines() if row.startswith("| 4 ")]
+    assert float(last[10].split("(")[1].split("x")[0]) < 1.2  # the embedding's sum alone is of factors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-experts", "8", "--disable-bias-linear"], "--num-experts: only tools/plan.py counts experts"),
+        (["--method", "dense"], "the engine dense has no ranks to show"),
+    ],
+)
+def test_what_has_no_table_is_refused(arguments: list[str], message: str) -> None:
+    done = described("gpt2_2.5b", *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_the_committed_page_holds_what_the_tool_says_today(found: list[dict[str, Any]]) -> None:
     assert json.loads((REPOSITORY / "docs" / "paper-runs.json").read_text()) == found
 

@@ -395,6 +395,17 @@ def test_gpt2s_own_tokenizer_comes_from_its_two_files(gpt2_files: dict[str, str]
     assert len(tokenizer) == 5 and tokenizer.eos_token_id == 4
 
 
+def test_so_it_does_where_transformers_names_the_files_otherwise(
+    gpt2_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before_5(vocab_file: str, merges_file: str) -> GPT2Tokenizer:
+        return GPT2Tokenizer(vocab=vocab_file, merges=merges_file)
+
+    monkeypatch.setattr("transformers.GPT2Tokenizer", before_5)
+    tokenizer = export_tokenizer.build_tokenizer(arguments(tokenizer_type="GPT2BPETokenizer", **gpt2_files), None)
+    assert tokenizer("ab b")["input_ids"] == [2, 3, 1]
+
+
 def test_a_hugging_face_tokenizer_is_saved_as_it_is(gpt2_files: dict[str, str], tmp_path: Path) -> None:
     source = GPT2Tokenizer(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
     source.save_pretrained(tmp_path / "moved")

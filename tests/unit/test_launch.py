@@ -234,7 +234,14 @@ def test_checkpoints_of_another_shape_are_refused(tmp_path: Path, capsys: pytest
     assert launch.main([*arguments, "--hidden-size", "256", "--lr", "1e-4"]) == 0
     capsys.readouterr()
     assert launch.main(arguments) == 2
-    assert "has checkpoints of --hidden-size 256, this run has --hidden-size 128" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has checkpoints of a run with --hidden-size 256, this one has --hidden-size 128" in said
+    assert launch.main([*arguments, "--hidden-size", "256", "--edgc-preset", "balanced"]) == 2
+    said = capsys.readouterr().err
+    assert "of a run with --edgc-preset paper, this one has --edgc-preset balanced: set RUN to another folder" in said
+    assert launch.main([*arguments, "--hidden-size", "256", "--seed", "2"]) == 2
+    (tmp_path / "edgc" / ATTEMPTS).unlink()
+    assert launch.main(arguments) == 0
 
 
 def started(
@@ -309,7 +316,10 @@ def test_one_machine_without_slurm_takes_torchrun_and_several_are_refused() -> N
     assert "8 nodes and no Slurm" in done.stderr
 
 
-def test_ctrl_c_before_torchrun_handles_it_ends_the_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_allocation", [False, True])
+def test_ctrl_c_before_torchrun_handles_it_ends_the_training(in_allocation: bool, tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "srun", 'until [[ $1 == */own-python ]]; do shift; done; exec "$@"')
+    program(tmp_path / "bin" / "scontrol", "echo n0")
     program(
         tmp_path / "bin" / "own-python",
         f"""
@@ -324,6 +334,9 @@ fi""",
     )
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     own = {"PYTHON": str(tmp_path / "bin" / "own-python"), "MODEL": "tiny", "RUN": str(tmp_path / "run")}
+    if in_allocation:
+        own |= {"SLURM_JOB_ID": "20007", "SLURM_JOB_NODELIST": "n0", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "4"}
+        own["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     command = ["bash", REPOSITORY / "scripts" / "pretrain_gpt2_12b_edgc.sh", "--mock-data"]
     script = subprocess.Popen(
         command,
@@ -355,6 +368,9 @@ def test_a_refused_run_starts_nothing_and_says_why_once() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "moon.yaml" in done.stderr
+    step = {"SLURM_JOB_ID": "20007", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0"}
+    done = started("pretrain_gpt2_12b_edgc.sh", "--mock-data", MODEL="tiny", **step)
+    assert done.returncode == 1 and "started inside srun: start it in salloc" in done.stderr
 
 
 def test_a_dry_run_needs_no_more_than_bash_and_python(tmp_path: Path) -> None:
@@ -399,6 +415,8 @@ def test_a_container_must_see_the_folder_of_the_run(tmp_path: Path) -> None:
     outside = started("pretrain_gpt2_12b_edgc.sh", RUN=str(tmp_path), **given)
     assert outside.returncode == 1 and f"name {tmp_path} in CONTAINER_MOUNTS" in outside.stderr
     mounts = f"{REPOSITORY}:{REPOSITORY},{tmp_path}:{tmp_path}"
+    unseen = started("pretrain_gpt2_12b_edgc.sh", DATA=str(tmp_path / "data"), **given)
+    assert unseen.returncode == 1 and f"name {tmp_path}/data in CONTAINER_MOUNTS" in unseen.stderr
     for known in ({"RUN": str(tmp_path), "CONTAINER_MOUNTS": mounts}, {"RUN": f"{REPOSITORY}/runs/own"}, {}):
         done = started("pretrain_gpt2_12b_edgc.sh", **known, **given)
         assert done.returncode == 0, done.stderr

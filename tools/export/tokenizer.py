@@ -1,5 +1,6 @@
 """The Hugging Face tokenizer that gives the same ids as the one that a Megatron checkpoint was trained with."""
 
+import inspect
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,11 @@ def _hugging_face(name: str, args: Namespace) -> PreTrainedTokenizerBase:
         if len(files) == 2 and args.tokenizer_type == "GPT2BPETokenizer":
             from transformers import GPT2Tokenizer
 
-            tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer(vocab=args.vocab_file, merges=args.merge_file)
+            # named otherwise before transformers 5
+            old = "vocab_file" in inspect.signature(GPT2Tokenizer).parameters
+            names = ("vocab_file", "merges_file") if old else ("vocab", "merges")
+            named = dict(zip(names, (args.vocab_file, args.merge_file), strict=True))
+            tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer(**named)
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, **files)
     except Exception as error:  # the library raises many kinds, for a wrong name as for a missing network

@@ -17,14 +17,25 @@ from tools.shared.megatron import TRACKER
 
 ATTEMPTS = "attempts.jsonl"  # in a run's folder: a line for every time that it was started
 PACKAGES = ("edgc", "torch", "megatron-core", "transformer-engine", "apex", "numpy")
-SHAPE_FLAGS = (
-    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"),
+# What a run is. With another value it is another run, whose checkpoints go elsewhere.
+IDENTITY = (
+    *("--seed", "--edgc-preset", "--edgc-engine", "--edgc-static-rank", "--edgc-volume"),
+    *(
+        "--data-path",
+        "--train-data-path",
+        "--num-layers",
+        "--hidden-size",
+        "--ffn-hidden-size",
+        "--num-attention-heads",
+    ),
     *("--max-position-embeddings", "--tokenizer-type"),
 )
 
 
 def check_checkpoint(launch: Launch) -> None:
-    """Raise ``LaunchError`` if the run's folder holds checkpoints of a model of another shape."""
+    """Raise ``LaunchError`` if the run's folder holds checkpoints of another run: of another model, on other data, or
+    compressed in another way.
+    """
     attempts = launch.folder / ATTEMPTS
     if not (launch.folder / "checkpoints" / TRACKER).is_file() or not attempts.is_file():
         return
@@ -32,13 +43,17 @@ def check_checkpoint(launch: Launch) -> None:
         before = json.loads(attempts.read_text(encoding="utf-8").splitlines()[-1])["arguments"]
     except (ValueError, IndexError, KeyError):
         return  # cut short by a full disk; Megatron also compares the shapes
-    for flag in SHAPE_FLAGS:
+    for flag in IDENTITY:
         known, wanted = (last_value(flag, arguments) for arguments in (before, launch.arguments))
         if known != wanted:
             raise LaunchError(
-                f"{launch.folder} has checkpoints of {flag} {known}, this run has {flag} {wanted}: "
-                "set RUN to another folder"
+                f"{launch.folder} has checkpoints of a run with {_named(flag, known)}, this one has "
+                f"{_named(flag, wanted)}: set RUN to another folder, or delete {attempts} to go on from them"
             )
+
+
+def _named(flag: str, value: str | None) -> str:
+    return f"no {flag}" if value is None else f"{flag} {value}"
 
 
 def last_value(flag: str, arguments: Sequence[str]) -> str | None:

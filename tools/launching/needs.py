@@ -106,6 +106,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from edgc.config import RankPolicy
     from megatron.edgc.arguments import config_from_args
     from megatron.edgc.messages.costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
@@ -123,6 +124,10 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     requested = config_from_args(args)
     assert requested is not None  # --edgc is among the flags
     config = Session(requested, args).config
+    if args.num_experts:
+        raise LaunchError("--num-experts: only tools/plan.py counts experts")
+    if config.rank_policy is RankPolicy.NONE:
+        raise LaunchError("the engine dense has no ranks to show; the table of every other method has its bytes")
     description = gpt_config_from_args(args)
     # Only shapes are wanted: local layers have those of Transformer Engine's, and nothing is drawn at random.
     description.transformer_impl = "local"
@@ -154,7 +159,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
                 post_process=stage == pipeline - 1,
             )
         messages = message_bytes * _messages(stage, pipeline, args.virtual_pipeline_model_parallel_size or 1)
-        stages.append(_stage_needs(part, args, config, ranks, activations, messages))
+        stages.append(_stage_needs(stage, part, args, config, ranks, activations, messages))
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return Needs(
@@ -186,7 +191,7 @@ def _messages(stage: int, stages: int, chunks: int) -> int:
 
 
 def _stage_needs(
-    part: Any, args: Namespace, config: EDGCConfig, ranks: Sequence[int], activations: int, messages: float
+    stage: int, part: Any, args: Namespace, config: EDGCConfig, ranks: Sequence[int], activations: int, messages: float
 ) -> StageNeeds:
     import torch
 
@@ -194,6 +199,7 @@ def _stage_needs(
     from edgc.compress.probe import sent_bytes
     from edgc.plan.run import Run
     from edgc.plan.selection import select
+    from edgc.plan.stages import StageKey, StageKind, dense_because
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.session import repeatable
     from megatron.edgc.stages import describe, gradient_bytes, is_tied
@@ -214,14 +220,25 @@ def _stage_needs(
     # summed over all its copies by one low-rank reduction
     fused = tied if config.pipeline.fuse_embedding_sync else None
 
-    run = Run(iterations=1, replicas=copies, gradient_bytes=gradient, scatters=args.use_distributed_optimizer)
+    run = Run(
+        iterations=1,
+        replicas=copies,
+        pipeline_stages=args.pipeline_model_parallel_size,
+        gradient_bytes=gradient,
+        scatters=args.use_distributed_optimizer,
+    )
+    never = dense_because(StageKey(StageKind.LAYERS, stage), config, run)
 
     def sent(reduced: Iterable[Parameter], processes: int, run: Run) -> SentBytes:
         return sent_bytes(select(reduced, config, min(ranks)), config, processes, run)
 
-    compressed = [sent((parameter for parameter in parameters.values() if parameter is not fused), copies, run)]
-    if fused is not None:
-        compressed.append(sent([fused], COPIES * copies, replace(run, scatters=False)))
+    layers = sent((parameter for parameter in parameters.values() if parameter is not fused), copies, run)
+    embedding = None if fused is None else sent([fused], COPIES * copies, replace(run, scatters=False))
+
+    def at(rank: int) -> float:
+        own = layers.at_rank(None if never else rank)
+        return own + (summed_apart if embedding is None else embedding.at_rank(rank))
+
     dense = sent(parameters.values(), copies, run).host + tied_bytes
     summed_apart = 0.0 if fused is not None else tied_bytes
     return StageNeeds(
@@ -234,7 +251,7 @@ def _stage_needs(
         edgc=_state(list(parameters.values()), config, ranks, repeatable(args)),
         sent={
             "dense": dense,
-            **{str(rank): sum(one.at_rank(rank) for one in compressed) + summed_apart for rank in ranks},
+            **{str(rank): at(rank) for rank in ranks},
         },
         gathered=elements * (2 if half else 4) * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
         messages=messages,

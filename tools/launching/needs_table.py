@@ -47,10 +47,10 @@ def table(found: Needs) -> str:
         lines[-1] += f" Messages to each neighbouring stage: {found.message_bytes / 1e6:,.0f} MB a step and direction."
     mean = {key: sum(stage.sent[key] for stage in found.stages) / len(found.stages) for key in ("dense", ranks[0])}
     others = sum(stage.gathered + stage.messages for stage in found.stages) / len(found.stages)
-    in_all = (mean["dense"] + others) / (mean[ranks[0]] + others)
+    fewer, in_all = mean["dense"] / max(mean[ranks[0]], 1), (mean["dense"] + others) / max(mean[ranks[0]] + others, 1)
     lines[-1] += (
-        f" Mean of all GPUs at rank {ranks[0]}: {mean['dense'] / mean[ranks[0]]:.1f}x fewer bytes of gradients "
-        f"({mean['dense'] / mean[ranks[0]] * 2 / found.gradient_bytes:.1f}x than bf16 ones), {in_all:.1f}x in all."
+        f" Mean of all GPUs at rank {ranks[0]}: {fewer:.1f}x fewer bytes of gradients "
+        f"({fewer * 2 / found.gradient_bytes:.1f}x than bf16 ones), {in_all:.1f}x in all."
     )
     if found.link_gbps:
         dense, low = (max(stage.sent[key] for stage in found.stages) for key in ("dense", ranks[0]))
