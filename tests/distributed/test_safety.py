@@ -263,11 +263,11 @@ def test_a_step_of_zeros_keeps_the_learned_basis() -> None:
 
 
 def lost_of_16_bits(rank: int) -> list[float]:
-    """What is lost of gradients in bf16, of two processes together, rounded and in low rank."""
+    """What is lost of gradients in bf16, of two processes together: rounded, in low rank, and rows before low rank."""
     found = []
-    for engine, level in (("int4", 0), ("powersgd", RANK)):
-        under_test = reducer(Parameter("w", (SIDE, SIDE)), engine=engine)
-        under_test.set_rank(level)
+    for engine, level, formats in (("int4", 0, None), ("powersgd", RANK, None), ("powersgd", RANK, {"w": "rows:0.1"})):
+        under_test = reducer(Parameter("w", (SIDE, SIDE), embedding=True), engine=engine, compress_embeddings=True)
+        under_test.set_rank(level, {"w": level} if formats else None, formats)
         gradient = noisy(0, rank).bfloat16()
         owed = gradient.double()
         run_to_end(under_test.reduce({"w": gradient}, 0))

@@ -13,7 +13,7 @@ import pytest
 import edgc.plan.by_volume.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
-from edgc.plan.by_volume.budget import BudgetPlanner, byte_weights
+from edgc.plan.by_volume.budget import BudgetPlanner, byte_weights, fidelity
 from edgc.plan.by_volume.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
 from edgc.plan.by_volume.hull import options, spend
 from edgc.plan.by_volume.ledger import Ledger, StepBytes
@@ -1177,3 +1177,97 @@ def test_how_much_noise_is_enough_goes_with_the_volume_and_to_zero_in_the_end(vo
     planner = planned(volume, 1000, 0, [[parameter("w")]], 4.0)
     found = [planner.enough_noise(iteration) for iteration in (0, 500, 1000)]
     assert found == pytest.approx([first, first / 2, 0], rel=0.01)
+
+
+def test_what_does_not_arrive_at_all_lowers_the_fidelity() -> None:
+    assert fidelity([(1, math.inf, 1.0)]) == 0.0
+    assert fidelity([(1, math.inf, 1.0), (1, 0.0, 1.0)]) == 0.5
+
+
+def test_the_overhead_of_messages_is_not_that_of_stages_that_are_never_compressed() -> None:
+    stages = [[parameter("w", 128, 256)], [parameter("other", 32, 32)]]
+    planner = planned(6.0, 100, 0, stages, 4.0, excluded=(1,))
+    sent = 0.0
+    for end in (10, 20, 30):
+        sent += 10 * 1.5 * (planner._size(planner.choices) + planner.excluded_bytes)
+        dense = end * planner.ledger.fp32_bytes
+        planner.observe(shown([{}, {}], sent, dense, dense))
+        planner.decide(end)
+    assert planner.ledger.overhead == pytest.approx(1.5)
+    left = 100 * planner.ledger.fp32_bytes / 6 - sent
+    assert 70 * 1.5 * (planner._size(planner.choices) + planner.excluded_bytes) <= 1.001 * left
+
+
+def test_what_is_summed_over_more_processes_has_a_budget_of_its_price() -> None:
+    word = parameter("word", 512, 64)
+    usual, dear = (planned(20.0, 100, 0, [[replace(word, price=price)]], 4.0) for price in (1.0, 3.0))
+    assert dear.budget(0) == pytest.approx(3 * usual.budget(0)) and dear.choices == usual.choices
+
+
+def test_another_number_of_bits_is_learnt_from_its_second_window_on() -> None:
+    planner = planned(12.0, 1000, 0, [[parameter("w", 128, 256, steepness=0.1, rounding=0.5)]], 4.0)
+    assert planner.choices == [SendRounded("int2")]
+    planner.choices = [SendRounded("int8")]
+    planner.decide(10)
+    assert planner.choices == [SendRounded("int2")] and planner.changed == [True]
+
+
+def ledger(least: float = 0.0) -> Ledger:
+    return Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=least)
+
+
+def test_a_first_window_that_is_warm_up_in_part_says_nothing_of_the_overhead() -> None:
+    under_test = ledger()
+    for sent, overhead in ((55.0, 1.0), (12.0, 1.2)):
+        under_test.per_step = sent
+        under_test.learn(10.0)
+        assert under_test.overhead == pytest.approx(overhead)
+
+
+def test_relief_is_not_charged_with_more_than_was_sent() -> None:
+    under_test = ledger()
+    under_test.granted = StepBytes(-5.0, 25.0)
+    under_test.observe(shown([], 12.0, 100.0, 100.0), outside_budget=False)
+    assert under_test.counts.sent_by_relief == 12.0
+
+
+def test_a_budget_is_exhausted_by_what_its_steps_take_with_their_overhead() -> None:
+    under_test = ledger(least=8.0)
+    assert not under_test.exhausted()
+    under_test.overhead = 2.0
+    assert under_test.exhausted()
+
+
+def test_a_large_parameter_that_gets_no_more_bytes_leaves_them_to_small_ones() -> None:
+    large, small = parameter("large", 1024, 1024, steepness=1.0), parameter("small", 64, 128, steepness=1.0)
+    hulls = [options(one, BYTES) for one in (large, small)]
+    step = hulls[0][1].size - hulls[0][0].size
+    chosen = spend([large, small], BYTES, sum(hull[0].size for hull in hulls) + 0.9 * step)
+    assert chosen[0] == hulls[0][0].choice and chosen[1] != hulls[1][0].choice
+
+
+@pytest.mark.parametrize(("rank", "exponent"), [*itertools.product((4, 8, 16, 32), (0.5, 1.0, 1.7, 2.5))])
+def test_the_law_of_low_rank_meets_its_equation(rank: int, exponent: float) -> None:
+    """Of each direction a share min(1, energy / t) is sent, with t such that the shares add up to the rank."""
+    energies = np.arange(1.0, 129) ** -exponent
+    low, high = 1e-12, 1e3
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if np.minimum(1, energies / middle).sum() > rank else (low, middle)
+    cosine = (energies * np.minimum(1, energies / low)).sum() / energies.sum()
+    assert noise_of_parts(rank, 128, exponent) == pytest.approx(1 / cosine**2 - 1, rel=1e-6)
+
+
+def test_a_run_that_rounded_does_so_after_the_host_only_where_the_link_still_speaks_for_it() -> None:
+    trials = Trials(200, 0.8, overlapped=False, by_host=True)
+    under_test = controller(rounds=True, trials=trials, link_times=TIMES)
+    assert under_test._follow_link(True, 1.6) and not under_test.rounds
+
+
+def test_a_resumed_run_compares_with_the_host_on_the_link_that_was_timed_last() -> None:
+    other = LinkTimes(Timing(0.4, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
+    state = json.loads(json.dumps(controller(trials=Trials(200, 1.0, False), link_times=other).state_dict()))
+    for times, seconds in ((TIMES, 5.0), (other, 1.0), (None, 1.0)):
+        own = controller(trials=Trials(200, 5.0, False), link_times=times)
+        assert own.load_state_dict(state) and own.trials is not None
+        assert own.trials.host_seconds == seconds

@@ -248,3 +248,10 @@ def test_state_of_before_a_step_is_kept_where_megatron_may_repeat_it(changed: di
     usual |= {"bf16": False, "use_distributed_optimizer": False}
     args = {**usual, "error_injection_rate": 0, "rerun_mode": "disabled", **changed}
     assert repeatable(Namespace(**args)) is expected
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_fine_tuning_goes_on_with_nothing_of_the_run_before(finetune: bool) -> None:
+    from megatron.edgc.checkpoint.hooks import _goes_on
+
+    assert _goes_on(({}, "name", False, None), Namespace(finetune=finetune)) != finetune

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 
 import edgc
+from edgc.comm.collectives import Communicator, Traffic, run_to_end
+from edgc.compress.reducer import GradientReducer
 from edgc.compress.router import Router
 from edgc.compress.state import CompressionState
+from edgc.config import EDGCConfig
 from edgc.observe.fidelity import FidelitySampler
+from edgc.specs import Parameter
 
 CONFIG = edgc.EDGCConfig.of(static_rank=4, window=4)
 
@@ -124,3 +128,17 @@ def test_no_step_follows_one_that_has_ended_without_all_gradients() -> None:
         state.end()
     with pytest.raises(RuntimeError, match="a step of it has failed"):
         state.begin()
+
+
+def test_norms_of_before_a_stretch_of_the_hosts_sums_find_no_spikes_after_it() -> None:
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, Traffic())
+    parameters = [Parameter("w", (64, 64))]
+    reducer = GradientReducer.of(parameters, EDGCConfig.of(static_rank=4), communicator, torch.device("cpu"))
+    for iteration, rank in enumerate((4, None)):
+        reducer.set_rank(rank)
+        reducer.begin(iteration)
+        run_to_end(reducer.reduce({"w": torch.randn(64, 64)}, iteration))
+    assert reducer.state.norms.values() is not None
+    reducer.begin(2)
+    assert reducer.plain and reducer.state.norms.values() is None

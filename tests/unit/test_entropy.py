@@ -365,3 +365,10 @@ def test_an_observer_unscales_in_fp32_and_records_no_entropy_of_a_single_entry()
     alone.begin(0)
     alone.measure({"scale": torch.ones(1, 1)}, 0)
     assert math.isnan(alone.measurements.entropy[0])
+
+
+def test_the_histogram_does_not_depend_on_the_order_of_the_entries() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1024, 512, generator=generator) * torch.logspace(-2, 2, 1024)[:, None]
+    shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=generator)]
+    assert histogram_entropy(rows) == pytest.approx(histogram_entropy(shuffled), abs=0.05)

@@ -455,3 +455,9 @@ def test_a_share_of_the_stages_is_rounded_up(stages: int, compressed: int) -> No
     config, run = EDGCConfig.of(stage_share=0.75), replace(RUN, pipeline_stages=stages)
     keys = [StageKey(StageKind.LAYERS, index) for index in range(stages)]
     assert [not dense_because(key, config, run) for key in keys] == [index < compressed for index in range(stages)]
+
+
+def test_ranks_of_a_fast_link_end_where_nothing_is_saved() -> None:
+    cost = StageCost(LinearCost(0.0, 0.0001), 0.02, 0.02)
+    ranks = plan_run(EDGCConfig.of(window=100), RUN, processes(cost, cost)).config.ranks
+    assert ranks.rmax == 24, "not 200, at which compressing takes as long as the sum"

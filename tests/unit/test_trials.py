@@ -281,11 +281,16 @@ def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
     assert late.trial is None
 
 
-def test_nothing_is_due_where_nothing_was_measured() -> None:
+def test_where_reductions_were_not_measured_there_is_one_trial() -> None:
     under_test = trials()
+    found = []
     for iteration in (100, 200, 300):
         window(under_test, iteration, math.nan, 1.1, 1.0)
-    assert under_test.trial is None
+        found.append(under_test.trial)
+    assert found == [(101, 101 + TRIAL_STEPS), None, None]
+    untimed = Trials(ITERATIONS, math.nan, overlapped=False)
+    untimed.observe(seconds(compressed=1.0), 0.5, ByteCount())
+    assert untimed.due
 
 
 def test_a_resumed_run_goes_on_with_what_was_decided() -> None:
@@ -334,3 +339,20 @@ def test_every_number_of_trials_comes_back() -> None:
     assert trials.state_dict().keys() == state.keys()
     trials.load_state_dict(json.loads(json.dumps(state)))
     assert trials.state_dict() == state
+
+
+def test_the_host_goes_on_where_steps_differ_by_more_than_a_trial_shows() -> None:
+    under_test = Trials(ITERATIONS, HOST, overlapped=False, by_host=True)
+    under_test.due = True
+    under_test.observe(seconds(host=1.0), 0.8, ByteCount())
+    under_test.decide(100)
+    usual = [1.0 + 0.3 * (-1) ** step for step in range(10)]
+    under_test.observe({True: usual, False: [0.9, 0.9]}, 0.8, ByteCount())
+    assert under_test.measured == pytest.approx((0.9, 1.0)) and under_test.by_host
+
+
+def test_a_longer_step_that_reductions_do_not_explain_is_no_slower_link() -> None:
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.8, 1.1, 1.0)
+    assert under_test.observe(seconds(host=2.0), 0.5, ByteCount()) == pytest.approx(0.5)

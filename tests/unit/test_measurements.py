@@ -1,0 +1,47 @@
+"""What is made of measurements: fidelity, shares of rows, spikes, what was not sent."""
+
+import math
+
+import pytest
+import torch
+
+from edgc.config import EDGCConfig
+from edgc.observe.fidelity import Agreement, FidelitySampler
+from edgc.observe.measurements import Measurements, row_shares
+from edgc.observe.observer import GradientObserver
+
+CPU, NOT_FINITE = torch.device("cpu"), torch.tensor(False)
+
+
+def test_a_sum_against_the_gradient_is_nothing_but_noise() -> None:
+    assert Agreement(4.0, 4.0, -3.0).noise == math.inf
+    assert Agreement(4.0, 4.0, 2.0).noise == pytest.approx(3.0)
+
+
+def compared(sampler: FidelitySampler, size: float) -> torch.Tensor:
+    """What the sampler says of four entries of this size, all of which arrive."""
+    sampler.indices("w", 4, CPU)
+    entries = torch.full((4,), size)
+    return sampler.compare(["w"], (entries, entries, entries), torch.tensor(True))["w"]
+
+
+def test_a_gradient_whose_square_overflows_leaves_the_averages_as_they_are() -> None:
+    enormous, usual = FidelitySampler(1.0, 0), FidelitySampler(1.0, 0)
+    for sampler in (enormous, usual):
+        compared(sampler, 1.0)
+    assert compared(enormous, 1e20).isnan().all()
+    assert torch.equal(compared(enormous, 1.0), compared(usual, 1.0))
+
+
+def test_the_shares_of_rows_are_of_their_norms() -> None:
+    *shares, evenness = row_shares(torch.tensor([1.0] * 9 + [81.0]), (0.1, 0.2)).tolist()
+    assert shares == pytest.approx([9 / 18, 10 / 18]) and evenness == pytest.approx(18**2 / (10 * 90))
+
+
+def test_a_step_that_is_not_finite_is_no_spike_and_says_nothing_of_what_was_sent() -> None:
+    seen = Measurements()
+    seen.add_spikes(torch.tensor([math.inf, 8.0]), 5.0, NOT_FINITE)
+    assert float(seen.spikes) == float(seen.largest_spike) == 0
+    observer = GradientObserver([], EDGCConfig())
+    observer.add_unsent(torch.tensor(0.5), None, NOT_FINITE)
+    assert math.isnan(float(observer.measurements.residual[0]))
