@@ -132,7 +132,7 @@ def reading(training: Training, places: Sequence[Place]) -> list[str]:
     for place in alike:
         chosen, why = recommended(place.predictions)
         lines.append(f"- Order {place.order}, {place.network}: {way(training, chosen.contender)}: {why}.")
-        if chosen.gbps > training.network.gbps:
+        if chosen.gbps >= training.network.inside:
             lines[-1] += " Reductions do not leave a node."
     ways = [(place.order, one) for place in alike for one in place.predictions]
     order, best = min(ways, key=lambda way: way[1].seconds)
@@ -208,7 +208,8 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "- In the second table processes are where Megatron puts them. By default the replicas of a stage are side",
         "  by side, with `--use-tp-pp-dp-mapping` the stages of a replica. Inside a node a GPU has its data sheet's",
         "  NVLink. Reductions go round rings. A ring is as fast as its slowest link, whose speed is in the column",
-        "  *reductions*. What crosses between racks shares the uplink of its rack evenly. A sum goes twice round its",
+        "  *reductions*. Between nodes it uses the links of all of its GPUs that share a node. What crosses between",
+        "  racks shares the uplink of its rack evenly. A sum goes twice round its",
         "  ring, and waits for the latency of each crossing.",
         "- A preset gives every matrix the one rank that its volume pays for. In training EDGC's planner also sends",
         "  some in few bits.",
