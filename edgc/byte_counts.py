@@ -7,7 +7,8 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class ByteCount:
-    """Bytes ``sent``; those of the ``host``'s own way; those of its sums if each were an all-reduce in ``fp32``.
+    """Bytes of one process. ``sent``: by this run. ``host``: by the host without EDGC. ``fp32``: by all-reduces in fp32
+    in the place of the host's sums.
 
     What the host does not sum takes in ``fp32`` what it takes in the host's own way.
     """

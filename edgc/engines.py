@@ -26,7 +26,7 @@ def _rounding(argument: str) -> None:
 
 
 @dataclass(frozen=True)
-class Registered:
+class EngineEntry:
     """An engine as ``--edgc-engine NAME`` or ``NAME:ARGUMENT`` asks for it.
 
     ``path``: "module:class", imported when the engine is built. ``fixed``: what the name itself tells the class.
@@ -42,19 +42,19 @@ class Registered:
     keeps_errors: bool = False
 
 
-def _rounds_to(format_name: str) -> Registered:
-    return Registered("edgc.compress.engines.rounding:Rounding", fixed=format_name, check=_rounding)
+def _rounds_to(format_name: str) -> EngineEntry:
+    return EngineEntry("edgc.compress.engines.rounding:Rounding", fixed=format_name, check=_rounding)
 
 
 DEFAULT_ENGINE = "powersgd"
 # "dense" is no engine: where nothing is compressed, the host's own reduction is left in place.
-ENGINES: dict[str, Registered] = {
-    "powersgd": Registered("edgc.compress.engines.powersgd:PowerSGD", low_rank=True),
-    "alternating": Registered("edgc.compress.engines.alternating:Alternating", low_rank=True),
-    "topk": Registered("edgc.compress.engines.sparse:TopK", argument="0.01", check=_share),
-    "randomk": Registered("edgc.compress.engines.sparse:RandomK", argument="0.01", check=_share),
-    "rows": Registered("edgc.compress.engines.rows:Rows", argument="0.1", check=_share),
-    "loco": Registered("edgc.compress.engines.loco:LoCo", keeps_errors=True),
+ENGINES: dict[str, EngineEntry] = {
+    "powersgd": EngineEntry("edgc.compress.engines.powersgd:PowerSGD", low_rank=True),
+    "alternating": EngineEntry("edgc.compress.engines.alternating:Alternating", low_rank=True),
+    "topk": EngineEntry("edgc.compress.engines.sparse:TopK", argument="0.01", check=_share),
+    "randomk": EngineEntry("edgc.compress.engines.sparse:RandomK", argument="0.01", check=_share),
+    "rows": EngineEntry("edgc.compress.engines.rows:Rows", argument="0.1", check=_share),
+    "loco": EngineEntry("edgc.compress.engines.loco:LoCo", keeps_errors=True),
     "onebit": _rounds_to("int1"),
     **{name: _rounds_to(name) for name in ("bf16", "int8", "int4", "int3", "int2")},
 }

@@ -10,7 +10,10 @@ ShardBounds = Sequence[int]
 
 
 def shard_bounds(start: int, end: int, shard: int, processes: int) -> ShardBounds:
-    """The bounds of a gradient between ``start`` and ``end`` of a buffer, of which each process has a shard so long."""
+    """Where each process's shard of one gradient begins and ends: ``processes + 1`` places in the flattened gradient.
+
+    The gradient fills ``start:end`` of a buffer that is cut into ``processes`` shards of ``shard`` values.
+    """
     return [min(max(process * shard, start), end) - start for process in range(processes + 1)]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SMALL = 2**18  # values of which a copy costs less than a launch or two: a megabyte
-TOGETHER = 2**22  # values of small tensors that are handled at once
+SMALL_TENSOR = 2**18  # values of which a copy costs less than a launch or two: a megabyte
+BATCH_ELEMENTS = 2**22  # values of small tensors that are handled at once
 
 
 def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -52,14 +52,14 @@ def by_shape(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Places of tensors to be handled at once, few enough for the memory: small ones together, each large one alone."""
-    found = [[index] for index, tensor in enumerate(tensors) if tensor.numel() > SMALL]
+    found = [[index] for index, tensor in enumerate(tensors) if tensor.numel() > SMALL_TENSOR]
     room = 0
     for index, tensor in enumerate(tensors):
-        if tensor.numel() > SMALL:
+        if tensor.numel() > SMALL_TENSOR:
             continue
         if tensor.numel() > room:
             found.append([])
-            room = max(TOGETHER, tensor.numel())
+            room = max(BATCH_ELEMENTS, tensor.numel())
         found[-1].append(index)
         room -= tensor.numel()
     return found

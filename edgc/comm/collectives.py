@@ -194,7 +194,7 @@ class Coalesced:
             else:
                 works.append(message.start())
         works += [CoalescedWork(alike) if len(alike) > 1 else alike[0].start() for alike in kinds.values()]
-        return All(works)
+        return CombinedWork(works)
 
 
 class CoalescedWork:
@@ -213,7 +213,7 @@ class CoalescedWork:
             one.result = part.contiguous()
 
 
-class All:
+class CombinedWork:
     """Several collectives under way."""
 
     def __init__(self, works: Sequence[Work]):

@@ -89,7 +89,7 @@ class Overlap:
         return Handle(None, self, None, work)
 
 
-class _Own:
+class _HostCollective:
     """A collective of the host's as a message."""
 
     def __init__(self, collective: Callable[[], Work]):
@@ -97,7 +97,7 @@ class _Own:
 
 
 def _one_message(collective: Callable[[], Work]) -> Exchange[None]:
-    yield _Own(collective)
+    yield _HostCollective(collective)
 
 
 class Handle:

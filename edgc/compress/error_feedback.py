@@ -127,7 +127,7 @@ class ErrorFeedback:
         return pack_all(errors, wire, self._generator, seeds)
 
     def clear(self, name: str) -> None:
-        """The whole of it was sent."""
+        """Delete the error of this parameter: all of it was sent."""
         self.packed.pop(name, None)
 
     def squared_norm(self) -> Tensor:

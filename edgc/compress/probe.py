@@ -141,7 +141,7 @@ class _Scratch:
             for work in list(sums) if self.run.overlapped else sums:
                 work.wait()
 
-        return self._fastest(reduce) * self.run.host_share
+        return self._fastest(reduce) * self.run.host_bytes_ratio
 
     def at_rank(self, rank: int | None) -> float:
         """Seconds of reductions at a rank; None: not compressed."""

@@ -14,8 +14,8 @@ from edgc.compress.routes.elementwise import ElementwiseRoute, portion_of
 from edgc.compress.routes.low_rank import FactorRoute
 from edgc.config import FORMATS, EDGCConfig
 from edgc.engines import engine_arguments, engine_class
+from edgc.plan.allocation import uniform_ranks
 from edgc.plan.selection import Selection
-from edgc.plan.sharing import uniform_ranks
 
 # What all reductions under way may hold together, as a multiple of one unit's gradients in fp32. With three units that
 # is 4/9 of the stage's gradients. Low rank writes its errors matrix by matrix, which brings the peak to the half that
@@ -84,7 +84,7 @@ class Router:
             self.ranks = dict.fromkeys(self.engine.matrices, rank)
 
     def elementwise(self, name: str) -> Elementwise:
-        """What takes a gradient that has no rank, or takes rows of one before low rank does."""
+        """The engine of a gradient without a rank, or the one that takes rows of a gradient before low rank does."""
         formats = self.config.formats
         uncompressed = "fp32" if self.by_host else formats.dense_wire
         chosen = self.formats.get(name, formats.rest_wire) if self.compressed else uncompressed

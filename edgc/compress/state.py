@@ -13,7 +13,7 @@ from edgc.compress.equaliser import Equaliser
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.compress.spikes import RunningNorms
 from edgc.config import EDGCConfig
-from edgc.observe.fidelity import LARGEST_SAMPLE, VALUES, FidelitySampler
+from edgc.observe.fidelity import LARGEST_SAMPLE, SUMS_PER_ENTRY, FidelitySampler
 
 
 class CompressionState:
@@ -39,7 +39,7 @@ class CompressionState:
         self.feedback = ErrorFeedback(ErrorRule(kept_in), device, config.seed, process)
         self.norms = RunningNorms(config.study.spike_limit)
         self.equaliser = Equaliser(sparse_rows)
-        share = config.fidelity_share / (VALUES * config.ranks.iteration_sampling_rate)
+        share = config.fidelity_share / (SUMS_PER_ENTRY * config.ranks.iteration_sampling_rate)
         if config.study.fidelity_share is None:  # what is sampled rarely would take much memory
             share = min(share, LARGEST_SAMPLE)
         self.fidelity = FidelitySampler(share, config.seed) if share else None

@@ -18,7 +18,7 @@ from edgc.engines import DEFAULT_ENGINE, ENGINES, check_engine, has_rank
 # Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
 # step to step in some runs (docs/algorithm.md, 5).
 LEAST_WARMUP = 2
-USUAL: Any = object()  # the preset of who names none
+DEFAULT_PRESET: Any = object()  # the preset of who names none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,14 @@ class EDGCConfig(Settings):
         self.pipeline.require("pp", self.low_rank or not self.pipeline.messages.needs_rank, rule)
 
     @classmethod
-    def from_preset(cls, preset: str | None = USUAL, **given: Any) -> "EDGCConfig":
+    def from_preset(cls, preset: str | None = DEFAULT_PRESET, **given: Any) -> "EDGCConfig":
         """A preset, overridden by the given settings: ``from_preset("paper", window=200)``.
 
         By default ``balanced``, or none with an engine other than powersgd. None: no preset. Raises ``ConfigError``.
         """
         engine = given.get("engine", DEFAULT_ENGINE)
         check(isinstance(engine, str), cls.flag("engine"), engine, "must be text")
-        if preset is USUAL:
+        if preset is DEFAULT_PRESET:
             preset = "balanced" if engine == DEFAULT_ENGINE else None
         check(isinstance(preset, (str, type(None))), cls.flag("preset"), preset, "must be text")
         settings = with_effect(PRESETS.get(preset or "", {}), given)

@@ -10,7 +10,7 @@ from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
-from edgc.plan.by_volume.choices import FORMATS
+from edgc.plan.by_volume.choices import PLANNED_FORMATS
 from edgc.plan.by_volume.reduction_sizes import ReductionSizes
 from edgc.plan.run import Run
 from edgc.plan.selection import select
@@ -22,7 +22,7 @@ def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
     """The sizes that the controller of a run needs."""
     warmup = wire(config.formats.dense_wire)
     uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
-    bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in FORMATS}
+    bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in PLANNED_FORMATS}
 
     def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)

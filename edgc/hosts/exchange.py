@@ -101,7 +101,7 @@ class WindowExchange:
                 before_decision()
                 sent_by_host = fmean(one for *_, one in everywhere)
                 self._decide(
-                    self.controller, completed, stages, messages, mean.gradients, steps.host_share, sent_by_host
+                    self.controller, completed, stages, messages, mean.gradients, steps.host_step_share, sent_by_host
                 )
             report = WindowReport(
                 iteration=completed,
@@ -126,7 +126,7 @@ class WindowExchange:
         stages: Sequence[StageWindow],
         messages: Sequence[MessageWindow],
         gradients: ByteCount,
-        host_share: float,
+        host_step_share: float,
         sent_by_host: float,
     ) -> None:
         ranks = self._gradient_message_ranks()
@@ -144,7 +144,7 @@ class WindowExchange:
         ]
         usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
         controller.observe(
-            WindowObservation(observations, usual_ranks, gradients, host_share, sent_by_host, seconds_by)
+            WindowObservation(observations, usual_ranks, gradients, host_step_share, sent_by_host, seconds_by)
         )
         controller.decide(completed)
         if self.message_controller is not None:

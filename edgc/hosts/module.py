@@ -30,7 +30,7 @@ from edgc.hosts.exchange import WindowExchange
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import NO_STEP, StepDriver
-from edgc.hosts.units import LEAST_BYTES, Unit, Units, cut
+from edgc.hosts.units import MIN_UNIT_BYTES, Unit, Units, cut
 from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
@@ -41,9 +41,9 @@ from edgc.specs import Parameter
 from edgc.timing import Spans
 
 KEY = StageKey(StageKind.LAYERS, 0)
-OF_THE_JOB = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
+JOB_SETTINGS = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
-ASKED = (*OF_THE_JOB, "window")
+REQUESTED_SETTINGS = (*JOB_SETTINGS, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
 
 
@@ -83,7 +83,7 @@ class EDGCState:
         group: ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
         learning_rate: Callable[[int], float] | None = None,
-        unit_bytes: int = LEAST_BYTES,
+        unit_bytes: int = MIN_UNIT_BYTES,
         ignored: Collection[str] = (),
     ):
         self.requested = data_parallel_config(config)
@@ -397,13 +397,13 @@ class EDGCState:
             return
         self._check(state)
         requested = self.requested.flat()
-        same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(OF_THE_JOB))
+        same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(JOB_SETTINGS))
         # one process has no link that could bound ranks
         before, now = len(state["measurements"]), processes(self.group)
         same &= (before == 1) == (now == 1)
         config = self.requested
         if same:
-            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in ASKED}})
+            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in REQUESTED_SETTINGS}})
         self._build(config, timed=not same)
         if same:  # resolved ranks look as if they had been asked for, and nothing was timed
             trials, budget = state["controller"]["trials"], state["controller"]["budget"]

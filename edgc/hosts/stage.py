@@ -24,7 +24,7 @@ class Stage:
     Args:
         key: its name in the plan.
         device: of its gradients.
-        step_bytes: of gradients in a step, in other ways.
+        step_bytes: of the gradients of one step in the host's way and in fp32; ``sent`` is 0.
     """
 
     def __init__(self, key: StageKey, device: torch.device, step_bytes: ByteCount):

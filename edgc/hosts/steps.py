@@ -55,7 +55,7 @@ class WindowSteps:
     by_host: int = 0
 
     @property
-    def host_share(self) -> float:
+    def host_step_share(self) -> float:
         return self.by_host / max(self.count, 1)
 
 
@@ -191,8 +191,8 @@ class StepDriver:
 
 
 def _no_seconds() -> dict[bool, deque[float]]:
-    """Of the newest steps since a trial was last begun or ended, by whether the host has summed; after a change not of
-    the first.
+    """No step times yet, by whether the host sums. They will be those of the last ``RECENT_STEPS`` steps since a trial
+    began or ended. The first step after a change of who sums is left out.
     """
     return {by_host: deque(maxlen=RECENT_STEPS) for by_host in (False, True)}
 

@@ -9,18 +9,18 @@ from edgc.compress.reducer import GradientReducer
 
 # A step of a unit costs several hundred launches and up to five messages, however little it holds. More units would
 # start earlier in the backward pass; of three, the last one, which starts when that pass ends, has a third.
-MOST = 3
-LEAST_BYTES = 25 * 2**20  # DDP's own bucket size
+MAX_UNITS = 3
+MIN_UNIT_BYTES = 25 * 2**20  # DDP's own bucket size
 
 T = TypeVar("T")
 
 
-def cut(gradients: Iterable[tuple[T, int]], least: int = LEAST_BYTES) -> list[list[T]]:
+def cut(gradients: Iterable[tuple[T, int]], least: int = MIN_UNIT_BYTES) -> list[list[T]]:
     """Cut what comes in this order, each with its bytes, into units: three at most, alike in bytes, or fewer of
     about ``least`` bytes.
     """
     listed = list(gradients)
-    size = max(least, -(-sum(nbytes for _, nbytes in listed) // MOST))
+    size = max(least, -(-sum(nbytes for _, nbytes in listed) // MAX_UNITS))
     units: list[list[T]] = []
     before, last = 0, -1
     for one, nbytes in listed:

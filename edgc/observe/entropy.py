@@ -34,13 +34,13 @@ def gaussian_entropy(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:  # whose squares may leave its range, as those of no other type do
         scale = torch.stack(x.detach().aminmax()).abs().max().clamp_min(torch.finfo(torch.float64).tiny)
         x = x / scale
-    whole = GaussianPieces()
+    whole = StreamingGaussianEntropy()
     whole.add(x)
     entropy: Tensor = scale.log() + whole.entropy()
     return entropy
 
 
-class GaussianPieces:
+class StreamingGaussianEntropy:
     """``gaussian_entropy`` of entries that come piece by piece. No entry is kept: pieces become a mean and a variance.
 
     Squares of float64 entries may leave its range, as those of no other type do.
@@ -75,7 +75,7 @@ class GaussianPieces:
         return 0.5 * torch.log(2 * math.pi * math.e / (self.entries - 1) * self._squares)
 
 
-class KeptPieces:
+class BufferedEntropy:
     """Another estimate of entries that come piece by piece, and are kept."""
 
     def __init__(self, estimate: Callable[[Tensor], float]):
@@ -168,10 +168,10 @@ ESTIMATORS: dict[str, Callable[[Tensor], float | Tensor]] = {
 }
 
 
-def pieces(estimator: str) -> GaussianPieces | KeptPieces:
+def entropy_accumulator(estimator: str) -> StreamingGaussianEntropy | BufferedEntropy:
     """An estimate of this name that takes entries piece by piece."""
     estimate = ESTIMATORS[estimator]
-    return GaussianPieces() if estimate is gaussian_entropy else KeptPieces(estimate)  # type: ignore[arg-type]
+    return StreamingGaussianEntropy() if estimate is gaussian_entropy else BufferedEntropy(estimate)  # type: ignore[arg-type]
 
 
 def _require_two(entries: int) -> None:

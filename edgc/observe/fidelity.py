@@ -30,7 +30,7 @@ DECAY = 0.9  # of the moving averages, per measured step
 FLOOR = 0.01
 _TINY = torch.finfo(torch.float32).tiny
 LARGEST_SAMPLE = 0.01  # share of the entries of a parameter that is sampled by default: each takes 24 bytes
-VALUES = 3  # that are sent for an entry: g, g + e, and s where a process knows but its own part of it
+SUMS_PER_ENTRY = 3  # that are sent for an entry: g, g + e, and s where a process knows but its own part of it
 
 
 @dataclass(frozen=True)

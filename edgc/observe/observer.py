@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from edgc.config import EDGCConfig
-from edgc.observe.entropy import GaussianPieces, KeptPieces, pieces
+from edgc.observe.entropy import BufferedEntropy, StreamingGaussianEntropy, entropy_accumulator
 from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.sampler import GradientSampler
@@ -31,12 +31,13 @@ class GradientObserver:
         self._iteration: int | None = None
         self._before = self.measurements  # those before ``_iteration``
         self._skipped: int | None = None  # an iteration whose measurements a window has already taken
-        self._pieces: GaussianPieces | KeptPieces | None = None  # of the gradients that have come in this iteration
+        # of the gradients that have come in this iteration
+        self._entropy: StreamingGaussianEntropy | BufferedEntropy | None = None
         self._awaited: set[str] = set()  # the matrices whose gradients have not
 
     def begin(self, iteration: int) -> None:
         """Keep what ``roll_back`` needs, before the iteration is measured."""
-        self._pieces = None
+        self._entropy = None
         if iteration != self._iteration:
             self._iteration, self._before = iteration, self.measurements.copy()
 
@@ -66,14 +67,15 @@ class GradientObserver:
         come = [matrix.name for matrix in self.matrices if matrix.name in gradients]
         if not come:
             return
-        if self._pieces is None:
-            self._pieces, self._awaited = pieces(self.study.entropy_estimator), {one.name for one in self.matrices}
+        if self._entropy is None:
+            self._entropy = entropy_accumulator(self.study.entropy_estimator)
+            self._awaited = {one.name for one in self.matrices}
         for name in come:
-            self._pieces.add(sample(name))
+            self._entropy.add(sample(name))
             self._awaited.remove(name)
         if not self._awaited:
-            self.measurements.entropy.append(self._pieces.entropy() if self._pieces.entries > 1 else math.nan)
-            self._pieces = None
+            self.measurements.entropy.append(self._entropy.entropy() if self._entropy.entries > 1 else math.nan)
+            self._entropy = None
 
     def add_spikes(self, iteration: int, excess: Tensor, limit: float, finite: Tensor) -> None:
         """Count the spikes of an iteration: see ``Measurements.add_spikes``."""

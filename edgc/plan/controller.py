@@ -7,13 +7,13 @@ from typing import Any
 
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy
+from edgc.plan.allocation import RankAllocation
 from edgc.plan.by_entropy.alignment import StageTimes
 from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
 from edgc.plan.rank_plan import RankPlan
-from edgc.plan.sharing import Sharing
 from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.link_times import LinkTimes
 from edgc.plan.times.trials import Trials
@@ -90,10 +90,10 @@ class Controller:
             return NoRanks(stages, self.excluded)
         if self.budget is not None:
             return RanksByBudget(self.budget, stages, self.excluded)
-        sharing = Sharing(self.config, self.matrices, self.energies, self.prices)
+        allocation = RankAllocation(self.config, self.matrices, self.energies, self.prices)
         if policy is RankPolicy.ENTROPY:
-            return RanksByEntropy(self.config, self.entropy, sharing, self.excluded)
-        return ConstantRank(self.config, self.iterations, sharing, self.excluded)
+            return RanksByEntropy(self.config, self.entropy, allocation, self.excluded)
+        return ConstantRank(self.config, self.iterations, allocation, self.excluded)
 
     def begin(self, iteration: int, sent: ByteCount) -> None:
         """Begin amid a run, at ``iteration``. A volume is then that of the steps from there on.
@@ -207,7 +207,7 @@ class Controller:
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
             ledger = self.budget.ledger
-            ledger.host_share_hidden |= before.trial is not None
+            ledger.host_steps_unknown |= before.trial is not None
             # of a window's steps before the resume it is not known how many the host has summed
             changed = (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
             ledger.window_outside_budget |= by_host or changed

@@ -31,13 +31,13 @@ class WindowObservation:
     """What all stages saw in one window.
 
     ``ranks``: those in use in the window; None: the plan's, of which a static one may not have begun. ``bytes``: of
-    gradients, in the whole run so far. ``host_share``: of this window's steps, those that the host has summed.
+    gradients, in the whole run so far. ``host_step_share``: of this window's steps, those that the host has summed.
     ``sent_by_host``: bytes of gradients that were sent in them. ``step_seconds``: see ``Trials.observe``.
     """
 
     stages: Sequence[StageObservation]
     ranks: Sequence[int | None] | None = None
     bytes: ByteCount = ByteCount()
-    host_share: float = 0.0
+    host_step_share: float = 0.0
     sent_by_host: float = 0.0
     step_seconds: Mapping[bool, Sequence[float]] = field(default_factory=lambda: {False: (), True: ()})

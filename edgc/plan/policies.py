@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from edgc.config import EDGCConfig
+from edgc.plan.allocation import RankAllocation
 from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
-from edgc.plan.sharing import Sharing
 
 
 class Policy(ABC):
@@ -80,21 +80,21 @@ class NoRanks(Policy):
 class ConstantRank(Policy):
     """``--edgc-static-rank`` after a warm-up: always the same, or on a straight line around it."""
 
-    def __init__(self, config: EDGCConfig, iterations: int, sharing: Sharing, excluded: Collection[int]):
-        super().__init__(len(sharing.matrices), excluded)
-        self.config, self.iterations, self.sharing = config, iterations, sharing
+    def __init__(self, config: EDGCConfig, iterations: int, allocation: RankAllocation, excluded: Collection[int]):
+        super().__init__(len(allocation.matrices), excluded)
+        self.config, self.iterations, self.allocation = config, iterations, allocation
 
     def first(self) -> RankPlan:
         reasons = tuple("static" for _ in range(self.stages))
         return RankPlan(0, self.config.warmup(self.iterations), self._everywhere(self._rank(0)), reasons=reasons)
 
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
-        return self.sharing.adopted(iteration, plan, self._everywhere(self._rank(iteration)))
+        return self.allocation.with_ranks(iteration, plan, self._everywhere(self._rank(iteration)))
 
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         if self.config.study.rank_tilt:
             return _changed(plan, ranks=self._kept(plan))
-        return self._begun_anew(plan, self.sharing.uniform)
+        return self._begun_anew(plan, self.allocation.uniform)
 
     def _rank(self, iteration: int) -> int:
         """The rank at the middle of the window that begins at ``iteration``."""
@@ -107,24 +107,26 @@ class ConstantRank(Policy):
 class RanksByEntropy(Policy):
     """The paper's algorithm (docs/algorithm.md, 1 to 4)."""
 
-    def __init__(self, config: EDGCConfig, entropy: EntropyRanks, sharing: Sharing, excluded: Collection[int]):
-        super().__init__(len(sharing.matrices), excluded)
-        self.config, self.entropy, self.sharing = config, entropy, sharing
+    def __init__(
+        self, config: EDGCConfig, entropy: EntropyRanks, allocation: RankAllocation, excluded: Collection[int]
+    ):
+        super().__init__(len(allocation.matrices), excluded)
+        self.config, self.entropy, self.allocation = config, entropy, allocation
 
     def first(self) -> RankPlan:
         return RankPlan(0, 0, self._everywhere(None), reasons=self.entropy.first_reasons())
 
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
-        plan, ranks = self.entropy.decide(iteration, plan, self.sharing.energies)
-        return self.sharing.adopted(iteration, plan, ranks)
+        plan, ranks = self.entropy.decide(iteration, plan, self.allocation.energies)
+        return self.allocation.with_ranks(iteration, plan, ranks)
 
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         if not by_entropy:
-            return self._begun_anew(plan, self.sharing.uniform)
+            return self._begun_anew(plan, self.allocation.uniform)
         least, most = self.config.ranks.rmin, self.config.ranks.resolved_rmax
         assert least is not None and most is not None
         ranks = tuple(rank and min(max(rank, least), most) for rank in self._kept(plan))
-        unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or self.sharing.uniform)
+        unshared = any(plan.matrix_ranks) and (ranks != plan.ranks or self.allocation.uniform)
         return _changed(plan, ranks=ranks, matrix_ranks=() if unshared else plan.matrix_ranks)
 
 

@@ -26,14 +26,14 @@ class Run:
     learning_rate: Callable[[int], float] | None = None
 
     @property
-    def host_share(self) -> float:
+    def host_bytes_ratio(self) -> float:
         """The share of an all-reduce's bytes that the host's own sum sends."""
         return 0.5 if self.scatters else 1.0
 
     @property
     def host_bytes(self) -> float:
         """The bytes of one value in the host's own sum."""
-        return self.gradient_bytes * self.host_share
+        return self.gradient_bytes * self.host_bytes_ratio
 
     @property
     def rounded_share(self) -> float:
@@ -41,7 +41,7 @@ class Run:
 
         Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
         """
-        return self.host_share if self.gradient_bytes == 4 else 1.0
+        return self.host_bytes_ratio if self.gradient_bytes == 4 else 1.0
 
     @property
     def alone(self) -> bool:

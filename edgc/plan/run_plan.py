@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from edgc.config import ConfigError, EDGCConfig, RankPolicy, flag
 from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.by_volume.choices import bits_of
-from edgc.plan.by_volume.ledger import WINDOWS
+from edgc.plan.by_volume.ledger import MIN_WINDOWS
 from edgc.plan.by_volume.reduction_sizes import ReductionSizes
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.ranks import RANK_MULTIPLE, static_ranks
@@ -176,7 +176,7 @@ def _too_short(config: EDGCConfig, run: Run, compresses: bool) -> tuple[str, ...
 def _window(config: EDGCConfig, iterations: int) -> int:
     """A window of at most a twentieth of the run, so that measurements can set plans, and of at least one of them."""
     measured = math.ceil(1 / config.ranks.iteration_sampling_rate)
-    return max(min(config.ranks.window, max(iterations // WINDOWS, 2)), measured)
+    return max(min(config.ranks.window, max(iterations // MIN_WINDOWS, 2)), measured)
 
 
 def _planned(key: StageKey, config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> StagePlan:

@@ -11,7 +11,7 @@ from edgc.plan.ranks import RANK_MULTIPLE, smallest_rank
 from edgc.specs import MatrixSpec, Parameter
 
 
-class Left(NamedTuple):
+class SkippedParameter(NamedTuple):
     """A parameter that the engine leaves."""
 
     parameter: Parameter
@@ -23,7 +23,7 @@ class Selection:
     """Which parameters of one reducer the engine takes, and which it leaves."""
 
     matrices: tuple[MatrixSpec, ...]
-    others: tuple[Left, ...] = ()
+    others: tuple[SkippedParameter, ...] = ()
 
     @property
     def other_elements(self) -> int:
@@ -70,21 +70,21 @@ def select(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int | 
     # a budget has other ways to send them as well
     takes_embeddings = config.compress_embeddings or config.rank_policy is RankPolicy.VOLUME
     matrices: list[MatrixSpec] = []
-    others: list[Left] = []
+    others: list[SkippedParameter] = []
     for parameter in parameters:
         spec = parameter.spec
         if not parameter.elements:
-            others.append(Left(parameter, "no elements"))
+            others.append(SkippedParameter(parameter, "no elements"))
         elif not config.low_rank and config.engine != "dense":
             matrices.append(spec)
         elif spec.rows == 1:
-            others.append(Left(parameter, "one-dimensional"))
+            others.append(SkippedParameter(parameter, "one-dimensional"))
         elif parameter.embedding and not takes_embeddings:
-            others.append(Left(parameter, "embedding or output layer"))
+            others.append(SkippedParameter(parameter, "embedding or output layer"))
         elif pays(least, spec.rows, spec.cols, config.study.min_saving):
             matrices.append(spec)
         else:
-            others.append(Left(parameter, f"saves less than {config.study.min_saving:g}x at rank {least}"))
+            others.append(SkippedParameter(parameter, f"saves less than {config.study.min_saving:g}x at rank {least}"))
     return Selection(tuple(matrices), tuple(others))
 
 

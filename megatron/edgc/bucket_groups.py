@@ -17,9 +17,9 @@ from torch import Tensor
 from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount
 from edgc.comm.collectives import (
-    All,
     AllReduce,
     Coalesced,
+    CombinedWork,
     Communicator,
     Exchange,
     ReduceScatter,
@@ -39,7 +39,7 @@ from edgc.specs import ShardBounds, shard_bounds
 from edgc.timing import Spans
 
 
-class StageSums:
+class StageReductions:
     """The sums of a stage's gradients, which its bucket groups hand over once in each backward pass.
 
     Groups are Megatron's; what is reduced together is a unit, which may hold gradients of several groups, and a group
@@ -120,7 +120,7 @@ class StageSums:
 class GroupHandle:
     """What Megatron waits for before it reads a group's sums."""
 
-    sums: StageSums
+    sums: StageReductions
     names: Collection[str]
 
     def wait(self) -> None:
@@ -140,7 +140,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
     grad_reduce_handle: Any  # of either kind
     param_gather_handle: Any
-    edgc_sums: StageSums
+    edgc_sums: StageReductions
     edgc_weights: "WeightGather"
     edgc_names: dict[torch.nn.Parameter, str]
 
@@ -148,7 +148,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
     def attach(
         cls,
         group: _ParamAndGradBucketGroup,
-        sums: StageSums,
+        sums: StageReductions,
         weights: "WeightGather",
         names: dict[torch.nn.Parameter, str],
     ) -> "EDGCBucketGroup":
@@ -195,7 +195,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
         def own_collective() -> Work:
             super(EDGCBucketGroup, self).start_grad_sync(force_all_reduce=force_all_reduce)
-            under_way: Work = self.grad_reduce_handle or All([])  # None: it has already waited
+            under_way: Work = self.grad_reduce_handle or CombinedWork([])  # None: it has already waited
             return under_way
 
         return sums.overlap.start_own(own_collective, sums.spans)

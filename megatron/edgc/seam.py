@@ -3,7 +3,8 @@
     python -m megatron.edgc.seam [FOLDER]
 
 prints for every row of ``RELIED_ON`` whether the installed Megatron-core agrees, or the one whose ``core`` and
-``training`` are in FOLDER, with the hashes that it has.
+``training`` are in FOLDER, with the hashes that it has. So a new row is added without hashes, and the command prints
+the one to write down.
 """
 
 import ast
@@ -20,7 +21,7 @@ from edgc.config import ConfigError
 
 
 @dataclass(frozen=True)
-class Relied:
+class Dependency:
     """A function or class that EDGC replaces, overrides, calls although it is private, or finds attributes through.
 
     ``hashes`` are those of the sources that were read and found to fit, oldest first (``source_hash``). Where the whole
@@ -41,121 +42,123 @@ _SCHEDULES = "core/pipeline_parallel/schedules.py"
 # Hashes without a comment are of 0.19.0 to 0.19.2, whose sources agree.
 RELIED_ON = (
     # replaced for the run
-    Relied(
+    Dependency(
         "core/distributed/finalize_model_grads.py",
         "_allreduce_word_embedding_grads",
         "replaced: the two copies of a tied embedding are summed at once",
         ("43383948269d",),
     ),
-    Relied(
+    Dependency(
         "core/distributed/finalize_model_grads.py",
         "finalize_model_grads",
         "calls the sum of the two copies, which is replaced",
         names=("_allreduce_word_embedding_grads",),
     ),
-    Relied(
+    Dependency(
         _SCHEDULES,
         "forward_backward_pipelining_without_interleaving",
         "P2PCommunicator is replaced where it is built",
         names=("P2PCommunicator", "finalize_model_grads_func"),
     ),
-    Relied(
+    Dependency(
         _SCHEDULES,
         "forward_backward_pipelining_with_interleaving",
         "P2PCommunicator is replaced where it is built",
         names=("P2PCommunicator", "finalize_model_grads_func"),
     ),
-    Relied(
+    Dependency(
         "training/training.py",
         "",
         "save_checkpoint is replaced in its names; the step under way is args.curr_iteration",
         names=("save_checkpoint", "finalize_model_grads_func", "curr_iteration"),
     ),
-    Relied(
+    Dependency(
         "training/training.py",
         "setup_model_and_optimizer",
         "get_model is replaced where it is called: EDGC is installed on the model of a model_provider; after it EDGC "
         "must be installed",
         names=("get_model",),
     ),
-    Relied(
+    Dependency(
         "training/checkpointing.py",
         "save_checkpoint",
         "its replacement reads these arguments; generate_state_dict is replaced; what writes the format torch",
         names=("iteration", "non_persistent_ckpt", "generate_state_dict", "dp_rank", "expt_dp_rank"),
     ),
-    Relied(
+    Dependency(
         "training/checkpointing.py",
         "load_checkpoint",
         "_load_base_checkpoint is replaced",
         names=("_load_base_checkpoint",),
     ),
-    Relied(
+    Dependency(
         "training/checkpointing.py",
         "_load_base_checkpoint",
         "its replacement reads these arguments and what it returns",
         names=("load_dir", "rank0", "sharded_state_dict", "state_dict", "checkpoint_name", "release", "ckpt_type"),
     ),
-    Relied("training/models/base.py", "ModelConfig", "EDGC is installed by a hook", names=("post_wrap_hooks",)),
+    Dependency("training/models/base.py", "ModelConfig", "EDGC is installed by a hook", names=("post_wrap_hooks",)),
     # overridden in a subclass
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup.start_grad_sync",
         "overridden: its checks and its scaling are done here as well",
         ("43e3635dd82b",),
     ),
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup.start_param_sync",
         "overridden: its flags are set here as well",
         ("58ba56f49a21",),
     ),
-    Relied(
+    Dependency(
         _MESSAGES,
         "P2PCommunicator._communicate",
         "overridden: its order of sending and receiving is kept",
         ("ba26e0702fd9",),
     ),
     # their counterparts, which stay Megatron's
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup.finish_grad_sync",
         "waits for a handle of EDGC's",
         ("d3f0d94e7d32",),
     ),
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup.finish_param_sync",
         "waits for a handle of EDGC's",
         ("e41433c7b424",),
     ),
     # called
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup._post_param_sync",
         "called after weights have been gathered",
         # the second: main of August 2026, to be 0.20, which casts the quantised parameters of a bucket in one call
         ("3eeb90c7271c", "15a89a07de6e"),
     ),
-    Relied(_BUCKETS, "_ParamAndGradBucketGroup.check_grads", "called before gradients are scaled", ("bd71fffab897",)),
-    Relied(_BUCKETS, "shard_buffer", "called: says which part of a buffer is whose", ("7a8b8f5279e0",)),
-    Relied(_MESSAGES, "_batched_p2p_ops", "called with messages in the place of tensors", ("ceda7c5bc430",)),
-    Relied(_MESSAGES, "_p2p_ops", "called with messages in the place of tensors", ("d75eff74d927",)),
-    Relied(
+    Dependency(
+        _BUCKETS, "_ParamAndGradBucketGroup.check_grads", "called before gradients are scaled", ("bd71fffab897",)
+    ),
+    Dependency(_BUCKETS, "shard_buffer", "called: says which part of a buffer is whose", ("7a8b8f5279e0",)),
+    Dependency(_MESSAGES, "_batched_p2p_ops", "called with messages in the place of tensors", ("ceda7c5bc430",)),
+    Dependency(_MESSAGES, "_p2p_ops", "called with messages in the place of tensors", ("d75eff74d927",)),
+    Dependency(
         "training/training.py",
         "update_train_iters",
         "called with a copy of the arguments: counts the iterations of the run",
         names=("train_iters",),
     ),
-    Relied(_SCHEDULES, "get_schedule_table", "called: says which model chunk a message is from", ("f5cf9e7d2042",)),
+    Dependency(_SCHEDULES, "get_schedule_table", "called: says which model chunk a message is from", ("f5cf9e7d2042",)),
     # their attributes are used
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucket.__init__",
         "these attributes are read",
         names=("grad_data", "param_data", "param_to_index", "gradient_scaling_factor", "params_list"),
     ),
-    Relied(
+    Dependency(
         _BUCKETS,
         "_ParamAndGradBucketGroup.__init__",
         "these attributes are read, and handles are set",
@@ -164,13 +167,13 @@ RELIED_ON = (
             *("is_first_batch", "grad_reduce_handle", "param_gather_handle", "param_gather_dispatched"),
         ),
     ),
-    Relied(
+    Dependency(
         "core/distributed/distributed_data_parallel.py",
         "DistributedDataParallel.__init__",
         "these attributes are read",
         names=("bucket_groups", "expert_parallel_bucket_groups"),
     ),
-    Relied(
+    Dependency(
         _MESSAGES,
         "P2PCommunicator.__init__",
         "these attributes are read",
@@ -196,6 +199,10 @@ class Seam:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Restore everything that was replaced."""
         self._restore.close()
 
     def replace(self, owner: Any, attribute: str, replacement: Any) -> Any:

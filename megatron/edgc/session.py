@@ -105,14 +105,14 @@ class Session:
         Every process calls this; no step may follow.
         """
         self._end_early()
-        self.seam.__exit__(None, None, None)
+        self.seam.close()
 
     def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Take over the gradient reduction of the wrapped model chunks, and return them: a ``post_wrap_hook``.
 
         Every process calls this at the same point, before a checkpoint is loaded.
         """
-        self._take(chunks)
+        self._validate_chunks(chunks)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
@@ -153,7 +153,7 @@ class Session:
         self.installed = True
         return chunks
 
-    def _take(self, chunks: Sequence[nn.Module]) -> None:
+    def _validate_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Check the model's chunks, and learn from them what Megatron's arguments do not say."""
         self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(self.chunks) < len(chunks):
@@ -212,12 +212,14 @@ class Session:
         # probing is no training traffic
         communicator = Communicator.uncounted(layers.process_group)
         cost = reduction_cost(layers.units_of_parameters, self.config, self.run, communicator, device)
-        plan = plan_run(self.config, self.run, self._known(cost))
+        plan = plan_run(self.config, self.run, self._gather_process_stages(cost))
         given_back = not plan.compresses and not plan.tries  # else a resumed run has one stage more, or less
         if given_back and tied is not None and self.requested.pipeline.fuse_embedding_sync is None:
             # then Megatron's own sums will do, overlapped and scattered
             self.stages, tied = stages_of(self.chunks, stage, device), None
-            dense = plan_run(plan.config.replace(fuse_embedding_sync=False), self.run, self._known(cost))
+            dense = plan_run(
+                plan.config.replace(fuse_embedding_sync=False), self.run, self._gather_process_stages(cost)
+            )
             plan = replace(plan, config=dense.config, stages=dense.stages)
         if tied is not None:
             tied.install(self.seam)
@@ -231,7 +233,7 @@ class Session:
         found = {index for index in all_gather_objects(stage + 1 if empty else None) if index}
         return [str(index) for index in sorted(found)]
 
-    def _known(self, cost: StageCost | None) -> list[list[ProcessStage]]:
+    def _gather_process_stages(self, cost: StageCost | None) -> list[list[ProcessStage]]:
         """What each process knows of its stages. Experts and embedding have no cost: the layers around them pay."""
         own = [
             ProcessStage(stage.key, tuple(stage.parameters), cost if stage.key.kind is StageKind.LAYERS else None)
@@ -430,8 +432,8 @@ def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float] | 
 
 
 def scales_loss(args: Namespace) -> bool:
-    """With a loss scale, in fp16 or asked for, Megatron skips a step whose gradients overflow; its optimizer in fp32
-    without shards takes no scale, and never skips.
+    """Whether Megatron's optimizer scales the loss: in fp16, or where that is asked for. It then skips a step whose
+    gradients overflow. The optimizer in fp32 without shards takes no scale.
     """
     return bool(args.fp16 or (args.loss_scale and (args.bf16 or args.use_distributed_optimizer)))
 

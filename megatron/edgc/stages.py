@@ -20,12 +20,12 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
-from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
+from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
 from edgc.specs import Parameter
-from megatron.edgc.bucket_groups import EDGCBucketGroup, StageSums, WeightGather, process_group, sum_bytes
+from megatron.edgc.bucket_groups import EDGCBucketGroup, StageReductions, WeightGather, process_group, sum_bytes
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, copies_bytes, tied_copy
 
 Names = dict[torch.nn.Parameter, str]
@@ -38,7 +38,7 @@ def gradient_bytes(args: Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedBucketGroup:
     """A bucket group of one model chunk and the names of its parameters, unique on this process."""
 
     group: _ParamAndGradBucketGroup
@@ -59,7 +59,9 @@ class MegatronStage(Stage):
     ``embedding``: the gradient of a tied embedding that Megatron itself sums again, with the copy on another stage.
     """
 
-    def __init__(self, key: StageKey, named: Sequence[Named], device: torch.device, embedding: Tensor | None = None):
+    def __init__(
+        self, key: StageKey, named: Sequence[NamedBucketGroup], device: torch.device, embedding: Tensor | None = None
+    ):
         step_bytes = ByteCount() if embedding is None else copies_bytes(embedding)
         for one in named:
             for bucket in one.group.buckets:
@@ -79,7 +81,7 @@ class MegatronStage(Stage):
     def units_of_parameters(self) -> list[list[Parameter]]:
         """What is reduced together: of one chunk, whose gradients come together, and of one type."""
         sizes = [(one, [(p, p.elements * one.dtype.itemsize) for p in one.described]) for one in self.named]
-        least = max(LEAST_BYTES, -(-sum(nbytes for _, own in sizes for _, nbytes in own) // MOST))
+        least = max(MIN_UNIT_BYTES, -(-sum(nbytes for _, own in sizes for _, nbytes in own) // MAX_UNITS))
         alike = groupby(sizes, key=lambda pair: (pair[0].chunk, pair[0].dtype))
         return [unit for _, run in alike for unit in cut((one for _, own in run for one in own), least)]
 
@@ -96,7 +98,7 @@ class MegatronStage(Stage):
             reducer = GradientReducer.of(parameters, config, communicator, self.device, run)
             units.append(Unit([parameter.name for parameter in parameters], reducer))
         self.units = Units(units)
-        sums = StageSums(self.units, communicator, self.spans, overlap, step, run.reruns)
+        sums = StageReductions(self.units, communicator, self.spans, overlap, step, run.reruns)
         for one in self.named:
             weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_by_host, param_wire)
             self.groups.append(EDGCBucketGroup.attach(one.group, sums, weights, one.names))
@@ -167,7 +169,7 @@ def stages_of(
 
 def _named(
     chunk: DistributedDataParallel, index: int, chunks: int, kind: StageKind, apart: torch.nn.Parameter | None
-) -> list[Named]:
+) -> list[NamedBucketGroup]:
     # of the bare model, so that a precision wrapper does not change them; chunks number their layers from 0 each
     prefix = f"chunk{index}." if chunks > 1 else ""
     model = unwrap_model(chunk)
@@ -183,7 +185,7 @@ def _named(
         }
         described = tuple(describe(prefix, name, parameter, is_tied(model)) for parameter, name in names.items())
         prefixed = {parameter: prefix + name for parameter, name in names.items()}
-        named.append(Named(group, index, prefixed, described))
+        named.append(NamedBucketGroup(group, index, prefixed, described))
     return named
 
 

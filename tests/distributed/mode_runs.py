@@ -38,8 +38,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
+import edgc.plan.allocation  # noqa: E402
 import edgc.plan.selection  # noqa: E402
-import edgc.plan.sharing  # noqa: E402
 import megatron.edgc.messages.plan  # noqa: E402
 import megatron.edgc.session  # noqa: E402
 from edgc.byte_counts import RunBytes  # noqa: E402
@@ -257,7 +257,7 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
     if "break_even" in case:
         patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])
     if case.get("full_rank"):
-        for module in (edgc.plan.selection, edgc.plan.sharing):
+        for module in (edgc.plan.selection, edgc.plan.allocation):
             patch.setattr(module, "pays", lambda *args: True)
         patch.setattr(message_plan, "largest_message_rank", lambda config, args, saving: min(message_shape(args)))
         used_rank = property(lambda form: form.rank and lowrank.limited(form.rank, form.rows, form.cols))

@@ -14,7 +14,7 @@ from edgc.comm.wire import FP32, GROUP, wire
 from edgc.compress.engines.base import Elementwise, Sums
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.engines import ENGINES, Registered
+from edgc.engines import ENGINES, EngineEntry
 from edgc.plan.selection import Selection
 from edgc.specs import MatrixSpec
 from edgc.stacking import all_finite
@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, formats: dict[str, str] | None = None, **settings: Any):
         assert dist.group.WORLD is not None
         # The one line that a new engine needs; here and not in the module, so that other tests do not see the engine.
-        ENGINES["sixteenths"] = Registered("tests.distributed.test_engines:Sixteenths")
+        ENGINES["sixteenths"] = EngineEntry("tests.distributed.test_engines:Sixteenths")
         self.communicator = Communicator(dist.group.WORLD, Traffic())
         self.reducer = GradientReducer(Selection(MATRICES), EDGCConfig.of(**settings), self.communicator, CPU)
         self.formats = formats

@@ -246,7 +246,7 @@ def memory_of_steps(rank: int) -> dict[str, float]:
     whole = 4 * side * side * count
     assert dist.group.WORLD is not None
     # as small beside these matrices as they are beside those of large models
-    stacking.SMALL, elementwise.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
+    stacking.SMALL_TENSOR, elementwise.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
     gradients = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
     peaks = {}
     for preset in ("paper", "safe", "balanced", "fast"):

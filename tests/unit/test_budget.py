@@ -12,9 +12,17 @@ import pytest
 
 import edgc.plan.by_volume.budget as budget_module
 from edgc.byte_counts import ByteCount
-from edgc.config import EDGCConfig
+from edgc.config import FORMATS, EDGCConfig
 from edgc.plan.by_volume.budget import BudgetPlanner, byte_weights, fidelity
-from edgc.plan.by_volume.choices import ROW_SHARES, Choice, SendLowRank, SendRounded, SendRows, ranks_to_try
+from edgc.plan.by_volume.choices import (
+    PLANNED_FORMATS,
+    ROW_SHARES,
+    Choice,
+    SendLowRank,
+    SendRounded,
+    SendRows,
+    ranks_to_try,
+)
 from edgc.plan.by_volume.hull import options, spend
 from edgc.plan.by_volume.ledger import Ledger, StepBytes
 from edgc.plan.by_volume.noise import (
@@ -30,7 +38,7 @@ from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.times.comm_cost import LinearCost, StageCost
-from edgc.plan.times.link_times import LinkTimes, Timing
+from edgc.plan.times.link_times import LinkTimes, ReductionTime
 from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
@@ -152,7 +160,7 @@ def test_a_fit_meets_what_was_measured_and_then_half_of_it() -> None:
     assert parameter("w").fitted(AT_8, math.inf).noise(AT_8) == pytest.approx(LARGEST_NOISE)
     by_rows = parameter("words", 1000, 64, by_rows=1.0).fitted(by_share(0.1), 0.6)
     assert by_rows.noise(by_share(0.1)) == pytest.approx(0.6, rel=0.02), "with the noise of their format"
-    assert by_rows.noise(by_share(0.4)) > by_rows.rounding.noise(IN_4_BITS)
+    assert by_rows.noise(by_share(0.4)) > by_rows.rounding.noise("int4")
     of_rest = by_rows.size(SendLowRank(by_rows.rank_beside_rows), BYTES)  # what rows leave travels in low rank
     assert by_rows.rank_beside_rows == 4
     assert by_rows.size(by_share(0.1), BYTES) == pytest.approx(100 * 0.52 * 64 + 1.02 * 1000 + of_rest)
@@ -318,7 +326,7 @@ def test_steps_that_the_host_sums_are_paid_for_in_a_trial_and_no_part_of_the_bud
         noise = {str(place): 0.5 for place in range(6)}
         steps = 20 * (window + 1)
         counted = sent, steps * whole, steps * planner.ledger.fp32_bytes
-        by_host = {"host_share": 1 - own / 20, "sent_by_host": (20 - own) * whole}
+        by_host = {"host_step_share": 1 - own / 20, "sent_by_host": (20 - own) * whole}
         planner.observe(shown([seen(noise)], *counted, **by_host), outside_budget=idle)
         planner.decide(20 * (window + 1))
         assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6), "the host's bytes are not those of the plan"
@@ -338,9 +346,11 @@ def test_a_trial_whose_first_step_sends_more_leaves_the_plan_as_it_is() -> None:
         tries = window == 10
         sent += (17 * sizes[-1] + 3 * whole + whole) if tries else 20 * sizes[-1]
         noise, steps = {str(place): 0.5 for place in range(6)}, 20 * (window + 1)
-        host_share = 3 / 20 if tries else 0.0
+        host_step_share = 3 / 20 if tries else 0.0
         planner.observe(
-            shown([seen(noise)], sent, steps * whole, steps * planner.ledger.fp32_bytes, host_share=host_share)
+            shown(
+                [seen(noise)], sent, steps * whole, steps * planner.ledger.fp32_bytes, host_step_share=host_step_share
+            )
         )
         planner.decide(20 * (window + 1))
     assert sizes[11] == pytest.approx(sizes[9], rel=0.1), "but for what the trial has cost"
@@ -473,7 +483,7 @@ def test_relief_is_charged_with_compressed_steps_alone_and_with_all_of_them_once
     ledger = Ledger(10.0, 20, fp32_bytes=100.0, uncompressed=100.0, least=0.0)
     ledger.grant(0, 2.0)
     assert ledger.granted == StepBytes(10, 10)
-    halves = shown([], 60.0, 100.0, 100.0, host_share=0.5, sent_by_host=50.0)
+    halves = shown([], 60.0, 100.0, 100.0, host_step_share=0.5, sent_by_host=50.0)
     ledger.observe(halves, outside_budget=False)
     assert ledger.counts.sent_by_relief == 5.0
     ledger.observe(shown([], 1060.0, 1100.0, 1100.0), outside_budget=False)
@@ -827,7 +837,7 @@ def test_windows_that_the_host_sums_leave_the_plan_as_it_is_whatever_they_send()
             sent += by_host + (20 - host_steps) * planner._size(planner.choices)
             dense = 20 * (window + 1) * planner.ledger.fp32_bytes
             noise = seen({str(place): 0.5 for place in range(6)})
-            summed = {"host_share": host_steps / 20, "sent_by_host": by_host}
+            summed = {"host_step_share": host_steps / 20, "sent_by_host": by_host}
             planner.observe(shown([noise], sent, dense, dense, **summed), outside_budget=idle)
             planner.decide(20 * (window + 1))
             assert planner.ledger.overhead == pytest.approx(1.0, rel=1e-6)
@@ -933,7 +943,7 @@ def test_a_window_in_which_a_resume_changes_who_sums_is_no_part_of_the_budget(be
     each = {"the host": step, "rounding": step / 7, "low rank": step / 20}[before]
     first.decide(10)
     if before == "the host":
-        first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0, sent_by_host=20 * step))
+        first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_step_share=1.0, sent_by_host=20 * step))
     else:
         first.observe(observed(0.5, 10 * step + 10 * each, 20 * step, 20 * step))
     first.decide(20)
@@ -958,11 +968,11 @@ def test_a_resume_within_a_window_of_the_hosts_sums_charges_none_of_them_to_the_
     step = 4.0 * 2 * (128 * 256 + 128)
     first, resumed = (controller(trials=Trials(200, 1.0, False, by_host=True)) for _ in range(2))
     first.decide(10)
-    first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_share=1.0, sent_by_host=20 * step))
+    first.observe(observed(0.5, 20 * step, 20 * step, 20 * step, host_step_share=1.0, sent_by_host=20 * step))
     first.decide(20)
     assert resumed.load_state_dict(json.loads(json.dumps(first.state_dict()))) and resumed.budget is not None
     # of the ten steps of this window seven were before the resume
-    resumed.observe(observed(0.5, 30 * step, 30 * step, 30 * step, host_share=1.0, sent_by_host=3 * step))
+    resumed.observe(observed(0.5, 30 * step, 30 * step, 30 * step, host_step_share=1.0, sent_by_host=3 * step))
     assert resumed.budget.ledger.counts.outside_budget.sent == 30 * step
     assert resumed.budget.budget(30) == pytest.approx(step / 20)
 
@@ -989,7 +999,7 @@ def test_a_resumed_run_rounds_if_the_run_before_had_to() -> None:
 
 
 # on the link of before training: an all-reduce in fp32, rounding, low rank at a volume of 20
-TIMES = LinkTimes(Timing(0.8, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
+TIMES = LinkTimes(ReductionTime(0.8, 1.0), ReductionTime(0.12, 1 / 8), ReductionTime(0.24, 1 / 20))
 
 
 @pytest.mark.parametrize(
@@ -1011,7 +1021,9 @@ def test_a_run_that_rounds_goes_over_to_low_rank_where_its_link_becomes_slow(
     trials = Trials(200, 0.8, overlapped=False, by_host=used == "the host")
     under_test = controller(rounds=used == "rounding", trials=trials, link_times=TIMES)
     if used == "the host":  # before this, neither low rank nor rounding was worth its time
-        under_test.link_times = LinkTimes(Timing(0.8, 1.0), Timing(0.70, 1 / 8), Timing(0.9, 1 / 20))
+        under_test.link_times = LinkTimes(
+            ReductionTime(0.8, 1.0), ReductionTime(0.70, 1 / 8), ReductionTime(0.9, 1 / 20)
+        )
     assert under_test.budget is not None
     steps = {trials.by_host: [1.0] * 10, not trials.by_host: []}
     plan = under_test.decide(10)
@@ -1265,9 +1277,16 @@ def test_a_run_that_rounded_does_so_after_the_host_only_where_the_link_still_spe
 
 
 def test_a_resumed_run_compares_with_the_host_on_the_link_that_was_timed_last() -> None:
-    other = LinkTimes(Timing(0.4, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
+    other = LinkTimes(ReductionTime(0.4, 1.0), ReductionTime(0.12, 1 / 8), ReductionTime(0.24, 1 / 20))
     state = json.loads(json.dumps(controller(trials=Trials(200, 1.0, False), link_times=other).state_dict()))
     for times, seconds in ((TIMES, 5.0), (other, 1.0), (None, 1.0)):
         own = controller(trials=Trials(200, 5.0, False), link_times=times)
         assert own.load_state_dict(state) and own.trials is not None
         assert own.trials.host_seconds == seconds
+
+
+def test_every_format_has_a_noise() -> None:
+    assert all(0 < noise_of_format(name) < 1 for name in PLANNED_FORMATS)
+    assert all(noise_of_format(name) >= 0 for name in FORMATS)
+    with pytest.raises(KeyError):
+        noise_of_format("int7")

@@ -38,18 +38,18 @@ def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
 
 def index_of(config: EDGCConfig, **parts: Any) -> Any:
     """Of a checkpoint of a run with these settings."""
-    from megatron.edgc.checkpoint.index import ASKED, RESOLVED, Index
+    from megatron.edgc.checkpoint.index import REQUESTED_SETTINGS, RESOLVED, Index
 
-    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.subset(ASKED)}
+    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.subset(REQUESTED_SETTINGS)}
     usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
     return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
 
 
 def resume(run: Any, index: Any) -> Any:
-    from megatron.edgc.checkpoint.index import Usable
+    from megatron.edgc.checkpoint.index import RestorableState
     from megatron.edgc.checkpoint.loading import Resume
 
-    usable = Usable(index, same_engine=True, tied_apart=False, stages={}, messages=None)
+    usable = RestorableState(index, same_engine=True, tied_apart=False, stages={}, messages=None)
     return Resume(run, usable, "/checkpoints/iter_0000007")
 
 
@@ -105,7 +105,7 @@ def test_of_another_engine_and_of_embeddings_that_are_summed_otherwise_only_the_
         monkeypatch.setattr(checkpoint_index.dist, "get_world_size", lambda group: processes)
         run = run_state(EDGCConfig(), keys=[stage.key], stages=[stage])
         index = index_of(EDGCConfig(), saved=saved, **{"stages": [stage.key.id], **changed})
-        found = checkpoint_index.Usable.of(index, run)
+        found = checkpoint_index.RestorableState.of(index, run)
         own = found.stages[stage.key]
         return list(own.layout), own.same_processes, own.measurements
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     kept: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron.edgc.checkpoint import loading as checkpoint_loading
-    from megatron.edgc.checkpoint.index import ASKED_OF_MESSAGES, SavedMessages
+    from megatron.edgc.checkpoint.index import REQUESTED_SETTINGS_OF_MESSAGES, SavedMessages
     from megatron.edgc.messages.plan import message_config
 
     boundaries = [Boundary("backward", 1, 0), Boundary("backward", 2, 1)]
@@ -137,7 +137,7 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     stages = [ControlledStage([MatrixSpec(one.id, 8, 8)], excluded=True) for one in boundaries]
     controller = Controller(message_config(config), 100, stages)
     plan = {"plan": {"ranks": kept}}
-    saved = SavedMessages([one.id for one in boundaries], config.subset(ASKED_OF_MESSAGES), {}, plan)
+    saved = SavedMessages([one.id for one in boundaries], config.subset(REQUESTED_SETTINGS_OF_MESSAGES), {}, plan)
     own = resume(run_state(config, messages=messages, message_controller=controller), index_of(config, messages=saved))
     loaded: list[Any] = []
     monkeypatch.setattr(checkpoint_loading, "resume_controller", lambda *arguments: loaded.append(arguments))

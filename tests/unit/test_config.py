@@ -328,12 +328,12 @@ def test_what_is_sampled_costs_at_most_a_thousandth_of_a_dense_run() -> None:
     import torch
 
     from edgc.compress.state import CompressionState
-    from edgc.observe.fidelity import VALUES
+    from edgc.observe.fidelity import SUMS_PER_ENTRY
 
     config = EDGCConfig.from_preset()
     sampler = CompressionState(config, None, torch.device("cpu"), 0).fidelity
     assert sampler is not None
     sizes = [3 * 1024 * 1024, 1024 * 1024, 4096 * 1024, 4096 * 1024, 3 * 1024, 4096, *[1024] * 6]
     entries = sum(len(sampler.indices(f"{place}", size, torch.device("cpu"))) for place, size in enumerate(sizes))
-    sent = VALUES * entries * config.ranks.iteration_sampling_rate
+    sent = SUMS_PER_ENTRY * entries * config.ranks.iteration_sampling_rate
     assert 0 < sent / sum(sizes) <= 0.001

@@ -178,7 +178,7 @@ def test_shift_permutation_and_shape_do_not_matter(name: str) -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_entropy_of_pieces_is_that_of_the_whole_however_unlike_they_are(name: str) -> None:
     whole = torch.cat([draw("normal", 300), 2 + draw("laplace", 5000), draw("uniform", 1), draw("uniform", 700)])
-    under_test = entropy.pieces(name)
+    under_test = entropy.entropy_accumulator(name)
     for piece in torch.split(whole, [300, 5000, 0, 1, 700]):
         under_test.add(piece)
     assert under_test.entries == len(whole)

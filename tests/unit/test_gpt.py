@@ -34,10 +34,10 @@ PLAIN = Namespace(
 def test_what_would_train_another_model_or_hang_is_refused(given: dict[str, object], refused: str) -> None:
     args = Namespace(**{**vars(PLAIN), **given})
     if not refused:
-        gpt.check_options(args)
+        gpt.check_script_options(args)
         return
     with pytest.raises(ConfigError, match=f"pretrain_gpt.py does not implement {refused}"):
-        gpt.check_options(args)
+        gpt.check_script_options(args)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.plan.times.link_times import LinkTimes, Timing, worth_rounding
+from edgc.plan.times.link_times import LinkTimes, ReductionTime, worth_rounding
 
 # of a link on which an all-reduce in fp32 takes 0.8 s, and computing low rank 0.2 s
-TIMES = LinkTimes(Timing(0.8, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
+TIMES = LinkTimes(ReductionTime(0.8, 1.0), ReductionTime(0.12, 1 / 8), ReductionTime(0.24, 1 / 20))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,9 @@ TIMES = LinkTimes(Timing(0.8, 1.0), Timing(0.12, 1 / 8), Timing(0.24, 1 / 20))
 )
 def test_rounding_has_to_be_clearly_faster_than_both(rounded: float, low_rank: float, host: float, pays: bool) -> None:
     assert worth_rounding(rounded, low_rank, host) == pays
-    times = LinkTimes(Timing(host, 1.0), Timing(rounded, 1 / 8), Timing(min(low_rank, 100.0), 1 / 20))
+    times = LinkTimes(
+        ReductionTime(host, 1.0), ReductionTime(rounded, 1 / 8), ReductionTime(min(low_rank, 100.0), 1 / 20)
+    )
     assert times.rounding_pays == pays, "low rank that takes 100 s is not worth its time"
 
 
@@ -50,7 +52,7 @@ def test_a_slow_link_speaks_for_low_rank() -> None:
     assert TIMES.rounding_pays and not TIMES.low_rank_is_faster
     slower = TIMES.changed(TIMES.host, 2.4)
     assert not slower.rounding_pays and slower.low_rank_is_faster
-    assert not replace(slower, low_rank=Timing(1.0, 1 / 20)).low_rank_is_faster
+    assert not replace(slower, low_rank=ReductionTime(1.0, 1 / 20)).low_rank_is_faster
 
 
 def test_rounding_that_may_not_replace_low_rank_is_used_where_that_does_not_pay() -> None:
@@ -59,7 +61,7 @@ def test_rounding_that_may_not_replace_low_rank_is_used_where_that_does_not_pay(
     assert (
         not finer.changed(finer.low_rank, -0.01).rounding_pays and not finer.changed(finer.low_rank, 0.1).rounding_pays
     )
-    assert replace(finer, low_rank=Timing(0.7, 1 / 20)).rounding_pays
+    assert replace(finer, low_rank=ReductionTime(0.7, 1 / 20)).rounding_pays
 
 
 def test_times_come_back_from_a_checkpoint() -> None:

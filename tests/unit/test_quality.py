@@ -21,7 +21,7 @@ from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.observe.fidelity import Fidelity
 from edgc.plan.run import Run
-from edgc.plan.selection import Left, Selection
+from edgc.plan.selection import Selection, SkippedParameter
 from edgc.specs import MatrixSpec, Parameter
 
 MATRIX = MatrixSpec("w", 128, 256)
@@ -198,7 +198,7 @@ def test_a_spike_after_a_resume_is_one_by_the_norm_of_before() -> None:
 
 @pytest.mark.parametrize("pause", [(None,), (RANK, {}, {"bias": "int8"})], ids=["of all", "of one"])
 def test_a_gradient_that_was_sent_whole_for_a_while_is_no_spike_by_its_norm_of_before(pause: tuple[Any, ...]) -> None:
-    selection = Selection((MATRIX,), (Left(Parameter("bias", (32,)), "one-dimensional"),))
+    selection = Selection((MATRIX,), (SkippedParameter(Parameter("bias", (32,)), "one-dimensional"),))
     reducer = GradientReducer(selection, EDGCConfig(), communicator(), CPU)
     compressed = RANK, {MATRIX.name: RANK}, {"bias": "int8"}
     for iteration, (plan, size) in enumerate(((compressed, 1.0), (pause, 1.0), (pause, 1.0), (compressed, 1000.0))):
@@ -339,7 +339,7 @@ def test_the_probe_times_rounding_with_a_volume(
         return 1 + 0.01 * max(reducer.router.ranks.values(), default=0)
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    selection = Selection((MATRIX,), (Left(Parameter("bias", (32,)), "one-dimensional"),))
+    selection = Selection((MATRIX,), (SkippedParameter(Parameter("bias", (32,)), "one-dimensional"),))
     given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
     config = EDGCConfig.from_preset(**given)
     run = replace(RUN, scatters=scatters)

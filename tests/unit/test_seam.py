@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.edgc.seam import Seam
+from megatron.edgc.seam import RELIED_ON, Seam
 
 
 class Base:
@@ -50,3 +50,17 @@ def test_a_name_that_is_not_there_is_not_replaced() -> None:
     with Seam() as seam, pytest.raises(AttributeError, match="function"):
         seam.replace(module, "function", 1)
     assert vars(module) == {}
+
+
+def test_every_method_of_megatrons_that_is_overridden_is_relied_on() -> None:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron.edgc.bucket_groups import EDGCBucketGroup
+    from megatron.edgc.messages.p2p_communicator import EDGCP2PCommunicator
+
+    listed = {row.name for row in RELIED_ON}
+    for own, base in ((EDGCBucketGroup, _ParamAndGradBucketGroup), (EDGCP2PCommunicator, P2PCommunicator)):
+        methods = {name for name, value in vars(own).items() if callable(value) and name in vars(base)}
+        assert methods - {"__init__"}
+        assert {f"{base.__name__}.{name}" for name in methods} <= listed

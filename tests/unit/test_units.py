@@ -10,30 +10,30 @@ import torch
 from edgc.compress.reducer import GradientReducer
 from edgc.errors import StepError
 from edgc.hosts.steps import Step
-from edgc.hosts.units import LEAST_BYTES, MOST, Unit, Units, cut
+from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut
 
 
 @pytest.mark.parametrize("sizes", [[100] * 30, [1000, *[10] * 50], [*[10] * 50, 1000], [7, 300, 1, 1, 299, 300]])
 def test_a_stage_is_cut_in_order_into_three_units_that_are_about_alike(sizes: list[int]) -> None:
     units = cut(enumerate(sizes), least=1)
     assert [place for unit in units for place in unit] == list(range(len(sizes)))
-    assert 2 <= len(units) <= MOST and all(units)
+    assert 2 <= len(units) <= MAX_UNITS and all(units)
     within = [sum(sizes[place] for place in unit) for unit in units]
-    assert max(within) < sum(sizes) / MOST + max(sizes) + 1
+    assert max(within) < sum(sizes) / MAX_UNITS + max(sizes) + 1
 
 
 def test_a_small_stage_is_one_unit() -> None:
-    assert cut([("a", LEAST_BYTES // 2), ("b", LEAST_BYTES // 4)]) == [["a", "b"]]
-    assert cut([("a", LEAST_BYTES), ("b", LEAST_BYTES)]) == [["a"], ["b"]]
+    assert cut([("a", MIN_UNIT_BYTES // 2), ("b", MIN_UNIT_BYTES // 4)]) == [["a", "b"]]
+    assert cut([("a", MIN_UNIT_BYTES), ("b", MIN_UNIT_BYTES)]) == [["a"], ["b"]]
     assert cut([]) == []
 
 
 def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
-    from megatron.edgc.bucket_groups import StageSums
+    from megatron.edgc.bucket_groups import StageReductions
 
     anything, group = cast(Any, None), cast(Any, object())
     for reruns in (False, True):
-        sums = StageSums(Units([]), anything, anything, anything, lambda: Step(3, None), reruns)
+        sums = StageReductions(Units([]), anything, anything, anything, lambda: Step(3, None), reruns)
         sums.groups = [group]
         sums.begin(group, {})
         sums.end(overlapped=True)

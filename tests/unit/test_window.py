@@ -108,9 +108,9 @@ def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -
         row_shares={"w": [0.5, 0.25]},
     )
     count = ByteCount(1.0, 2.0, 3.0)
-    WindowExchange._decide(under_test, controller, 100, [window], [], count, host_share=0.25, sent_by_host=0.5)
+    WindowExchange._decide(under_test, controller, 100, [window], [], count, host_step_share=0.25, sent_by_host=0.5)
     (seen,) = told
     assert seen.stages[0].noise == {"w": (pytest.approx((4 / 3) ** 2 - 1), 2.0)}, "of the descent"
     assert (seen.stages[0].energies, seen.stages[0].row_shares) == ({"w": [4.0, 1.0]}, {"w": [0.5, 0.25]})
-    assert (seen.ranks, seen.bytes, seen.host_share, seen.sent_by_host) == ((8,), count, 0.25, 0.5)
+    assert (seen.ranks, seen.bytes, seen.host_step_share, seen.sent_by_host) == ((8,), count, 0.25, 0.5)
     assert seen.step_seconds is driver.seconds_by

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import STORED
 from edgc.config.presets import PRESETS
-from edgc.hosts.units import MOST as UNITS
+from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
-from edgc.plan.times.link_times import WORTH_IT, worth_rounding
+from edgc.plan.times.link_times import MAX_TIME_RATIO, worth_rounding
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -614,7 +614,7 @@ def _settled_rank(rank: int, seconds: Callable[[int], float], rounded: float, ho
     """What EDGC settles on: the largest rank up to this one that is worth its time; ``NO_RANK`` where rounding, which
     takes ``rounded`` seconds, is clearly faster; None where the host's own sum, of ``host`` seconds, is.
     """
-    while rank >= RANK_MULTIPLE and seconds(rank) > WORTH_IT * host:
+    while rank >= RANK_MULTIPLE and seconds(rank) > MAX_TIME_RATIO * host:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
     found = rank if rank >= RANK_MULTIPLE else None
     return NO_RANK if worth_rounding(rounded, math.inf if found is None else seconds(found), host) else found

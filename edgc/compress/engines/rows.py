@@ -15,7 +15,7 @@ from edgc.specs import MatrixSpec
 from edgc.stacking import all_finite
 
 ROW_FORMAT = "int4"
-NORMS = wire("int8")  # of rows: they only choose
+NORM_WIRE = wire("int8")  # of rows: they only choose
 
 
 class Rows(Elementwise):
@@ -40,7 +40,7 @@ class Rows(Elementwise):
     @classmethod
     def message_bytes(cls, matrix: MatrixSpec) -> tuple[float, float]:
         """The bytes of a row, and those of the norms of all rows."""
-        return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORMS.bytes_per_value()
+        return matrix.cols * wire(ROW_FORMAT).bytes_per_value(), matrix.rows * NORM_WIRE.bytes_per_value()
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
         parts = yield from self.sum_rows(tensors, communicator)
@@ -55,7 +55,7 @@ class Rows(Elementwise):
 
     def sum_rows(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange["ChosenRows"]:
         """``sum`` without the rows that do not travel."""
-        norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORMS)
+        norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORM_WIRE)
         finite = all_finite(norms)
         chosen = [
             norm.nan_to_num().topk(math.ceil(self.share * len(norm)), sorted=False).indices.sort().values

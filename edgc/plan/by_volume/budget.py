@@ -30,7 +30,7 @@ LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step 
 Choices = list[Choice]  # of all parameters, in the order of ``BudgetPlanner.parameters``
 
 
-class Spending(NamedTuple):
+class PlannedChoices(NamedTuple):
     """Choices that spend the budget of a step as well as they can, and what limits its bytes."""
 
     choices: Choices
@@ -99,7 +99,9 @@ class BudgetPlanner:
         self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
-        """No stage takes more bytes in a step than at this rank of all parameters that can have one (None: any)."""
+        """Limit the bytes of each stage's step to those of rank ``most`` in every parameter that can have a rank. None
+        removes the limit.
+        """
         self.most_of_stages = {} if most is None else self._at_rank(most)
         self.most = math.inf if most is None else sum(self.most_of_stages.values())
 
@@ -165,7 +167,7 @@ class BudgetPlanner:
         self.changed = [old.encoding != new.encoding for old, new in zip(before, self.choices, strict=True)]
         self.ledger.grant(iteration, self.relief)
 
-    def _kept_or_best(self, iteration: int) -> Spending:
+    def _kept_or_best(self, iteration: int) -> PlannedChoices:
         """The choices as they are, or the best ones from ``iteration`` on, if these pay for the change."""
         budget = self.budget(iteration)
         best, limit = self._best(iteration, self.choices)
@@ -176,7 +178,7 @@ class BudgetPlanner:
         most = min(budget, self._size(best) / LEAST_BUDGET_USED)  # the best plan may need less than the budget
         fits = LEAST_BUDGET_USED * min(budget, self._size(best)) <= size <= most
         pays = self._noise(best) < (1 - LEAST_GAIN_OF_PLAN) * noise
-        return Spending(self.choices if fits and not pays else best, limit)
+        return PlannedChoices(self.choices if fits and not pays else best, limit)
 
     def enough_noise(self, iteration: int) -> float:
         """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
@@ -184,10 +186,10 @@ class BudgetPlanner:
             return 0.0
         return float(LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations))
 
-    def _best(self, iteration: int, current: Choices | None = None, same_methods: bool = False) -> Spending:
+    def _best(self, iteration: int, current: Choices | None = None, same_methods: bool = False) -> PlannedChoices:
         """The choices with the least noise from ``iteration`` on. ``current``: those of now; None before the first."""
         if self.rounds:
-            return Spending([one.rounded for one in self.parameters], self.limit)
+            return PlannedChoices([one.rounded for one in self.parameters], self.limit)
         budget, parameters = self.budget(iteration), self.parameters
         if current is not None:
             parameters = [replace(one, current=choice) for one, choice in zip(parameters, current, strict=True)]
@@ -202,8 +204,8 @@ class BudgetPlanner:
                     best[index] = choice
                 capped = True
         if self._size(best) > budget:  # not even the smallest options fit
-            return Spending(best, "the budget is too small")
-        return Spending(best, "link" if capped else "budget")
+            return PlannedChoices(best, "the budget is too small")
+        return PlannedChoices(best, "link" if capped else "budget")
 
     def _has_most(self, iteration: int) -> bool:
         """Whether more relief would add no byte to steps from ``iteration`` on."""

@@ -9,7 +9,7 @@ from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.specs import MatrixSpec
 
 # What a plan chooses from: numbers of bits, and shares of the rows. Not tuned.
-FORMATS = "int8", "int6", "int5", "int4", "int3", "int2"
+PLANNED_FORMATS = "int8", "int6", "int5", "int4", "int3", "int2"
 ROW_SHARES = 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4
 # Ranks are multiples of 4. From the first number on they are multiples of the second, and a sixth to an eleventh apart.
 # Matrices of one shape and rank are handled at once, and of more large ranks fewer would be equal by chance. Not tuned.

@@ -9,7 +9,7 @@ import numpy as np
 from edgc.byte_counts import ByteCount
 from edgc.plan.observation import WindowObservation
 
-WINDOWS = 20  # of a run, at least
+MIN_WINDOWS = 20  # of a run, at least
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Ledger:
         self.before = ByteCount()  # what the run had sent when the volume began
         self.counts = Counts()  # since then
         self.granted: StepBytes | None = None  # to the steps of this window; None: no relief
-        self.host_share_hidden = False  # whether a resume has hidden which of this window's steps the host has summed
+        # whether a resume during a trial has made it unknown how many steps of this window the host summed
+        self.host_steps_unknown = False
         # whether this window is no part of the budget, because a resume has changed who sums, or how, or because the
         # link asks for what it sends
         self.window_outside_budget = False
@@ -88,19 +89,19 @@ class Ledger:
         """Take in a window. ``outside_budget``: the host has summed because nothing was to be compressed."""
         counts, run = self.counts, window.bytes - self.before
         taken, counts.run = run - counts.run, run
-        host_share, sent_by_host, outside = window.host_share, window.sent_by_host, outside_budget
+        host_step_share, sent_by_host, outside = window.host_step_share, window.sent_by_host, outside_budget
         if self.window_outside_budget:
-            host_share, sent_by_host, outside = 1.0, taken.sent, True
+            host_step_share, sent_by_host, outside = 1.0, taken.sent, True
         if outside:
-            counts.outside_budget += ByteCount(sent_by_host, host_share * taken.host, host_share * taken.fp32)
+            counts.outside_budget += ByteCount(sent_by_host, host_step_share * taken.host, host_step_share * taken.fp32)
         if self.granted is not None:  # steps may have taken less than relief offers, at first from their budget
-            steps = (1 - host_share) * taken.fp32 / self.fp32_bytes
+            steps = (1 - host_step_share) * taken.fp32 / self.fp32_bytes
             beyond = taken.sent - sent_by_host - max(self.granted.by_budget, 0.0) * steps
             counts.sent_by_relief += min(max(beyond, 0.0), self.granted.by_relief * steps)
         # of a window with both it is not known: the first of the host's steps also sends errors
-        unknown = host_share or self.host_share_hidden or not taken.fp32 > 0
+        unknown = host_step_share or self.host_steps_unknown or not taken.fp32 > 0
         unknown = unknown or not self.fp32_bytes  # without messages nothing is learnt
-        self.host_share_hidden = self.window_outside_budget = False
+        self.host_steps_unknown = self.window_outside_budget = False
         self.per_step = None if unknown else taken.sent / taken.fp32 * self.fp32_bytes
 
     def learn(self, predicted: float) -> None:
@@ -125,7 +126,7 @@ class Ledger:
         # what later steps need at least is not for the steps of this window
         remaining = max(self.iterations - iteration, 1)
         least = (self.overhead or 1.0) * self.least
-        spare = (unspent - least * remaining) / min(remaining, max(self.iterations / WINDOWS, self.window))
+        spare = (unspent - least * remaining) / min(remaining, max(self.iterations / MIN_WINDOWS, self.window))
         return min(by_weight, least + spare) if spare > 0 else by_weight
 
     def _unspent(self, iteration: int) -> float:
@@ -159,7 +160,7 @@ class Ledger:
             "counts": asdict(self.counts),
             "granted": self.granted and asdict(self.granted),
             "overhead": self.overhead,
-            "host_share_hidden": self.host_share_hidden,
+            "host_steps_unknown": self.host_steps_unknown,
             "window_outside_budget": self.window_outside_budget,
         }
 
@@ -173,7 +174,7 @@ class Ledger:
             ByteCount(**counts["run"]), ByteCount(**counts["outside_budget"]), counts["sent_by_relief"]
         )
         self.granted, self.overhead = state["granted"] and StepBytes(**state["granted"]), state["overhead"]
-        self.host_share_hidden, self.window_outside_budget = (
-            state["host_share_hidden"],
+        self.host_steps_unknown, self.window_outside_budget = (
+            state["host_steps_unknown"],
             state["window_outside_budget"],
         )

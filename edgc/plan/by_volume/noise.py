@@ -29,9 +29,12 @@ from functools import lru_cache
 
 import numpy as np
 
-# Share of the energy of normal values that a format loses. 2 and 3 bits: Max 1960, table II. More bits: step^2 / 12,
-# with the largest of 128 values, about 2.6 root mean squares, at the last code.
+# Share of the energy of normal values that a format loses. 1 to 3 bits: Max 1960, table II. More bits: step^2 / 12,
+# with the largest of 128 values, about 2.6 root mean squares, at the last code. Numbers with an exponent lose too
+# little to count.
 LOST: Mapping[str, float] = {
+    **dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), 0.0),
+    "int1": 0.3634,
     "int2": 0.1188,
     "int3": 0.03454,
     **{f"int{bits}": (2.6 / (2 ** (bits - 1) - 1)) ** 2 / 12 for bits in (4, 5, 6, 8)},
@@ -120,9 +123,10 @@ def _averaged(noise: float, before: float, measurements: int) -> float:
 
 
 def noise_of_format(name: str) -> float:
-    """The noise of normal values, with error feedback; 0 for formats whose rounding does not matter."""
-    lost = LOST.get(name, 0.0)
-    return lost / (1 - lost)
+    """Noise of normal values in this format under error feedback. Raises KeyError for a format without an entry in
+    ``LOST``.
+    """
+    return LOST[name] / (1 - LOST[name])
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks
 from edgc.plan.run import Run
 from edgc.plan.selection import largest_rank, select, width
 from edgc.plan.stages import ProcessStage, dense_because
-from edgc.plan.times.link_times import WORTH_IT, LinkTimes, Timing
+from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStag
         if stage.cost is None or dense_because(stage.key, config, run):
             continue
         if config.rank_policy is RankPolicy.VOLUME:  # which itself says how much must be saved
-            lowest.append(stage.cost.break_even_rank(WORTH_IT))
+            lowest.append(stage.cost.break_even_rank(MAX_TIME_RATIO))
         else:
             matrices = select(stage.parameters, config).matrices
             lowest.append(min(stage.cost.break_even_rank(), largest_rank(matrices, config.study.min_saving)))
@@ -91,9 +91,9 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
         return None
     rounded, low_rank = (max(column) for column in zip(*ways, strict=True))
     return LinkTimes(
-        Timing(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
-        Timing(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
-        Timing(low_rank, 1 / volume),
+        ReductionTime(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
+        ReductionTime(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
+        ReductionTime(low_rank, 1 / volume),
         # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
         may_replace=run.rounded_share * bits_of(ROUNDED) / 8 * volume >= 4,
     )
@@ -119,7 +119,7 @@ def _why_dense(config: EDGCConfig, lowest: int, usable: int, tries: bool) -> str
     until = " until reductions take longer" if tries else ""
     longer = "longer than"
     if config.rank_policy is RankPolicy.VOLUME:
-        longer = f"more than {100 * WORTH_IT:g} % of the time of"
+        longer = f"more than {100 * MAX_TIME_RATIO:g} % of the time of"
     return (
         f"on this link compression takes {longer} the dense reduction {where}: reducing dense{until}. Give {needed} "
         "a rank to compress all the same"

@@ -7,7 +7,7 @@ from typing import Any
 
 # With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
 # longer amid training than it did before.
-WORTH_IT = 0.75
+MAX_TIME_RATIO = 0.75
 CLEARLY_FASTER = 0.9  # of the time of low rank, which rounding may take to be used instead: it sends more bytes
 
 
@@ -16,11 +16,11 @@ def worth_rounding(rounded: float, low_rank: float, host: float) -> bool:
 
     All in seconds; ``low_rank`` is infinite where no rank is worth its time.
     """
-    return rounded <= WORTH_IT * host and rounded <= CLEARLY_FASTER * low_rank
+    return rounded <= MAX_TIME_RATIO * host and rounded <= CLEARLY_FASTER * low_rank
 
 
 @dataclass(frozen=True)
-class Timing:
+class ReductionTime:
     """``seconds`` that the reductions of a step take; their ``bytes_sent``, over those of an all-reduce in fp32."""
 
     seconds: float
@@ -35,20 +35,20 @@ class LinkTimes:
     longer than when the three were timed. Each way takes longer by its share of the bytes.
     """
 
-    host: Timing
-    rounded: Timing
-    low_rank: Timing
+    host: ReductionTime
+    rounded: ReductionTime
+    low_rank: ReductionTime
     may_replace: bool = True
     slower: float = 0.0
 
-    def seconds(self, way: Timing) -> float:
+    def seconds(self, way: ReductionTime) -> float:
         """The seconds that one of the three takes now."""
         return way.seconds + self.slower * way.bytes_sent
 
     @property
     def low_rank_pays(self) -> bool:
         """Whether low rank takes clearly less time than the host's own sum."""
-        return self.seconds(self.low_rank) <= WORTH_IT * self.seconds(self.host)
+        return self.seconds(self.low_rank) <= MAX_TIME_RATIO * self.seconds(self.host)
 
     @property
     def rounding_pays(self) -> bool:
@@ -63,7 +63,7 @@ class LinkTimes:
         """Whether low rank takes clearly less time than rounding."""
         return self.seconds(self.low_rank) <= CLEARLY_FASTER * self.seconds(self.rounded)
 
-    def changed(self, used: Timing, seconds: float) -> "LinkTimes":
+    def changed(self, used: ReductionTime, seconds: float) -> "LinkTimes":
         """The same after the way in use has come to take so many seconds more, or fewer. The link is never taken for a
         faster one than it was when it was timed.
         """
@@ -78,4 +78,4 @@ class LinkTimes:
     def from_list(cls, saved: Sequence[Any]) -> "LinkTimes":
         """What ``to_list`` was made from."""
         host, rounded, low_rank, may_replace, slower = saved
-        return cls(Timing(*host), Timing(*rounded), Timing(*low_rank), may_replace, slower)
+        return cls(ReductionTime(*host), ReductionTime(*rounded), ReductionTime(*low_rank), may_replace, slower)

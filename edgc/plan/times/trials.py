@@ -32,6 +32,18 @@ LARGEST_SHARE_OF_VOLUME = 0.3
 SPREAD_OF_NORMAL = 1.48  # the standard deviation of normal values over the median of their distances from their median
 
 
+def host_sums_next(compressed: float, host: float, spread: float, by_host: bool) -> bool:
+    """Whether the host sums from now on.
+
+    ``compressed`` and ``host``: seconds of a step in which EDGC compresses, and in which the host sums. ``spread``: the
+    standard deviation of a step, in seconds. ``by_host``: who sums now stays, unless the other is faster by more than
+    a margin and the spread.
+    """
+    if by_host:
+        return compressed > COMPRESS_AGAIN_BELOW * host - spread
+    return compressed > COMPRESS_BELOW * host + spread
+
+
 class Trials:
     """Decides who sums the gradients: EDGC, or the host (``by_host``).
 
@@ -125,9 +137,8 @@ class Trials:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
         self.spent += TRIAL_STEPS * max(tried - usual, 0.0)
         self.host_steps += 0 if self.by_host else TRIAL_STEPS
-        before, share = self.by_host, COMPRESS_AGAIN_BELOW if self.by_host else COMPRESS_BELOW
-        # who sums stays where the difference lies within what steps differ by anyway
-        self.by_host = compressed > share * host + (-self._spread if before else self._spread)
+        before = self.by_host
+        self.by_host = host_sums_next(compressed, host, self._spread, before)
         self.measured, self.trial, self.due = (compressed, host), None, False
         self._compared = True
         if self.by_host != before:

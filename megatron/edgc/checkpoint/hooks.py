@@ -133,7 +133,7 @@ def _goes_on(found: tuple[Any, ...], args: Namespace) -> bool:
 
 
 def _folder(found: tuple[Any, ...]) -> str:
-    """The checkpoint's, of the same."""
+    """The folder of the checkpoint that Megatron's ``_load_base_checkpoint`` has found."""
     _, name, _, kind = found
     return os.path.dirname(os.path.dirname(name)) if kind is CheckpointType.LEGACY else str(name)
 

@@ -20,8 +20,8 @@ from megatron.edgc.stages import MegatronStage
 
 RANK_SETTINGS = "rmin", "rmax", "static_rank", "volume"
 RESOLVED = "engine", *RANK_SETTINGS  # settings that a probe of the link may have decided
-ASKED = *RANK_SETTINGS, "link_gbps"  # those as given, by which it decides
-ASKED_OF_MESSAGES = "pp", *ASKED
+REQUESTED_SETTINGS = *RANK_SETTINGS, "link_gbps"  # those as given, by which it decides
+REQUESTED_SETTINGS_OF_MESSAGES = "pp", *REQUESTED_SETTINGS
 MESSAGES = "messages"  # beside the stages' ids among the byte counts
 TIED_STAGE = StageKey(StageKind.EMBEDDING, 0)
 TIED_NAMES = ("word_embeddings.weight", "output_layer.weight")  # of its copies, where they are not summed at once
@@ -125,7 +125,7 @@ def gathered_index(
             iteration=iteration,
             parallel=parallel_sizes(run.args),
             engine=run.requested.engine,
-            requested=run.requested.subset(ASKED),
+            requested=run.requested.subset(REQUESTED_SETTINGS),
             resolved=run.controller.config.subset(RESOLVED),
             stages=[key.id for key in run.keys],
             controller=of_gradients,
@@ -143,7 +143,7 @@ def _saved_messages(run: RunState, controller: Any) -> SavedMessages | None:
         return None
     return SavedMessages(
         boundaries=[boundary.id for boundary in run.messages.boundaries],
-        requested=run.requested.subset(ASKED_OF_MESSAGES),
+        requested=run.requested.subset(REQUESTED_SETTINGS_OF_MESSAGES),
         resolved=run.message_controller.config.subset(RESOLVED),
         controller=controller,
     )
@@ -169,12 +169,12 @@ def parallel_sizes(args: Namespace) -> dict[str, int]:
 
 
 def in_words(parallel: Mapping[str, int]) -> str:
-    """The same, for the user."""
+    """Parallel sizes, for a message to the user."""
     return ", ".join(f"{name}-parallel size {size}" for name, size in parallel.items())
 
 
 @dataclass(frozen=True)
-class UsableStage:
+class RestorableStage:
     """What this process takes of what there is of one of its stages."""
 
     layout: Layout  # of the tensors that it takes
@@ -184,7 +184,7 @@ class UsableStage:
 
 
 @dataclass(frozen=True)
-class Usable:
+class RestorableState:
     """What a run takes of a checkpoint, on this process.
 
     ``same_engine``: more than the errors, which are good for any engine. ``tied_apart``: only one of both runs sums the
@@ -195,11 +195,11 @@ class Usable:
     index: Index
     same_engine: bool
     tied_apart: bool
-    stages: dict[StageKey, UsableStage]
+    stages: dict[StageKey, RestorableStage]
     messages: str | None
 
     @classmethod
-    def of(cls, index: Index, run: RunState) -> "Usable":
+    def of(cls, index: Index, run: RunState) -> "RestorableState":
         same_engine = bool(index.resolved["engine"] == run.config.engine)
         tied_apart = (TIED_STAGE.id in index.stages) != (TIED_STAGE in run.keys)
 
@@ -216,7 +216,9 @@ class Usable:
                 same = saved.processes == dist.get_world_size(group)
                 own = of_process(measurements_key(stage), dist.get_rank(group))
                 # other processes have measured other things
-                stages[stage.key] = UsableStage(layout, saved.processes, same, own if same and same_engine else None)
+                stages[stage.key] = RestorableStage(
+                    layout, saved.processes, same, own if same and same_engine else None
+                )
         messages = None
         if run.messages is not None and index.replicas == dist.get_world_size(replica_group()):
             messages = of_process(message_key(), dist.get_rank(replica_group()))

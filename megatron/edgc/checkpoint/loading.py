@@ -14,13 +14,13 @@ from edgc.hosts.user_warnings import warn
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint.index import (
-    ASKED,
-    ASKED_OF_MESSAGES,
     MESSAGES,
     RANK_SETTINGS,
+    REQUESTED_SETTINGS,
+    REQUESTED_SETTINGS_OF_MESSAGES,
     Index,
+    RestorableState,
     RunState,
-    Usable,
     in_words,
     parallel_sizes,
 )
@@ -56,7 +56,7 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
             f"{in_words(parallel_sizes(run.args))}: its state starts anew"
         )
         return None
-    usable = Usable.of(index, run)
+    usable = RestorableState.of(index, run)
     # What a probe of the link decided then and now may differ; errors are good for any engine.
     if not usable.same_engine:
         warn(
@@ -75,7 +75,7 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
 class Resume:
     """Loads what is ``usable`` of one checkpoint into the live objects of a run."""
 
-    def __init__(self, run: RunState, usable: Usable, folder: str):
+    def __init__(self, run: RunState, usable: RestorableState, folder: str):
         self.run, self.usable, self.index = run, usable, usable.index
         self.folder, self.name = folder, os.path.basename(folder)
 
@@ -155,7 +155,7 @@ class Resume:
         if index.stages != [key.id for key in run.keys]:
             warn(f"{self.name} has other stages than this run: the controller starts anew")
             return
-        others = index.requested != run.requested.subset(ASKED)
+        others = index.requested != run.requested.subset(REQUESTED_SETTINGS)
         layers = self.usable.stages.get(run.stages[0].key)
         processes = dist.get_world_size(run.stages[0].process_group)
         # one process has no link that could bound ranks
@@ -174,7 +174,7 @@ class Resume:
         if kept.boundaries != [boundary.id for boundary in messages.boundaries]:
             warn(f"{self.folder} has other messages in low rank than this run: their controller starts anew")
             return
-        then, now = kept.requested, self.run.requested.subset(ASKED_OF_MESSAGES)
+        then, now = kept.requested, self.run.requested.subset(REQUESTED_SETTINGS_OF_MESSAGES)
         if then["pp"] != now["pp"]:
             warn(f"{self.folder} was written with another {flag('pp')}: the controller of messages starts anew")
             return

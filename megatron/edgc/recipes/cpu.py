@@ -94,7 +94,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Done:
-    """What has always already happened: CPU operators are synchronous."""
+    """A stream or an event on the CPU, whose operators are synchronous: all that it was given has ended."""
 
     synchronize = _nothing
 

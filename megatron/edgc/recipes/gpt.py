@@ -60,7 +60,7 @@ _NOT_IMPLEMENTED = {
 }
 
 
-def check_options(args: Namespace) -> None:
+def check_script_options(args: Namespace) -> None:
     """Raise ``ConfigError`` for a flag that asks for more than plain GPT pretraining."""
     refused = [flag for flag, name in _NOT_IMPLEMENTED.items() if getattr(args, name, None)]
     # Megatron sums the copies of the embedding on the first and the last stage, and this script adds no other

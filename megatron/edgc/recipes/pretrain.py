@@ -66,7 +66,7 @@ def parse(on_cpu: bool) -> Namespace:
     args: Namespace = parse_and_validate_args(
         partial(_extra_arguments, on_cpu=on_cpu), args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
-    gpt.check_options(args)
+    gpt.check_script_options(args)
     return args
 
 

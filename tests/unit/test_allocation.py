@@ -1,9 +1,9 @@
 import math
 
 from edgc.config import EDGCConfig
+from edgc.plan.allocation import RankAllocation, descent, fewest_bytes_ranks, uniform_ranks, water_filled_ranks
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.selection import pays
-from edgc.plan.sharing import Sharing, descent, fewest_bytes_ranks, uniform_ranks, water_filled_ranks
 from edgc.specs import MatrixSpec
 
 TWINS = (MatrixSpec("a", 256, 256), MatrixSpec("b", 256, 256))
@@ -116,7 +116,7 @@ def test_the_fewest_bytes_of_all_plans_that_leave_out_no_more() -> None:
 
 def test_ranks_of_matrices_go_with_the_rank_of_their_stage_where_nothing_was_measured() -> None:
     config = EDGCConfig.of(allocation="waterfill", window=10)
-    sharing = Sharing(config, [[MatrixSpec("w", 256, 256)]], [{}], [1.0])
+    allocation = RankAllocation(config, [[MatrixSpec("w", 256, 256)]], [{}], [1.0])
     plan = RankPlan(1, 0, (32,), ({"w": 28},))
-    assert sharing.adopted(10, plan, (32,)).matrix_ranks == ({"w": 28},)
-    assert sharing.adopted(10, plan, (16,)).matrix_ranks == (None,)
+    assert allocation.with_ranks(10, plan, (32,)).matrix_ranks == ({"w": 28},)
+    assert allocation.with_ranks(10, plan, (16,)).matrix_ranks == (None,)

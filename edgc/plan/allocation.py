@@ -144,11 +144,11 @@ def fewest_bytes_ranks(
 
 
 # by ``--edgc-allocation``; ``uniform`` shares nothing out
-SHARES = {"waterfill": water_filled_ranks, "lgreco": fewest_bytes_ranks}
+ALLOCATORS = {"waterfill": water_filled_ranks, "lgreco": fewest_bytes_ranks}
 
 
 @dataclass(frozen=True)
-class Sharing:
+class RankAllocation:
     """Shares the ranks of stages out among their matrices by ``--edgc-allocation``.
 
     ``matrices``: of each stage. ``energies``: of each stage, as in a ``StageObservation``. ``prices``: of the bytes of
@@ -163,9 +163,9 @@ class Sharing:
     @property
     def uniform(self) -> bool:
         """Whether every matrix has its stage's rank."""
-        return self.config.ranks.allocation not in SHARES
+        return self.config.ranks.allocation not in ALLOCATORS
 
-    def adopted(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
+    def with_ranks(self, iteration: int, plan: RankPlan, ranks: tuple[int | None, ...]) -> RankPlan:
         """The plan with these ranks from ``iteration`` on; it is a new one only if a rank changes."""
         if self.config.ranks.allocation == "waterfill" and self.config.rank_policy is RankPolicy.CONSTANT:
             matrix_ranks = self._by_one_level(plan, ranks)
@@ -182,7 +182,7 @@ class Sharing:
             return None
         if not self.energies[index]:
             return _as_before(plan, index, rank)
-        share = SHARES[self.config.ranks.allocation]
+        share = ALLOCATORS[self.config.ranks.allocation]
         return share(self.matrices[index], self.energies[index], rank, self.config.study.min_saving)
 
     def _by_one_level(self, plan: RankPlan, ranks: tuple[int | None, ...]) -> tuple[Mapping[str, int] | None, ...]:
