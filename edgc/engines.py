@@ -78,7 +78,7 @@ def check_engine(value: str) -> None:
 
 
 def engine_class(value: str) -> Any:
-    """The class of an engine, as a setting names it."""
+    """The class of an engine, as a setting names it. Raises KeyError for a name that is not in ``ENGINES``."""
     module, _, name = ENGINES[value.partition(":")[0]].path.partition(":")
     return getattr(import_module(module), name)
 

@@ -230,7 +230,7 @@ class EDGCState:
         self.end()
 
     def begin(self) -> None:
-        """A step begins: no gradient has come."""
+        """A step begins: no gradient has come. Raises RuntimeError after ``close`` and after a step that has failed."""
         if self._ended:
             raise RuntimeError("this EDGC state was closed, or a step of it has failed")
         self.start()

@@ -98,6 +98,7 @@ class StageCost:
         )
 
     def seconds(self, rank: int | None) -> float:
+        """Of the reductions of a step at this rank; None: uncompressed."""
         return self.dense_seconds if rank is None else self.compressed.at(rank)
 
     def break_even_rank(self, share: float = 1.0) -> int:
