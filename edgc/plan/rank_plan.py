@@ -31,7 +31,7 @@ class RankPlan:
 
     ``matrix_ranks`` holds for each stage the rank of every matrix by name, where they differ; None: all have the
     stage's rank. ``formats`` holds for each stage the wire format, or engine, of parameters without a rank; None, or a
-    parameter that is not in it: ``rest_wire``. Of a parameter in both, rows travel first (``rows:SHARE``), and then what
+    parameter that is not in it: ``rest_wire``. Of a parameter in both, rows travel first (``rows:SHARE``), then what
     they leave, at its rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds,
     rounding and alignment, and ``ranks`` after the step limit.
 
