@@ -66,8 +66,8 @@ class EDGCState:
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if one does.
-        learning_rate: by step from 0, in any unit. A volume spends more bytes in steps of a higher rate; None: the
-            same in all.
+        learning_rate: by step from 0, finite and at least 0, in any unit. A volume spends more bytes in steps of a
+            higher rate; None: the same in all.
         unit_bytes: of gradients that are worth a reduction of their own.
         ignored: names of parameters whose gradients are not to be averaged.
 
