@@ -111,7 +111,7 @@ class Fidelity:
             for suffix, products in units.items()
             for name in ("cosine", "delay", "late")
         }
-        numbers["cosine_of_adam"] = self.adam.cosine
+        numbers |= {"cosine_of_adam": self.adam.cosine, "energy_of_descent": self.energy}
         return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
     def _values(self) -> list[float]:

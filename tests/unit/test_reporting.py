@@ -356,7 +356,7 @@ def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
     event = Fidelity(*units, Agreement(4.0, 4.0, 3.5), 4.0).to_event()
     for name, values in (("cosine", (0.25, 0.5, 0.75)), ("late", (0.25, 0.5, 0.75)), ("delay", (0.3333, 1.0, 3.0))):
         assert [event[name + unit] for unit in ("", "_of_update", "_of_descent")] == list(values)
-    assert event["cosine_of_adam"] == 0.875
+    assert event["cosine_of_adam"] == 0.875 and event["energy_of_descent"] == 1.0
 
 
 @pytest.mark.parametrize(
