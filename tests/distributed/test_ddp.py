@@ -19,7 +19,7 @@ from edgc.compress.router import Router
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts import module, steps
 from edgc.hosts.ddp import attach
-from edgc.hosts.units import MOST
+from edgc.hosts.units import MAX_UNITS
 from edgc.observe.events import read_events
 from edgc.plan.rank_plan import Summing
 from edgc.plan.times import trials
@@ -754,7 +754,7 @@ def sums_in_backward(rank: int) -> tuple[int, int, int, bool]:
 
 def test_a_plain_sum_starts_with_each_bucket_as_ddps_own_does() -> None:
     for buckets, in_backward, all_sums, alike in run_on_ranks(sums_in_backward, 2):
-        assert buckets == in_backward == all_sums > MOST and alike
+        assert buckets == in_backward == all_sums > MAX_UNITS and alike
 
 
 def goes_on(rank: int) -> tuple[float, float]:
