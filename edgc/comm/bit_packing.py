@@ -10,6 +10,11 @@ _FEW_CODES = 2**15  # codes for which starting an operation costs more than goin
 _MANY_BYTES = 2**26  # of words, of which each code takes one for a while
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether its values are there for the CPU to look at, without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Integers (rows, n) below 2^bits -> uint8 (rows, n * bits / 8), n a multiple of 8."""
     if bits == 8:
@@ -56,7 +61,7 @@ def _folds(tensor: Tensor) -> bool:
     """Whether codes are joined in pairs, then pairs of pairs, until they fill whole bytes: a CPU goes over many of them
     faster so than in one operation on words of eight bytes each. On a GPU each operation costs a launch.
     """
-    return tensor.device.type == "cpu" and tensor.numel() > _FEW_CODES
+    return on_cpu(tensor) and tensor.numel() > _FEW_CODES
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from edgc.comm.bit_packing import on_cpu
 from edgc.comm.wire import RowDraws, Wire, in_groups
 from edgc.stacking import by_shape, map_stacked, stacked
 
@@ -67,11 +68,6 @@ def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
             shape = several[index].shape
             values[index] = row[: shape.numel()].view(shape)
     return [values[index] for index in range(len(several))]
-
-
-def on_cpu(condition: Tensor) -> bool:
-    """Whether the CPU can ask for a condition without waiting for a device."""
-    return condition.device.type == "cpu"
 
 
 def choose_all(conditions: Sequence[Tensor], these: Sequence[Packed], others: Sequence[Packed]) -> list[Packed]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from edgc.comm.bit_packing import pack, unpack
+from edgc.comm.bit_packing import on_cpu, pack, unpack
 from edgc.seeding import stable_seed
 
 GROUP = 128
@@ -143,7 +143,7 @@ class Wire:
             shifted.clamp_(0, 2**self.bits - 1)
         # Integers cut off what is behind the point. Of values that are not finite they make any number: such a group
         # has no finite scale, and no code shares a word with one of another group.
-        return shifted.to(torch.int32 if _on_cpu(shifted) else torch.uint8)
+        return shifted.to(torch.int32 if on_cpu(shifted) else torch.uint8)
 
     def _numbers(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         """fp32 -> fp16 or fp8 of the same shape."""
@@ -156,13 +156,9 @@ class Wire:
         return scaled.to(_FLOATS[self.bits])
 
 
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def _less(codes: Tensor, centre: float) -> Tensor:
     """Integers minus a number, in fp32: a CPU is faster in two operations, a GPU in one."""
-    if _on_cpu(codes):
+    if on_cpu(codes):
         return codes.to(torch.float32).sub_(centre)
     return torch.sub(codes, centre, out=torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
 

@@ -43,7 +43,7 @@ from edgc.timing import Spans
 KEY = StageKey(StageKind.LAYERS, 0)
 JOB_SETTINGS = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
-REQUESTED_SETTINGS = (*JOB_SETTINGS, "window")
+KEPT_AS_REQUESTED = (*JOB_SETTINGS, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
 
 
@@ -403,7 +403,7 @@ class EDGCState:
         same &= (before == 1) == (now == 1)
         config = self.requested
         if same:
-            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in REQUESTED_SETTINGS}})
+            config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in KEPT_AS_REQUESTED}})
         self._build(config, timed=not same)
         if same:  # resolved ranks look as if they had been asked for, and nothing was timed
             trials, budget = state["controller"]["trials"], state["controller"]["budget"]

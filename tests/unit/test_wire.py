@@ -51,7 +51,7 @@ def test_the_operations_that_a_gpu_does_give_the_same_bits(
         return message, under_test.decode(message)
 
     on_cpu = there_and_back()
-    monkeypatch.setattr(wire_module, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(wire_module, "on_cpu", lambda tensor: False)
     monkeypatch.setattr(bit_packing, "_folds", lambda tensor: False)
     monkeypatch.setattr(bit_packing, "_MANY_BYTES", 2**16)  # in several parts
     assert all(torch.equal(one, other) for one, other in zip(there_and_back(), on_cpu, strict=True))

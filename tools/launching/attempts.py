@@ -20,15 +20,8 @@ PACKAGES = ("edgc", "torch", "megatron-core", "transformer-engine", "apex", "num
 # What a run is. With another value it is another run, whose checkpoints go elsewhere.
 IDENTITY = (
     *("--seed", "--edgc-preset", "--edgc-engine", "--edgc-static-rank", "--edgc-volume"),
-    *(
-        "--data-path",
-        "--train-data-path",
-        "--num-layers",
-        "--hidden-size",
-        "--ffn-hidden-size",
-        "--num-attention-heads",
-    ),
-    *("--max-position-embeddings", "--tokenizer-type"),
+    *("--data-path", "--train-data-path", "--tokenizer-type", "--num-layers", "--hidden-size"),
+    *("--ffn-hidden-size", "--num-attention-heads", "--max-position-embeddings"),
 )
 
 

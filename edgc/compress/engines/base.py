@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from edgc.comm.bit_packing import on_cpu
 from edgc.comm.collectives import Communicator, Exchange
-from edgc.comm.packed import Packed, on_cpu
+from edgc.comm.packed import Packed
 from edgc.compress import lowrank
 from edgc.compress.batch import Batch
 from edgc.compress.error_feedback import ErrorRule

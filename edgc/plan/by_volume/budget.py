@@ -64,7 +64,6 @@ class BudgetPlanner:
         ranks, study, power = config.ranks, config.study, config.study.learning_rate_power
         assert ranks.volume is not None
         self.volume, self.iterations, self.rounds = ranks.volume, iterations, rounds
-        self.window = ranks.window
         self.first = config.warmup(iterations)  # the iteration at which compression begins
         # the parameters of all stages, one stage after another, and the stage of each
         planned = [(index, one) for index, stage in enumerate(stages) if index not in excluded for one in stage]
@@ -95,7 +94,7 @@ class BudgetPlanner:
         first, or of a window if that is less. ``sent``: bytes of the run before.
         """
         self.ledger.begin(iteration, sent)
-        self.first = max(self.first, iteration + min(self.first, self.window))
+        self.first = max(self.first, iteration + min(self.first, self.ledger.window))
         self.choices, self.limit = self._best(self.first)
 
     def bound(self, most: int | None) -> None:
