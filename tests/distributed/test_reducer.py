@@ -10,20 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc import stacking
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
-from edgc.comm.overlap import Overlap
-from edgc.compress import router
 from edgc.compress.probe import sent_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.routes import elementwise
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
-from edgc.hosts.units import Unit, Units, cut
 from edgc.plan.run import Run
 from edgc.specs import Parameter
 from tests.distributed.gloo import run_on_ranks
-from tools.benchmarks.operations import TensorMemory
 
 PARAMETERS = [
     Parameter("wide", (24, 96)),
@@ -222,69 +217,6 @@ def residual_of_one_step(rank: int) -> tuple[float, float]:
 def test_the_residual_is_that_of_what_was_to_be_sent() -> None:
     for reported, expected in run_on_ranks(residual_of_one_step, 2):
         assert abs(reported - expected) < 1e-5
-
-
-MATRICES = [f"w{place}" for place in range(24)]
-# the arguments of set_rank: without a plan, and as the plans of a budget are
-PHASES: dict[str, tuple[Any, ...]] = {
-    "warm-up": (None,),
-    "low rank": (8,),
-    "all in few bits": (8, {}, dict.fromkeys(MATRICES, "int3")),
-    "all by rows": (8, dict.fromkeys(MATRICES, 8), dict.fromkeys(MATRICES, "rows:0.1")),
-    "mixed": (
-        8,
-        {name: 4 if place % 3 == 0 else 12 for place, name in enumerate(MATRICES) if place % 3 < 2},
-        {name: "int4" if place % 3 == 2 else "rows:0.1" for place, name in enumerate(MATRICES) if place % 3 > 0},
-    ),
-}
-
-
-def memory_of_steps(rank: int) -> dict[str, float]:
-    """The most that a step takes beside gradients and state, in units of the gradients in fp32."""
-    side, count = 128, len(MATRICES)
-    parameters = [Parameter(name, (side, side)) for name in MATRICES]
-    whole = 4 * side * side * count
-    assert dist.group.WORLD is not None
-    # as small beside these matrices as they are beside those of large models
-    stacking.SMALL_TENSOR, elementwise.PORTION, router.LITTLE_BYTES = side * side // 2, side * side // 2, 0
-    gradients = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
-    peaks = {}
-    for preset in ("paper", "safe", "balanced", "fast"):
-        # volume and its learning_rate_power are the planner's, whose plans are given here
-        settings = {"static_rank": 8, "volume": None, "learning_rate_power": 0.0, "basis_cycle": 1}
-        config = EDGCConfig.of(**{**PRESETS[preset], **settings, "iteration_sampling_rate": 0.01})
-        communicator = Communicator(dist.group.WORLD, Traffic())
-        sizes = [(parameter, 4 * parameter.elements) for parameter in parameters]
-        cut_up = [(unit, GradientReducer.of(unit, config, communicator, CPU)) for unit in cut(sizes, 1)]
-        units = Units([Unit([parameter.name for parameter in unit], own) for unit, own in cut_up])
-        overlap = Overlap(CPU)
-        with TensorMemory() as memory:
-            for kind, plan in PHASES.items():
-                for unit in units:
-                    unit.reducer.set_rank(*plan)
-                most = 0
-                for step in range(1, 4):  # until there are errors, scales and bases
-                    for gradient in gradients.values():
-                        gradient.normal_()
-                    units.begin()
-                    memory.peak = memory.now
-                    handles = []
-                    for name, gradient in gradients.items():
-                        for unit in units.add({name: gradient}):
-                            held = unit.reducer.router.memory(unit.gradients)
-                            reduction = unit.reducer.reduce(unit.gradients, step)
-                            handles.append(overlap.start(reduction, memory=held))
-                    for handle in handles:
-                        handle.wait()
-                    most = max(most, memory.peak - memory.now)
-                peaks[f"{preset}, {kind}"] = most / whole
-    return peaks
-
-
-def test_a_step_takes_at_most_half_of_the_gradients_in_memory_beside_them_and_the_state() -> None:
-    for peaks in run_on_ranks(memory_of_steps, 2):
-        assert len(peaks) == 4 * len(PHASES)
-        assert max(peaks.values()) <= 0.5, peaks
 
 
 def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
