@@ -1,9 +1,11 @@
 """The exchange at the end of a window: what all processes have seen in, the next plan of process 0 out."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
@@ -32,6 +34,34 @@ class MessageTraffic(Protocol):
 
     def byte_count(self) -> ByteCount:
         """Bytes so far."""
+
+
+@dataclass(frozen=True)
+class ProcessWindow:
+    """What one process has seen in a window, or all together. ``bytes``: so far; ``sent_by_host``: of the gradients
+    that the host has summed in the window.
+    """
+
+    stages: Sequence[StageWindow]
+    messages: Sequence[MessageWindow]
+    bytes: RunBytes
+    sent_by_host: float
+
+    @classmethod
+    def merge(cls, processes: "Sequence[ProcessWindow]") -> "ProcessWindow":
+        """Stages and boundaries in order, each once; means of the bytes over the processes."""
+        stages, boundaries = defaultdict(list), defaultdict(list)
+        for process in processes:
+            for stage in process.stages:
+                stages[stage.stage].append(stage)
+            for message in process.messages:
+                boundaries[message.boundary].append(message)
+        return cls(
+            stages=[StageWindow.merge(stages[key]) for key in sorted(stages)],
+            messages=[MessageWindow.merge(boundaries[key]) for key in sorted(boundaries)],
+            bytes=RunBytes.mean([process.bytes for process in processes]),
+            sent_by_host=fmean(process.sent_by_host for process in processes),
+        )
 
 
 class WindowExchange:
@@ -90,45 +120,31 @@ class WindowExchange:
         if self.messages is not None:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()
-        by_host = sum(stage.take_sent_by_host() for stage in self.stages)
-        everywhere = gather_objects((windows, counts, sent, by_host), self.group)
+        own = ProcessWindow(windows, sent, counts, sum(stage.take_sent_by_host() for stage in self.stages))
+        everywhere = gather_objects(own, self.group)
         report = None
         if self.controller is not None:
-            stages = _merged(windows for windows, *_ in everywhere)
-            messages = _merged_messages(sent for _, _, sent, _ in everywhere)
-            mean = RunBytes.mean([counts for _, counts, *_ in everywhere])
+            window = ProcessWindow.merge(everywhere)
             if decide:
                 before_decision()
-                sent_by_host = fmean(one for *_, one in everywhere)
-                self._decide(
-                    self.controller, completed, stages, messages, mean.gradients, steps.host_step_share, sent_by_host
-                )
+                self._decide(self.controller, completed, window, steps.host_step_share)
             report = WindowReport(
                 iteration=completed,
                 ranks=driver.current.usual_ranks,
                 plan=self.controller.plan,
-                stages=stages,
+                stages=tuple(window.stages),
                 step_seconds=median_or_nan(steps.seconds),
-                bytes=mean,
+                bytes=window.bytes,
                 message_ranks=driver.current.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
-                messages=messages,
+                messages=tuple(window.messages),
                 costs=tuple(self.controller.times.costs),
             )
         shared: WindowReport = broadcast_object(report, self.group)
         driver.adopt(shared.plan, shared.message_plan)
         return shared
 
-    def _decide(
-        self,
-        controller: Controller,
-        completed: int,
-        stages: Sequence[StageWindow],
-        messages: Sequence[MessageWindow],
-        gradients: ByteCount,
-        host_step_share: float,
-        sent_by_host: float,
-    ) -> None:
+    def _decide(self, controller: Controller, completed: int, window: ProcessWindow, host_step_share: float) -> None:
         ranks = self._gradient_message_ranks()
         observations = [
             StageObservation(
@@ -140,15 +156,16 @@ class WindowExchange:
                 noise={name: (seen.descent.noise, seen.energy) for name, seen in s.fidelity.items()},
                 row_shares=s.row_shares,
             )
-            for s in stages
+            for s in window.stages
         ]
         usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
+        gradients, by_host = window.bytes.gradients, window.sent_by_host
         controller.observe(
-            WindowObservation(observations, usual_ranks, gradients, host_step_share, sent_by_host, seconds_by)
+            WindowObservation(observations, usual_ranks, gradients, host_step_share, by_host, seconds_by)
         )
         controller.decide(completed)
         if self.message_controller is not None:
-            of_messages = [StageObservation(message.entropy) for message in messages]
+            of_messages = [StageObservation(message.entropy) for message in window.messages]
             self.message_controller.observe(WindowObservation(of_messages))
             self.message_controller.decide(completed)
 
@@ -161,15 +178,3 @@ class WindowExchange:
             for boundary, rank in zip(self.messages.boundaries, self.driver.current.message_ranks, strict=True)
             if boundary.direction == "backward"
         }
-
-
-def _merged(processes: Any) -> tuple[StageWindow, ...]:
-    windows = [window for own in processes for window in own]
-    keys = sorted({window.stage for window in windows})
-    return tuple(StageWindow.merge([window for window in windows if window.stage == key]) for key in keys)
-
-
-def _merged_messages(processes: Any) -> tuple[MessageWindow, ...]:
-    windows = [window for own in processes for window in own]
-    boundaries = sorted({window.boundary for window in windows})
-    return tuple(MessageWindow.merge([window for window in windows if window.boundary == one]) for one in boundaries)

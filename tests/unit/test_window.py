@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from edgc.byte_counts import ByteCount
-from edgc.hosts.exchange import WindowExchange
+from edgc.byte_counts import ByteCount, RunBytes
+from edgc.hosts.exchange import ProcessWindow, WindowExchange
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
 from edgc.observe.fidelity import Agreement, Fidelity, Products
@@ -108,7 +108,8 @@ def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -
         row_shares={"w": [0.5, 0.25]},
     )
     count = ByteCount(1.0, 2.0, 3.0)
-    WindowExchange._decide(under_test, controller, 100, [window], [], count, host_step_share=0.25, sent_by_host=0.5)
+    seen = ProcessWindow([window], [], RunBytes(count), sent_by_host=0.5)
+    WindowExchange._decide(under_test, controller, 100, seen, host_step_share=0.25)
     (seen,) = told
     assert seen.stages[0].noise == {"w": (pytest.approx((4 / 3) ** 2 - 1), 2.0)}, "of the descent"
     assert (seen.stages[0].energies, seen.stages[0].row_shares) == ({"w": [4.0, 1.0]}, {"w": [0.5, 0.25]})
