@@ -21,7 +21,7 @@ from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
-from tools.experiments.replay import cases, compare, replays
+from tools.experiments.replay import Replay, cases, compare, replays
 from tools.experiments.results import page_lines
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
@@ -483,6 +483,18 @@ def test_a_replay_decides_as_the_controller_does_by_what_a_window_has_shown() ->
     apart = compare(long, short)
     assert 0.5 < apart.correlation < 0.95 and apart.difference > 0.5
     assert apart.mean_ranks[0] == 32 and 8 < apart.mean_ranks[1] < 20 and apart.equal == 0
+    assert apart.of_changes == pytest.approx(1), "the mean of ten short windows is that of a long one"
+
+
+def test_a_trend_hides_that_changes_are_wrong() -> None:
+    ends = np.arange(10, 410, 10)
+    fine = Replay(10, 1, ends, ends / 100 + 0.1 * (-1.0) ** (ends // 20), ends)
+    held = ends[1:] // 20 * 20  # windows of 20, whose entropy holds until the next one ends
+    own = Replay(20, 2, ends[1:], held / 100 - 0.005 + 0.1 * (-1.0) ** (held // 40), ends[1:])
+    found = compare(own, fine)
+    assert found.correlation > 0.98 and abs(found.of_changes) < 0.3
+    means = np.array([fine.entropy[end // 10 - 2 : end // 10].mean() for end in held])
+    assert compare(Replay(20, 2, ends[1:], means, ends[1:]), fine).of_changes == pytest.approx(1)
 
 
 def test_fewer_measurements_are_noisier() -> None:

@@ -65,11 +65,13 @@ def replays(line: Line, stage: int, window: int, kept: float) -> Replay:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two replays where both hold something: Pearson's correlation of entropies and their largest difference in
-    nats; the mean ranks, and the share of the time for which the ranks are equal.
+    """Of two replays where both hold something: Pearson's correlation of entropies, that of their changes from one
+    window to the next, and their largest difference in nats; the mean ranks, and the share of the time for which the
+    ranks are equal.
     """
 
     correlation: float
+    of_changes: float
     difference: float
     mean_ranks: tuple[float, float]
     equal: float
@@ -87,10 +89,29 @@ def compare(one: Replay, other: Replay) -> Agreement:
     compressed = (ranks > 0) | (other_ranks > 0)
     return Agreement(
         float(np.corrcoef(left[both], right[both])[0, 1]),
+        _correlation_of_changes(one, other),
         float(np.abs(left - right)[both].max()),
         (_mean_rank(ranks), _mean_rank(other_ranks)),
         float((ranks == other_ranks)[compressed].mean()) if compressed.any() else math.nan,
     )
+
+
+def _correlation_of_changes(one: Replay, other: Replay) -> float:
+    """Over the windows of the longer kind, of whose iterations the other's windows are averaged."""
+    length = max(one.window, other.window)
+    (ends, left), (other_ends, right) = (_by_window(replay, length) for replay in (one, other))
+    _, places, other_places = np.intersect1d(ends, other_ends, return_indices=True)
+    changes, other_changes = np.diff(left[places]), np.diff(right[other_places])
+    both = np.isfinite(changes) & np.isfinite(other_changes)
+    return float(np.corrcoef(changes[both], other_changes[both])[0, 1])
+
+
+def _by_window(replay: Replay, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of windows of ``length``, a multiple of the replay's own, and the mean entropy in each."""
+    own = replay.ends % replay.window == 0
+    ends = np.unique(replay.ends[own & (replay.ends % length == 0)])
+    means = [replay.entropy[own & (replay.ends > end - length) & (replay.ends <= end)].mean() for end in ends]
+    return ends, np.array(means)
 
 
 def _mean_rank(ranks: np.ndarray) -> float:

@@ -43,8 +43,9 @@ STYLES = "-", "--", "-.", ":"
 # what a reader can do with a page, and what its columns mean
 _OVER_A_RUN = (
     "With this page you can see how the entropy of gradients changes over a run, by pipeline stage and",
-    "kind of layer. Entropies are in nats: the mean of a window. *Correlation with the iteration* is",
-    "positive where entropy rises.",
+    "kind of layer. Entropies are in nats: the mean of a window. *Lowest* is the window with the least",
+    "entropy, and the iteration until which it went. *Correlation with the iteration* is positive where",
+    "entropy rises.",
 )
 _AGREEMENT = (
     "*Correlation* and *largest difference* compare the entropies of both runs at all times. *Ranks,",
@@ -133,7 +134,7 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Entropy over the run, by stage and, where statistics were kept, by kind of layer."""
     by_layer = [(line, stage) for line in lines for stage in _stages(line) if kinds(line, stage)]
     figure, places = _panels(2 if by_layer else 1)
-    table = header(["run", "of", "first window", "last window", "correlation with the iteration"])
+    table = header(["run", "of", "first window", "lowest (until)", "last window", "correlation with the iteration"])
     for line in lines:
         for stage in _stages(line):
             entropies = trajectory(line, stage)
@@ -292,6 +293,7 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             "window",
             "measured",
             "correlation",
+            "of changes",
             "largest difference (nats)",
             "mean rank",
             "reference",
@@ -311,7 +313,8 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
                     entropies.plot(one.ends, one.entropy, style, color=color, linewidth=1)
                     ranks.step(one.ends, one.ranks, style, color=color, linewidth=1, label=label)
                 mean, own = found.mean_ranks
-                cells = [f"{one.measured:g}", f"{found.correlation:.3f}", f"{found.difference:.3f}"]
+                cells = [f"{one.measured:g}", f"{found.correlation:.3f}", f"{found.of_changes:.2f}"]
+                cells.append(f"{found.difference:.3f}")
                 cells += [f"{mean:.1f}", f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
                 table.append(row([line["name"], stage_name(line, stage), one.window, *cells]))
     entropies.set(xlabel="iteration", ylabel="entropy that is known (nats)")
@@ -320,7 +323,9 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     table += [
         "",
         "Measured: iterations of a window. Each row is compared, at all times, with the row of its stage that has the "
-        "shortest window and all measurements of the run that measures most. Equal: for how much of the time in which "
+        "shortest window and all measurements of the run that measures most. Of changes: the correlation of the "
+        "changes from one window of the row to the next, by which ranks change; the other row is averaged over the "
+        "same iterations. Equal: for how much of the time in which "
         "either compresses the ranks are the same. Stages are not aligned here.",
     ]
     return figure, table
@@ -511,9 +516,11 @@ STUDIES: Mapping[str, Study] = {
 def _trend(run: str, what: str, series: Series) -> str:
     iterations, values = series
     if not len(values):
-        return row([run, what, *["not measured"] * 3])
+        return row([run, what, *["not measured"] * 4])
+    least = int(values.argmin())
     pearson = f"{np.corrcoef(iterations, values)[0, 1]:+.2f}" if values.std() > 0 else "none: constant"
-    return row([run, what, f"{values[0]:.3f}", f"{values[-1]:.3f}", pearson])
+    lowest = f"{values[least]:.3f} ({iterations[least]:.0f})"
+    return row([run, what, f"{values[0]:.3f}", lowest, f"{values[-1]:.3f}", pearson])
 
 
 def _label(line: Line, lines: Sequence[Line]) -> str:
