@@ -78,3 +78,18 @@ def test_many_are_packed_and_chosen_as_each_is() -> None:
                 assert torch.equal(
                     _chosen(either, one.message.unsqueeze(0), other.message.unsqueeze(0))[0], right.message
                 )
+
+
+def test_a_tensor_is_rounded_by_its_own_seed_and_by_no_other() -> None:
+    """Errors that every step rounds by the same numbers would drift."""
+    form, generator = wire("int8", stochastic=True), torch.Generator()
+    tensor = torch.randn(300, generator=torch.Generator().manual_seed(0))
+
+    def rounded(*seeds: int) -> list[Tensor]:
+        return [one.message for one in pack_all([tensor] * len(seeds), form, generator, seeds)]
+
+    first, again, other = rounded(7, 7, 8)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(rounded(8)[0], other), "neither neighbours nor what was drawn before matter"
+    mean = torch.stack([one.values() for one in pack_all([tensor] * 400, form, generator, range(400))]).mean(dim=0)
+    assert float((mean - tensor).abs().max()) < 0.15 * float(tensor.abs().max()) / 127, "and unbiased over seeds"
