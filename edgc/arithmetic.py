@@ -5,6 +5,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether its values are there for the CPU to look at, without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 @contextmanager

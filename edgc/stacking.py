@@ -72,15 +72,63 @@ def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[
     """
     results: list[Any] = [None] * len(lists[0])
     for indices in by_shape(*lists):
-        outcome = function(*(stacked([tensors[index] for index in indices]) for tensors in lists))
-        parts = (
-            outcome.unbind(0)
-            if isinstance(outcome, Tensor)
-            else zip(*(part.unbind(0) for part in outcome), strict=True)
-        )
+        parts = _parts(function(*(stacked([tensors[index] for index in indices]) for tensors in lists)))
         for index, part in zip(indices, parts, strict=True):
             results[index] = part
     return results
+
+
+def map_padded(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
+    """``map_stacked`` of (n x rank) factors that is called once for all of equal lengths n and of like ranks.
+
+    Tensors get columns of zeros up to the most in their list, which for the first one is at most twice as many as they
+    have. The caller must cut off what these columns have added.
+    """
+    results: list[Any] = [None] * len(lists[0])
+    for indices in _of_like_ranks(*lists):
+        parts = _parts(function(*(_padded([tensors[index] for index in indices]) for tensors in lists)))
+        for index, part in zip(indices, parts, strict=True):
+            results[index] = part
+    return results
+
+
+def _parts(outcome: Any) -> Any:
+    """The outcome for each of those at once: a tensor, or a tuple of them."""
+    if isinstance(outcome, Tensor):
+        return outcome.unbind(0)
+    return zip(*(part.unbind(0) for part in outcome), strict=True)
+
+
+def _padded(tensors: Sequence[Tensor]) -> Tensor:
+    """(n x columns) tensors as one (count, n, most columns)."""
+    columns = [tensor.shape[1] for tensor in tensors]
+    if min(columns) == max(columns):
+        return stacked(tensors)
+    # by columns, as factors lie in memory: then the copies are one operation
+    padded = tensors[0].new_zeros(len(tensors), max(columns), tensors[0].shape[0])
+    own = [place[:count] for place, count in zip(padded.unbind(0), columns, strict=True)]
+    torch._foreach_copy_(own, [tensor.T for tensor in tensors])
+    return padded.mT
+
+
+def _of_like_ranks(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """Places at which the tensors of all lists have equal lengths, and of the first list ranks within a factor of two.
+
+    Each place list is in order, as of ``by_shape``.
+    """
+    by_lengths: dict[Any, list[int]] = defaultdict(list)
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        by_lengths[tuple(tensor.shape[0] for tensor in tensors)].append(index)
+    groups: list[list[int]] = []
+    for indices in by_lengths.values():
+        ranks = {index: lists[0][index].shape[1] for index in indices}
+        most = 0
+        for index in sorted(indices, key=lambda place: -ranks[place]):
+            if not most or 2 * ranks[index] < most:
+                most = ranks[index]
+                groups.append([])
+            groups[-1].append(index)
+    return [sorted(group) for group in groups]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

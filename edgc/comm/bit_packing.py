@@ -6,13 +6,10 @@ import math
 import torch
 from torch import Tensor
 
+from edgc.arithmetic import on_cpu
+
 _FEW_CODES = 2**15  # codes for which starting an operation costs more than going over them
 _MANY_BYTES = 2**26  # of words, of which each code takes one for a while
-
-
-def on_cpu(tensor: Tensor) -> bool:
-    """Whether its values are there for the CPU to look at, without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.comm.bit_packing import on_cpu
+from edgc.arithmetic import on_cpu
 from edgc.comm.wire import RowDraws, Wire, in_groups
 from edgc.stacking import by_shape, map_stacked, stacked
 

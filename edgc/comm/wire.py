@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from edgc.comm.bit_packing import on_cpu, pack, unpack
+from edgc.arithmetic import on_cpu
+from edgc.comm.bit_packing import pack, unpack
 from edgc.seeding import stable_seed
 
 GROUP = 128

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from edgc.arithmetic import on_cpu
 from edgc.seeding import stable_seed
-from edgc.stacking import map_stacked
+from edgc.stacking import map_padded, map_stacked
 
 LARGEST_NORM = 1e36  # of a column that is orthonormalised; QR overflowed at 1.7e38, and not at 1e38
 
@@ -44,12 +45,13 @@ class Product:
 
 
 def squared_norms_of(products: Mapping[str, Product]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``Product.squared_norms`` of each, by name, those of equal shapes at once."""
-    pairs = map_stacked(
-        lambda left, right: Product(left, right).squared_norms(),
-        [product.left for product in products.values()],
-        [product.right for product in products.values()],
-    )
+    """``Product.squared_norms`` of each, by name: those of equal shapes at once, on a GPU also those of like ranks."""
+    lefts, rights = ([getattr(product, side) for product in products.values()] for side in ("left", "right"))
+    if all(on_cpu(left) for left in lefts):
+        pairs = map_stacked(lambda left, right: Product(left, right).squared_norms(), lefts, rights)
+    else:  # columns of zeros change no norm
+        columns = [right.T for right in rights]
+        pairs = map_padded(lambda left, right: Product(left, right.mT).squared_norms(), lefts, columns)
     return dict(zip(products, pairs, strict=True))
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
-from edgc.compress import lowrank
 from edgc.compress.engines import sparse
 from edgc.compress.engines.rows import Rows
 from edgc.compress.reducer import GradientReducer
@@ -413,8 +412,9 @@ def perturbed_in(rank: int, what: str, wrong: int | None) -> str:
         elif what == "rank":
             under_test.router.ranks["second"] += 1
         else:
-            own = lowrank.orthonormalise
-            under_test.router.engine._orthonormalise = lambda factor: own(factor) * (1 + 1e-7)
+            engine = under_test.router.engine
+            own = engine.orthonormal
+            engine.orthonormal = lambda *arguments: [basis * (1 + 1e-7) for basis in own(*arguments)]
             step(1)
     elif what == "sum":
         step(1)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from edgc.compress import lowrank
+from edgc.compress.engines.powersgd import PowerSGD
+from edgc.config import EDGCConfig
 
 CPU = torch.device("cpu")
 
@@ -44,6 +46,37 @@ def test_many_are_orthonormalised_as_each_is() -> None:
     for place, each in enumerate(p):
         basis, strength = lowrank.sorted_basis(each)
         assert torch.allclose(bases[place], basis, atol=1e-5) and torch.allclose(strengths[place], strength)
+
+
+def test_factors_of_like_ranks_are_orthonormalised_as_each_is() -> None:
+    """On a GPU they get columns of zeros, so that they are one operation."""
+    torch.manual_seed(0)
+    engine = PowerSGD([], EDGCConfig.of(static_rank=8, kernels="fused"), CPU)  # whose arithmetic is a GPU's
+    factors = [torch.randn(40, rank) * 10.0 ** -torch.linspace(0, 3, rank) for rank in (16, 9, 12, 3)]
+    factors += [torch.randn(30, 2) @ torch.randn(2, 8), torch.zeros(30, 5), torch.randn(30, 8)]
+    finite = torch.tensor(True)
+    bases = engine.orthonormal(factors, finite)
+    sorted_bases, strengths = engine.principal(factors, finite)
+    for factor, basis, vectors, norms in zip(factors, bases, sorted_bases, strengths, strict=True):
+        torch.testing.assert_close(basis, lowrank.cholesky_basis(factor), rtol=0, atol=1e-6)
+        alone, own = lowrank.sorted_basis(factor, lowrank.cholesky_basis)
+        torch.testing.assert_close(vectors, alone, rtol=0, atol=1e-6)
+        torch.testing.assert_close(norms, own)
+        assert basis.shape == vectors.shape == factor.shape
+
+
+def test_norms_of_products_of_like_ranks_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = {"a": (12, 30, 8), "b": (12, 30, 5), "c": (12, 30, 3), "d": (30, 12, 8), "e": (12, 30, 8)}
+    products = {
+        name: lowrank.Product(torch.randn(rows, rank), torch.randn(rank, cols))
+        for name, (rows, cols, rank) in sizes.items()
+    }
+    expected = lowrank.squared_norms_of(products)
+    monkeypatch.setattr(lowrank, "on_cpu", lambda tensor: False)
+    for name, found in lowrank.squared_norms_of(products).items():
+        for one, other in zip(found, expected[name], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_a_cholesky_basis_is_that_of_householder_up_to_signs() -> None:

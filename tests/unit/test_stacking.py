@@ -5,7 +5,7 @@ from torch import Tensor
 
 from edgc.comm.packed import Packed, _chosen, choose_all, pack_all, unpack_all
 from edgc.comm.wire import WIRES, wire
-from edgc.stacking import map_stacked, stacked, stacked_view
+from edgc.stacking import map_padded, map_stacked, stacked, stacked_view
 
 
 def layers(gap: int = 7) -> list[Tensor]:
@@ -93,3 +93,21 @@ def test_a_tensor_is_rounded_by_its_own_seed_and_by_no_other() -> None:
     assert torch.equal(rounded(8)[0], other), "neither neighbours nor what was drawn before matter"
     mean = torch.stack([one.values() for one in pack_all([tensor] * 400, form, generator, range(400))]).mean(dim=0)
     assert float((mean - tensor).abs().max()) < 0.15 * float(tensor.abs().max()) / 127, "and unbiased over seeds"
+
+
+def test_factors_of_like_ranks_are_padded_to_the_largest() -> None:
+    ranks = (4, 7, 8, 3, 16)
+    factors, others = [torch.randn(5, rank) for rank in ranks], [torch.randn(6, 1) for _ in ranks]
+    seen: list[tuple[int, ...]] = []
+
+    def noted(several: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(tuple(several.shape))
+        assert beside.shape == (len(several), 6, 1)
+        return several * 2, beside[:, 0, 0]
+
+    found = map_padded(noted, factors, others)
+    assert seen == [(2, 5, 16), (2, 5, 7), (1, 5, 3)], "each has at least half of the largest rank"
+    for factor, other, (double, first) in zip(factors, others, found, strict=True):
+        rank = factor.shape[1]
+        assert torch.equal(double[:, :rank], 2 * factor) and not double[:, rank:].any()
+        assert first == other[0, 0]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.overlap import Overlap
-from edgc.compress import lowrank
 from edgc.compress.engines.base import LowRank
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -77,14 +77,21 @@ class StepCounts(Passes):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self.collectives += 1
         elif func.namespace == "aten" and not is_view(func) and name not in _WITHOUT_LAUNCH:
-            launches = _of_list(args[0]) if name.startswith("_foreach") else 1
+            launches = _of_lists(*args) if name.startswith("_foreach") else 1
             flops, columns = _work(func, name, args, kwargs or {}, result)
             double = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in args)
             self.listed.append(Operation(name, launches, self.read + self.written - before, flops, columns, double))
         return result
 
 
-def _of_list(tensors: Sequence[Tensor]) -> int:
+def _of_lists(tensors: Sequence[Tensor], others: Any = (), *_: Any) -> int:
+    """Lists of dense tensors, of which all pairs lie alike in memory, take few launches; others one for each pair."""
+    second = others if isinstance(others, list) and isinstance(others[0], Tensor) else tensors
+    alike = all(
+        one.shape == other.shape and one.stride() == other.stride() for one, other in zip(tensors, second, strict=True)
+    )
+    if not alike or not all(is_non_overlapping_and_dense_or_false(one) for one in tensors):
+        return len(tensors)
     values = sum(tensor.numel() for tensor in tensors)
     return max(math.ceil(len(tensors) / _LIST_TENSORS), math.ceil(values / _LIST_VALUES))
 
@@ -189,7 +196,7 @@ def _reducers(
             reducer = GradientReducer(selection, config, communicator, torch.device("cpu"))
             reducer.router.device = META
             if isinstance(reducer.router.engine, LowRank):
-                reducer.router.engine.device, reducer.router.engine._orthonormalise = META, lowrank.cholesky_basis
+                reducer.router.engine.device, reducer.router.engine._cholesky = META, True
             if ranks is not None:
                 travel = _by_layer(stage, ranks)
                 rounded = {name: one for name, one in travel.items() if isinstance(one, str)}

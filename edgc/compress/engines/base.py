@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from edgc.comm.bit_packing import on_cpu
+from edgc.arithmetic import on_cpu
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.packed import Packed
 from edgc.compress import lowrank
@@ -23,7 +23,7 @@ from edgc.compress.error_feedback import ErrorRule
 from edgc.compress.lowrank import Product
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
-from edgc.stacking import map_stacked
+from edgc.stacking import map_padded, map_stacked
 
 
 class Engine:
@@ -91,25 +91,32 @@ class LowRank(Engine, ABC):
         # (rank,) norms of the columns of each last Q, sorted: about its singular values
         self.strengths: dict[str, Tensor] = {}
         # A GPU does Cholesky factorisations of many matrices at once, and Householder's QR one after another.
-        many = device.type == "cuda" or config.study.kernels == "fused"
-        self._orthonormalise = lowrank.cholesky_basis if many else lowrank.orthonormalise
+        self._cholesky = device.type == "cuda" or config.study.kernels == "fused"
 
     def orthonormal(self, factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         """Orthonormal bases of the columns of (n x rank) factors, if all are ``finite``, else anything.
 
-        Those of equal shapes are one operation.
+        Many are one operation: those of equal shapes, on a GPU also those of like ranks.
         """
-        return map_stacked(self._orthonormalise, self._usable(factors, finite))
+        if self._cholesky:
+            bases = map_padded(lowrank.cholesky_basis, factors)
+            return [basis[:, : factor.shape[1]] for basis, factor in zip(bases, factors, strict=True)]
+        return map_stacked(lowrank.orthonormalise, self._usable(factors, finite))
 
     def principal(self, factors: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """``lowrank.sorted_basis`` of (n x rank) factors, if all are ``finite``: the bases and the norms."""
-        orthonormalise, usable = self._orthonormalise, self._usable(factors, finite)
-        pairs = map_stacked(partial(lowrank.sorted_basis, orthonormalise=orthonormalise), usable)
-        return [vectors for vectors, _ in pairs], [norms for _, norms in pairs]
+        if self._cholesky:
+            pairs = map_padded(partial(lowrank.sorted_basis, orthonormalise=lowrank.cholesky_basis), factors)
+        else:
+            pairs = map_stacked(lowrank.sorted_basis, self._usable(factors, finite))
+        ranks = [factor.shape[1] for factor in factors]  # zeros sort behind all others
+        bases = [vectors[:, :rank] for (vectors, _), rank in zip(pairs, ranks, strict=True)]
+        return bases, [norms[:rank] for (_, norms), rank in zip(pairs, ranks, strict=True)]
 
-    def _usable(self, factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
+    @staticmethod
+    def _usable(factors: Sequence[Tensor], finite: Tensor) -> Sequence[Tensor]:
         """Householder's QR refuses factors that are not finite: it gets zeros."""
-        if self._orthonormalise is lowrank.cholesky_basis or (on_cpu(finite) and finite):
+        if on_cpu(finite) and finite:
             return factors
         return map_stacked(lambda factor: torch.where(finite, factor, 0.0), factors)
 
