@@ -69,6 +69,11 @@ class Overlap:
                 handle.advance()
         self._under_way = [handle for handle in self._under_way if not handle.done]
 
+    def synchronize(self) -> None:
+        """Make the CPU wait for what the host's stream has queued."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+
     def queue(self) -> AbstractContextManager[object]:
         """The stream on which kernels of reductions are queued."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -83,6 +88,8 @@ class Overlap:
         with self.queue():
             begin = spans.mark()
         work = collective()
+        # the host's stream may already have waited for it, and then nothing is left to wait for
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.queue():
             work.wait()
             spans.add(begin)

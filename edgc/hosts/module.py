@@ -3,8 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,31 @@ JOB_SETTINGS = tuple(one.name for one in fields(Job))  # may differ between a ru
 # Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
 KEPT_AS_REQUESTED = (*JOB_SETTINGS, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
+
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+def device_of(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which this is the current CUDA device, if it is one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _on_its_device(
+    method: Callable[Concatenate["EDGCState", Arguments], Result],
+) -> Callable[Concatenate["EDGCState", Arguments], Result]:
+    """A method during which the current CUDA device is that of the module.
+
+    NCCL sends objects from the current device, which is the first one in a script that never sets it.
+    """
+
+    @wraps(method)
+    def call(state: "EDGCState", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with device_of(next(iter(state.parameters)).device):
+            return method(state, *args, **kwargs)
+
+    return call
 
 
 class EDGCState:
@@ -91,7 +118,9 @@ class EDGCState:
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
         self.learning_rate = learning_rate
         # the same names with and without torch.compile, so that a run may resume either way
+        self.module = module
         averaged = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters() if name not in ignored}
+        self.ignored = {p for name, p in module.named_parameters() if name in ignored}
         self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
         self.frozen = {p: name for p, name in averaged.items() if not p.requires_grad}
         if not self.parameters:
@@ -128,6 +157,7 @@ class EDGCState:
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
+    @_on_its_device
     def start(self) -> None:
         """Time the link, plan the run and build its reducers, once; the first step does so where nobody has.
 
@@ -216,12 +246,17 @@ class EDGCState:
         """Average the ``grad`` of every parameter in place. For modules that ``DistributedDataParallel`` does not wrap.
 
         Every process of the group must call this after the backward pass. Raises RuntimeError where a parameter has no
-        gradient, and where one has a gradient that required none when EDGC was given the module.
+        gradient, and where one has a gradient that was not there, or required none, when EDGC was given the module.
         """
-        if thawed := [name for p, name in self.frozen.items() if p.requires_grad and p.grad is not None]:
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is None or parameter in self.parameters or parameter in self.ignored:
+                continue
+            if not parameter.requires_grad:  # a gradient from before it was frozen
+                continue
+            then = "required none" if parameter in self.frozen else "was not there"
             raise RuntimeError(
-                f"{thawed[0]} has a gradient, and required none when EDGC was given the module: it would not be "
-                "averaged. Build a new state for the module as it is now"
+                f"{name} has a gradient, and {then} when EDGC was given the module: it would not be averaged. Build a "
+                "new state for the module as it is now"
             )
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
         _check_missing([name for p, name in self.parameters.items() if p not in gradients])
@@ -229,6 +264,7 @@ class EDGCState:
         self.add(gradients)
         self.end()
 
+    @_on_its_device
     def begin(self) -> None:
         """A step begins: no gradient has come. Raises RuntimeError after ``close`` and after a step that has failed."""
         if self._ended:
@@ -292,6 +328,7 @@ class EDGCState:
         memory = reducer.router.memory(gradients)
         self._handles.append(self.overlap.start(reduction, reducer.state.tensors, self.stage.spans, memory))
 
+    @_on_its_device
     @torch.no_grad()
     def end(self) -> None:
         """Wait for the averages, judge and count the step, and close the window if it is its last one.
@@ -303,6 +340,9 @@ class EDGCState:
         _check_missing(missing)
         for handle in self._handles:
             handle.wait()
+        if self.driver.plan.trial is not None:
+            # Steps are compared. Compressed ones wait for whether sums are finite; in others the CPU would run ahead.
+            self.overlap.synchronize()
         if self.driver.not_finite():
             for unit, before in zip(self.stage.units, self._before, strict=True):
                 unit.reducer.state.load_state_dict(before)
@@ -339,6 +379,7 @@ class EDGCState:
         self.report = self.windows.exchange(self.steps)
         self.reporter.window(self.report, last)
 
+    @_on_its_device
     def close(self) -> None:
         """Report what was seen since the last window, and the run's sums. Every process of the group must call this; no
         step may follow.
@@ -359,6 +400,7 @@ class EDGCState:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @_on_its_device
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, the same on every process: plain values and CPU tensors. So one file is enough.
 
@@ -385,15 +427,19 @@ class EDGCState:
             "bytes": asdict(RunBytes.mean([counts for _, counts in everyone])),
         }
 
+    @_on_its_device
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken: at as many processes with the same bits, at others with the same sums.
 
         Every process of the group must call this. A run with the settings of the one before keeps the ranks that its
-        link was found to allow. With ``reset_state`` nothing is taken of the state. Raises ``ConfigError`` for another
-        engine and for parameters of other sizes.
+        link was found to allow. With ``reset_state`` nothing is taken of the state but the number of steps. Raises
+        ``ConfigError`` for another engine and for parameters of other sizes.
         """
         if self.requested.job.reset_state:
             warn("starting without the EDGC state, as asked for", self.group)
+            self.start()
+            self.steps = state["steps"]
+            self.windows.resume(self.steps)
             return
         self._check(state)
         requested = self.requested.flat()

@@ -12,6 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucketGroup,
     shard_buffer,
 )
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from torch import Tensor
 
 from edgc.arithmetic import own_arithmetic
@@ -32,7 +33,7 @@ from edgc.comm.collectives import (
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire
-from edgc.errors import StepError
+from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import Unit, Units
 from edgc.specs import ShardBounds, shard_bounds
@@ -72,11 +73,7 @@ class StageReductions:
         step = self._step()
         if not self._come:
             if step.iteration == self._begun and not self.reruns:
-                raise StepError(
-                    f"iteration {step.iteration + 1}: gradients are reduced a second time. In a loop of your own, set "
-                    "args.curr_iteration in each step, and do not call finalize_model_grads: the schedule calls "
-                    "config.finalize_model_grads_func, which EDGC has set"
-                )
+                self._check_second_pass(step.iteration)
             self._begun = step.iteration
             self.units.begin()
             self._handles = {}
@@ -88,6 +85,23 @@ class StageReductions:
         for unit in self.units.of(gradients):
             own = {name: gradients[name] for name in unit.names if name in gradients}
             unit.reducer.observer.measure(own, step.iteration, step.loss_scale)
+
+    def _check_second_pass(self, iteration: int) -> None:
+        """Raises ``StepError`` unless Megatron runs the step again and nothing was compressed in it.
+
+        Megatron does so with its default flags, too, where a loss is not finite.
+        """
+        if get_rerun_state_machine().state is not RerunState.RERUNNING_IN_PLACE:
+            raise StepError(
+                f"iteration {iteration + 1}: gradients are reduced a second time. In a loop of your own, set "
+                "args.curr_iteration in each step, and do not call finalize_model_grads: the schedule calls "
+                "config.finalize_model_grads_func, which EDGC has set"
+            )
+        if not self.plain:
+            raise NonFiniteSum(
+                f"iteration {iteration + 1}: Megatron has found a result that is not finite, and runs the step again. "
+                "Its gradients are in EDGC's sums already. Resume from the last checkpoint"
+            )
 
     def add(self, gradients: Mapping[str, Tensor], scatter: bool) -> None:
         """Take scaled gradients, and start the units that are complete."""

@@ -1,6 +1,8 @@
 """A data-parallel module in one process: what needs no second one."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch.distributed as dist
 
 import edgc
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
+from edgc.comm.overlap import Overlap
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.router import Router
 from edgc.compress.state import CompressionState
 from edgc.config import EDGCConfig
+from edgc.hosts import module
 from edgc.observe.fidelity import FidelitySampler
 from edgc.specs import Parameter
 
@@ -128,6 +132,85 @@ def test_no_step_follows_one_that_has_ended_without_all_gradients() -> None:
         state.end()
     with pytest.raises(RuntimeError, match="a step of it has failed"):
         state.begin()
+
+
+def test_steps_that_are_compared_are_timed_to_the_end_of_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    waits: list[int] = []
+    monkeypatch.setattr(Overlap, "synchronize", lambda self: waits.append(state.steps))
+    for step in range(5):
+        net.zero_grad()
+        net(torch.randn(3, 32)).sum().backward()
+        if step == 2:
+            state.driver.adopt(replace(state.driver.plan, trial=(4, 7)), None)
+        state.step()
+    assert waits == [2, 3], "the CPU waits while a trial is set; a window has ended it here"
+    state.close()
+
+
+def test_whatever_sends_objects_does_so_from_the_device_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL sends them from the current device, and another process may have the first one."""
+    entered: list[str] = []
+
+    @contextmanager
+    def device(own: torch.device) -> Iterator[None]:
+        entered.append(str(own))
+        yield
+        entered.pop()
+
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
+        own = getattr(dist, name)
+
+        def noted(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+            assert entered, "the current device may be another one"
+            sent.append(own.__name__)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, noted)
+    sent: list[str] = []
+    monkeypatch.setattr(module, "device_of", device)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    for _ in range(5):
+        net.zero_grad()
+        net(torch.randn(3, 32)).sum().backward()
+        state.step()
+    state.load_state_dict(state.state_dict())
+    state.close()
+    assert set(sent) == {"all_gather_object", "gather_object", "broadcast_object_list"} and not entered
+
+
+def test_a_run_that_ignores_a_state_goes_on_at_its_step() -> None:
+    def attached(**settings: Any) -> tuple[torch.nn.Module, edgc.EDGCState]:
+        net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+        return net, edgc.attach(net, edgc.EDGCConfig.from_preset(window=4, **settings), iterations=20)
+
+    def train(net: torch.nn.Module, state: edgc.EDGCState, steps: int) -> None:
+        for _ in range(steps):
+            net.zero_grad()
+            net(torch.randn(3, 32)).sum().backward()
+            state.step()
+
+    net, state = attached()
+    train(net, state, 8)
+    kept = state.state_dict()
+    net, state = attached(reset_state=True)
+    state.load_state_dict(kept)
+    assert state.steps == 8
+    train(net, state, 12)
+    assert state.report is not None and state.report.iteration == 20
+    controller = state.windows.controller
+    assert controller is not None and controller.plan.first_iteration >= 8
+
+
+def test_a_parameter_that_came_after_edgc_is_not_left_out_in_silence() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    net.append(torch.nn.Linear(32, 8))
+    net(torch.randn(3, 32)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"2\.weight has a gradient, and was not there when EDGC was given"):
+        state.step()
 
 
 def test_norms_of_before_a_stretch_of_the_hosts_sums_find_no_spikes_after_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from edgc.comm.collectives import Exchange
+from edgc.comm.collectives import CombinedWork, Exchange
 from edgc.comm.overlap import Overlap
 from edgc.timing import Spans
 
@@ -171,7 +171,9 @@ class Streams:
 
     def current_stream(self, device: torch.device) -> Any:
         return SimpleNamespace(
-            name=self.now, wait_stream=lambda other: self.log.append(f"{self.now} stream waits for the side stream")
+            name=self.now,
+            wait_stream=lambda other: self.log.append(f"{self.now} stream waits for the side stream"),
+            synchronize=lambda: self.log.append(f"the CPU waits for {self.now} stream"),
         )
 
     def stream(self, stream: Any) -> Any:
@@ -234,6 +236,28 @@ def test_on_cuda_memory_that_a_reduction_may_drop_waits_for_the_side_stream(log:
     assert log == ["side stream waits for backward's", "recorded", "a0 leaves"]
 
 
+def test_on_cuda_a_collective_that_the_host_has_waited_for_is_timed_up_to_its_end(log: list[str], marks: Marks) -> None:
+    """So Megatron does without ``--overlap-grad-reduce``: nothing is left under way."""
+
+    def collective() -> CombinedWork:
+        log.append("the backward's stream waits for own")
+        return CombinedWork([])
+
+    Overlap(torch.device("cuda")).start_own(collective, marks)
+    begin, end = (place for place, entry in enumerate(log) if entry == "event on the side stream")
+    assert log[begin:end] == [
+        "event on the side stream",
+        "the backward's stream waits for own",
+        "side stream waits for backward's",
+    ]
+
+
+def test_the_cpu_waits_for_the_hosts_stream_where_it_is_asked_to(log: list[str], marks: Marks) -> None:
+    Overlap(torch.device("cuda")).synchronize()
+    assert log == ["the CPU waits for backward's stream"]
+    Overlap(torch.device("cpu")).synchronize()
+
+
 def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed_on_the_side_stream(
     log: list[str], marks: Marks
 ) -> None:
@@ -248,6 +272,7 @@ def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed
         "side stream waits for backward's",
         "event on the side stream",
         "own on the backward's stream leaves",
+        "side stream waits for backward's",
         "side stream waits for own",
         "event on the side stream",
         "backward's stream waits for the side stream",

@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from edgc.compress.reducer import GradientReducer
-from edgc.errors import StepError
+from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut
 
@@ -38,6 +39,28 @@ def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -
         sums.begin(group, {})
         sums.end(overlapped=True)
         with nullcontext() if reruns else pytest.raises(StepError, match="iteration 4: gradients are reduced a second"):
+            sums.begin(group, {})
+
+
+def test_a_step_that_megatron_doubts_runs_again_where_nothing_was_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with its default flags after a loss that is not finite."""
+    from megatron.core.rerun_state_machine import RerunState
+
+    from megatron.edgc import bucket_groups
+
+    machine = SimpleNamespace(state=RerunState.INITIAL_RUN)
+    monkeypatch.setattr(bucket_groups, "get_rerun_state_machine", lambda: machine)
+    anything, group = cast(Any, None), cast(Any, object())
+    reducer = cast(Any, SimpleNamespace(begin=lambda iteration: None, plain=True))
+    for plain in (True, False):
+        reducer.plain, machine.state = plain, RerunState.INITIAL_RUN
+        units = Units([Unit(["w"], reducer)])
+        sums = bucket_groups.StageReductions(units, anything, anything, anything, lambda: Step(3, None), False)
+        sums.groups = [group]
+        sums.begin(group, {})
+        sums.end(overlapped=True)
+        machine.state = RerunState.RERUNNING_IN_PLACE
+        with nullcontext() if plain else pytest.raises(NonFiniteSum, match="iteration 4: Megatron has found a result"):
             sums.begin(group, {})
 
 
