@@ -117,8 +117,8 @@ class EDGCState:
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
         self.learning_rate = learning_rate
-        # the same names with and without torch.compile, so that a run may resume either way
         self.module = module
+        # the same names with and without torch.compile, so that a run may resume either way
         averaged = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters() if name not in ignored}
         self.ignored = {p for name, p in module.named_parameters() if name in ignored}
         self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
