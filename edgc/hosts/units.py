@@ -32,6 +32,26 @@ def cut(gradients: Iterable[tuple[T, int]], least: int = MIN_UNIT_BYTES) -> list
     return units
 
 
+def cut_shards(gradients: Sequence[tuple[T, Sequence[int]]], units: int) -> list[list[T]]:
+    """Share out what comes together, each with its values in the shard of every process, so that each of so many units
+    has about as much of every shard.
+
+    A sum of which each process gets its own shard alone takes as many bytes as if all shards were as large as the
+    largest one. Of the first third of a buffer that would be more than sums for everyone take.
+    """
+    loads = [[0] * len(gradients[0][1]) for _ in range(units)]
+    chosen = [0] * len(gradients)
+    for place in sorted(range(len(gradients)), key=lambda place: -sum(gradients[place][1])):
+        values = gradients[place][1]
+        fullest = [
+            max((have + own for have, own in zip(load, values, strict=True) if own), default=0) for load in loads
+        ]
+        chosen[place] = min(range(units), key=lambda unit: (fullest[unit], sum(loads[unit])))
+        load = loads[chosen[place]]
+        load[:] = [have + own for have, own in zip(load, values, strict=True)]
+    return [[one for (one, _), own in zip(gradients, chosen, strict=True) if own == unit] for unit in range(units)]
+
+
 class Unit:
     """Gradients that are reduced together, by name, in the order in which they come."""
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,11 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step
-from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut
+from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut, cut_shards
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
-from edgc.specs import Parameter
+from edgc.specs import Parameter, shard_bounds
 from megatron.edgc.bucket_groups import EDGCBucketGroup, StageReductions, WeightGather, process_group, sum_bytes
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, copies_bytes, tied_copy
 
@@ -50,6 +50,21 @@ class NamedBucketGroup:
     def dtype(self) -> torch.dtype:
         """The type of the gradients."""
         found: torch.dtype = self.group.buckets[0].grad_data.dtype
+        return found
+
+    def shards(self, processes: int) -> list[tuple[Parameter, list[int]]]:
+        """The parameters with their values in the shard of each process, of a group that is one bucket in shards; of
+        others nothing.
+        """
+        if not self.group.ddp_config.use_distributed_optimizer or len(self.group.buckets) > 1:
+            return []
+        (bucket,) = self.group.buckets
+        size = bucket.grad_data.numel() // processes
+        found = []
+        for parameter, described in zip(self.names, self.described, strict=True):
+            start, end = bucket.param_to_index[parameter]
+            bounds = shard_bounds(start, end, size, processes)
+            found.append((described, [after - before for before, after in pairwise(bounds)]))
         return found
 
 
@@ -80,10 +95,21 @@ class MegatronStage(Stage):
     @property
     def units_of_parameters(self) -> list[list[Parameter]]:
         """What is reduced together: of one chunk, whose gradients come together, and of one type."""
-        sizes = [(one, [(p, p.elements * one.dtype.itemsize) for p in one.described]) for one in self.named]
-        least = max(MIN_UNIT_BYTES, -(-sum(nbytes for _, own in sizes for _, nbytes in own) // MAX_UNITS))
-        alike = groupby(sizes, key=lambda pair: (pair[0].chunk, pair[0].dtype))
-        return [unit for _, run in alike for unit in cut((one for _, own in run for one in own), least)]
+        sizes = [[(p, p.elements * one.dtype.itemsize) for p in one.described] for one in self.named]
+        least = max(MIN_UNIT_BYTES, -(-sum(nbytes for own in sizes for _, nbytes in own) // MAX_UNITS))
+        found: list[list[Parameter]] = []
+        pairs = zip(self.named, sizes, strict=True)
+        for _, run in groupby(pairs, key=lambda pair: (pair[0].chunk, pair[0].dtype)):
+            named, own_sizes = zip(*run, strict=True)
+            units = cut((one for own in own_sizes for one in own), least)
+            if (
+                len(units) > 1
+                and len(named) == 1
+                and (shards := named[0].shards(dist.get_world_size(self.process_group)))
+            ):
+                units = cut_shards(shards, len(units))
+            found += units
+        return found
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -16,8 +16,9 @@ from edgc.compress.reducer import GradientReducer
 from edgc.compress.routes import elementwise
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
+from edgc.hosts.units import cut, cut_shards
 from edgc.plan.run import Run
-from edgc.specs import Parameter
+from edgc.specs import Parameter, shard_bounds
 from tests.distributed.gloo import run_on_ranks
 
 PARAMETERS = [
@@ -315,3 +316,38 @@ def test_every_parameter_travels_in_its_own_format() -> None:
         others = 128 * 2 + 2 * 2 + 512 * 2 / 8 + 4 * 2
         assert 2 * sum(words) < sent < 2 * (sum(words) + 2 * others) * 1.15
         assert errors["bias"] < 0.02 < errors["word"]
+
+
+def bytes_of_units_in_shards(rank: int) -> list[float]:
+    """What a step sends whose sums only their owners need, for units in a row and for units that follow shards; over
+    what it sends whose sums all need.
+    """
+    large = [Parameter(f"w{place}", (64, columns)) for place, columns in enumerate([96, 32, 128, 128] * 6)]
+    processes, elements = dist.get_world_size(), sum(parameter.elements for parameter in large)
+    ends = list(itertools.accumulate(parameter.elements for parameter in large))
+    shards = {
+        one.name: shard_bounds(end - one.elements, end, elements // processes, processes)
+        for one, end in zip(large, ends, strict=True)
+    }
+    values = [(one, [b - a for a, b in itertools.pairwise(shards[one.name])]) for one in large]
+    in_a_row = cut([(one, 4 * one.elements) for one in large], 1)
+    sent = []
+    for units, bounds in ((in_a_row, None), (in_a_row, shards), (cut_shards(values, 3), shards)):
+        traffic = Traffic()
+        assert dist.group.WORLD is not None
+        communicator = Communicator(dist.group.WORLD, traffic)
+        for unit in units:
+            config = EDGCConfig.of(engine="int4", rest_wire="int4", dense_wire="int4", iteration_sampling_rate=1e-6)
+            own = GradientReducer.of(unit, config, communicator, CPU)
+            own.set_rank(1)
+            gradients = {parameter.name: torch.randn(parameter.shape) for parameter in unit}
+            part = None if bounds is None else {name: bounds[name] for name in gradients}
+            run_to_end(own.reduce(gradients, 0, shards=part))
+        sent.append(traffic.bytes)
+    return [one / sent[0] for one in sent[1:]]
+
+
+def test_units_that_follow_shards_send_about_half() -> None:
+    for in_a_row, by_shards in run_on_ranks(bytes_of_units_in_shards, 4):
+        assert in_a_row == pytest.approx(1, abs=0.01), "most of it is one process's: no worse than sums for everyone"
+        assert by_shards < 0.6

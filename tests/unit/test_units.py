@@ -1,17 +1,20 @@
 """Units of reduction: how a stage is cut, and when a unit is complete."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import permutations
+from itertools import accumulate, pairwise, permutations
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from edgc.compress.reducer import GradientReducer
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
-from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut
+from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut, cut_shards
+from edgc.specs import Parameter, shard_bounds
 
 
 @pytest.mark.parametrize("sizes", [[100] * 30, [1000, *[10] * 50], [*[10] * 50, 1000], [7, 300, 1, 1, 299, 300]])
@@ -27,6 +30,59 @@ def test_a_small_stage_is_one_unit() -> None:
     assert cut([("a", MIN_UNIT_BYTES // 2), ("b", MIN_UNIT_BYTES // 4)]) == [["a", "b"]]
     assert cut([("a", MIN_UNIT_BYTES), ("b", MIN_UNIT_BYTES)]) == [["a"], ["b"]]
     assert cut([]) == []
+
+
+def in_a_buffer(sizes: Sequence[int], processes: int) -> list[tuple[int, list[int]]]:
+    """The place of each gradient, and its values in the shard of each process of a buffer that holds all in a row."""
+    shard, end, found = -(-sum(sizes) // processes), 0, []
+    for place, size in enumerate(sizes):
+        bounds = shard_bounds(end, end + size, shard, processes)
+        found.append((place, [after - before for before, after in pairwise(bounds)]))
+        end += size
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_units_of_a_buffer_in_shards_have_about_as_much_of_each(processes: int) -> None:
+    sizes = [30, 1, 10, 1, 40, 1, 40, 1] * 12
+    gradients = in_a_buffer(sizes, processes)
+
+    def unevenness(unit: Sequence[int]) -> float:
+        """Values of the largest shard over those of a mean one: more than 2 cost more than sums for everyone."""
+        of_shards = [sum(gradients[place][1][process] for place in unit) for process in range(processes)]
+        return max(of_shards) * processes / sum(of_shards)
+
+    units = cut_shards(gradients, 3)
+    assert sorted(place for unit in units for place in unit) == list(range(len(sizes)))
+    assert all(unit == sorted(unit) for unit in units), "each in the order in which gradients come"
+    assert max(map(unevenness, units)) < 1.3
+    within = [sum(sizes[place] for place in unit) for unit in units]
+    assert max(within) < 1.2 * sum(sizes) / 3
+    assert max(map(unevenness, cut(enumerate(sizes), least=1))) >= min(processes, 2.5) - 0.1
+
+
+def test_megatrons_units_follow_shards_where_one_bucket_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.edgc import stages
+
+    monkeypatch.setattr(stages, "MIN_UNIT_BYTES", 1)
+    monkeypatch.setattr(stages, "process_group", lambda group: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(stages.MegatronStage, "__init__", lambda self: None)
+    sizes = [30, 10, 40, 40] * 6
+    ends = [*accumulate(sizes)]
+    weights = [torch.nn.Parameter(torch.empty(0)) for _ in sizes]
+    for sharded in (True, False):
+        bucket = SimpleNamespace(
+            grad_data=torch.empty(sum(sizes)),
+            param_to_index={one: (end - size, end) for one, end, size in zip(weights, ends, sizes, strict=True)},
+        )
+        group: Any = SimpleNamespace(buckets=[bucket], ddp_config=SimpleNamespace(use_distributed_optimizer=sharded))
+        described = tuple(Parameter(str(place), (size,)) for place, size in enumerate(sizes))
+        stage: Any = stages.MegatronStage()  # type: ignore[call-arg]
+        stage.named = [stages.NamedBucketGroup(group, 0, dict(zip(weights, map(str, ends), strict=True)), described)]
+        units = [[int(one.name) for one in unit] for unit in stage.units_of_parameters]
+        expected = cut_shards(in_a_buffer(sizes, 4), 3) if sharded else cut(enumerate(sizes), -(-sum(sizes) // 3))
+        assert units == expected and len(units) == 3
 
 
 def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
