@@ -13,7 +13,7 @@ WIDTH = 100  # characters
 INTRODUCTION = (
     "These flags change how EDGC compresses. Many runs need only --edgc-preset, and most only the first group. With "
     "Megatron they stand beside --edgc, which switches EDGC on, and perhaps --edgc-cpu, which trains without GPUs. In "
-    "Python they are arguments of edgc.EDGCConfig.from_preset. "
+    "Python edgc.EDGCConfig.from_preset takes them as arguments. "
     "Defaults are those of the default preset, balanced. An engine other than powersgd has no default preset: it then "
     "sums the first tenth of the run in fp32. The lists in docs/frontier give --edgc-dense-wire int8 and "
     "--edgc-warmup-fraction 0.025 to such an engine."

@@ -80,8 +80,8 @@ class Ranks(Settings):
     rank_step: int = setting(8, "a rank moves by at most this much a window", "rank", f"{PAPER}, s")
     window: int = setting(
         1000,
-        "iterations between two plans; with --edgc-volume it is at most a twentieth of the run, and the end of the "
-        "warm-up also ends a window",
+        "iterations between two plans; with --edgc-volume at most a twentieth of the run, but never fewer than one "
+        "measured iteration needs",
         "iterations",
         f"{PAPER}, w",
     )
