@@ -4,9 +4,10 @@
 
 RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, with "latest": [folder,
 iteration] to go on from an earlier checkpoint than the last, with "slow_stage": the pipeline stage whose messages are
-late, with "break_even": the largest rank at which messages take no longer, or with "message_seconds": how long rounded
-ones take where others take 1 s. Rank r leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A
-run that fails leaves its traceback instead.
+late, with "break_even": the largest rank at which messages take no longer, with "message_seconds": how long rounded
+ones take where others take 1 s, or with "unit_bytes": of gradients that are worth a reduction of their own. Rank r
+leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A run that fails leaves its traceback
+instead.
 """
 
 import gc
@@ -42,6 +43,7 @@ import edgc.plan.allocation  # noqa: E402
 import edgc.plan.selection  # noqa: E402
 import megatron.edgc.messages.plan  # noqa: E402
 import megatron.edgc.session  # noqa: E402
+import megatron.edgc.stages  # noqa: E402
 from edgc.byte_counts import RunBytes  # noqa: E402
 from edgc.comm.collectives import Exchange  # noqa: E402
 from edgc.compress import lowrank, spikes  # noqa: E402
@@ -256,6 +258,8 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
         patch.setattr(training, "message_costs", lambda *args: {1: cost})
     if "break_even" in case:
         patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])
+    if "unit_bytes" in case:
+        patch.setattr(megatron.edgc.stages, "MIN_UNIT_BYTES", case["unit_bytes"])
     if case.get("full_rank"):
         for module in (edgc.plan.selection, edgc.plan.allocation):
             patch.setattr(module, "pays", lambda *args: True)

@@ -24,13 +24,23 @@ EDGC = {
     "virtual, distributed optimizer": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
     "--use-distributed-optimizer --edgc --edgc-preset paper --edgc-static-rank 8 --edgc-warmup-fraction 1 "
     "--edgc-fuse-embedding-sync --edgc-window 2",
+    "three units, distributed optimizer": "--use-distributed-optimizer --edgc --edgc-engine int4 "
+    "--edgc-warmup-fraction 0 --edgc-window 2",
     "untied": "--untie-embeddings-and-output-weights --edgc --edgc-engine dense --edgc-window 2",
 }
-FUSED = {"default", "int8", "slow link", "volume", "virtual, distributed optimizer"}
+FUSED = {
+    "default",
+    "int8",
+    "slow link",
+    "volume",
+    "virtual, distributed optimizer",
+    "three units, distributed optimizer",
+}
 
 
 def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None:
     runs = [{"name": name, "arguments": [*PIPELINE, *shlex.split(flags)]} for name, flags in EDGC.items()]
+    next(run for run in runs if run["name"].startswith("three units"))["unit_bytes"] = 1
     left = results(runs, tmp_path)
     for name, processes in left.items():
         reference = left["untied" if name == "untied" else "dense"]
@@ -46,6 +56,8 @@ def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None
     for one in left["virtual, distributed optimizer"]:
         assert one["bytes"][0] == pytest.approx(one["bytes"][1], rel=1e-3), "but for the padding of buckets"
     assert all(one["bytes"][0] < one["bytes"][1] / 6 for one in left["volume"])
+    # a scatter of 4 bits against one of 32; sums for everyone would be twice as many bytes
+    assert all(one["bytes"][0] < one["bytes"][1] / 5 for one in left["three units, distributed optimizer"])
     embedding = 256 * 64 * 4  # of the vocabulary and the width; each process is on the first or on the last stage
     # where nothing pays all is Megatron's own, but for one sum over four processes in the place of two over two each
     assert [one["bytes"][1] - one["bytes"][0] for one in left["slow link"]] == [3 * (2 - 1.5) * embedding] * 4
