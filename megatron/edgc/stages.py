@@ -53,16 +53,15 @@ class NamedBucketGroup:
         return found
 
     def shards(self, processes: int) -> list[tuple[Parameter, list[int]]]:
-        """The parameters with their values in the shard of each process, of a group that is one bucket in shards; of
-        others nothing.
-        """
-        if not self.group.ddp_config.use_distributed_optimizer or len(self.group.buckets) > 1:
-            return []
-        (bucket,) = self.group.buckets
-        size = bucket.grad_data.numel() // processes
+        """The parameters, each with its values in the shards of each process."""
+        places = {
+            parameter: (*start_end, bucket.grad_data.numel() // processes)
+            for bucket in self.group.buckets
+            for parameter, start_end in bucket.param_to_index.items()
+        }
         found = []
         for parameter, described in zip(self.names, self.described, strict=True):
-            start, end = bucket.param_to_index[parameter]
+            start, end, size = places[parameter]
             bounds = shard_bounds(start, end, size, processes)
             found.append((described, [after - before for before, after in pairwise(bounds)]))
         return found
@@ -102,12 +101,10 @@ class MegatronStage(Stage):
         for _, run in groupby(pairs, key=lambda pair: (pair[0].chunk, pair[0].dtype)):
             named, own_sizes = zip(*run, strict=True)
             units = cut((one for own in own_sizes for one in own), least)
-            if (
-                len(units) > 1
-                and len(named) == 1
-                and (shards := named[0].shards(dist.get_world_size(self.process_group)))
-            ):
-                units = cut_shards(shards, len(units))
+            # few groups hand most of the gradients over at once: no order of these would let a unit start earlier
+            if 1 < len(units) >= len(named) and named[0].group.ddp_config.use_distributed_optimizer:
+                processes = dist.get_world_size(self.process_group)
+                units = cut_shards([one for own in named for one in own.shards(processes)], len(units))
             found += units
         return found
 

@@ -24,7 +24,7 @@ EDGC = {
     "virtual, distributed optimizer": "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
     "--use-distributed-optimizer --edgc --edgc-preset paper --edgc-static-rank 8 --edgc-warmup-fraction 1 "
     "--edgc-fuse-embedding-sync --edgc-window 2",
-    "three units, distributed optimizer": "--use-distributed-optimizer --edgc --edgc-engine int4 "
+    "three units, distributed optimizer": "--num-layers 8 --use-distributed-optimizer --edgc --edgc-engine int4 "
     "--edgc-warmup-fraction 0 --edgc-window 2",
     "untied": "--untie-embeddings-and-output-weights --edgc --edgc-engine dense --edgc-window 2",
 }
@@ -57,7 +57,7 @@ def test_every_gradient_byte_is_counted_whoever_sends_it(tmp_path: Path) -> None
         assert one["bytes"][0] == pytest.approx(one["bytes"][1], rel=1e-3), "but for the padding of buckets"
     assert all(one["bytes"][0] < one["bytes"][1] / 6 for one in left["volume"])
     # a scatter of 4 bits against one of 32; sums for everyone would be twice as many bytes
-    assert all(one["bytes"][0] < one["bytes"][1] / 5 for one in left["three units, distributed optimizer"])
+    assert all(one["bytes"][0] < one["bytes"][1] / 7 for one in left["three units, distributed optimizer"])
     embedding = 256 * 64 * 4  # of the vocabulary and the width; each process is on the first or on the last stage
     # where nothing pays all is Megatron's own, but for one sum over four processes in the place of two over two each
     assert [one["bytes"][1] - one["bytes"][0] for one in left["slow link"]] == [3 * (2 - 1.5) * embedding] * 4

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, batched, pairwise, permutations
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +15,8 @@ from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut, cut_shards
 from edgc.specs import Parameter, shard_bounds
+from tools.benchmarks.stage import Stage
+from tools.benchmarks.step_counts import parameters
 
 
 @pytest.mark.parametrize("sizes", [[100] * 30, [1000, *[10] * 50], [*[10] * 50, 1000], [7, 300, 1, 1, 299, 300]])
@@ -61,7 +63,19 @@ def test_units_of_a_buffer_in_shards_have_about_as_much_of_each(processes: int) 
     assert max(map(unevenness, cut(enumerate(sizes), least=1))) >= min(processes, 2.5) - 0.1
 
 
-def test_megatrons_units_follow_shards_where_one_bucket_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("processes", "most"), [(8, 1.2), (16, 1.4)])
+def test_units_of_a_papers_stage_have_about_as_much_of_each_shard(processes: int, most: float) -> None:
+    gradients = in_a_buffer([one.elements for one in parameters(Stage.of("gpt2_12.1b", None))], processes)
+    for unit in cut_shards(gradients, 3):
+        of_shards = [sum(gradients[place][1][process] for place in unit) for process in range(processes)]
+        assert max(of_shards) * processes <= most * sum(of_shards)
+
+
+@pytest.mark.parametrize(("sharded", "groups"), [(True, 1), (True, 2), (True, 8), (False, 1)])
+def test_megatrons_units_follow_shards_where_few_groups_have_them(
+    sharded: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of all, or an embedding apart, as without overlap; of many, units follow the backward pass."""
     from megatron.edgc import stages
 
     monkeypatch.setattr(stages, "MIN_UNIT_BYTES", 1)
@@ -69,20 +83,22 @@ def test_megatrons_units_follow_shards_where_one_bucket_has_them(monkeypatch: py
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(stages.MegatronStage, "__init__", lambda self: None)
     sizes = [30, 10, 40, 40] * 6
-    ends = [*accumulate(sizes)]
-    weights = [torch.nn.Parameter(torch.empty(0)) for _ in sizes]
-    for sharded in (True, False):
-        bucket = SimpleNamespace(
-            grad_data=torch.empty(sum(sizes)),
-            param_to_index={one: (end - size, end) for one, end, size in zip(weights, ends, sizes, strict=True)},
-        )
+    stage: Any = stages.MegatronStage()  # type: ignore[call-arg]
+    stage.named, gradients = [], []
+    for own in batched(enumerate(sizes), len(sizes) // groups):
+        weights = {torch.nn.Parameter(torch.empty(0)): (place, size) for place, size in own}
+        ends = list(accumulate(size for _, size in own))
+        index = {weight: (end - size, end) for (weight, (_, size)), end in zip(weights.items(), ends, strict=True)}
+        bucket = SimpleNamespace(grad_data=torch.empty(ends[-1]), param_to_index=index)
         group: Any = SimpleNamespace(buckets=[bucket], ddp_config=SimpleNamespace(use_distributed_optimizer=sharded))
-        described = tuple(Parameter(str(place), (size,)) for place, size in enumerate(sizes))
-        stage: Any = stages.MegatronStage()  # type: ignore[call-arg]
-        stage.named = [stages.NamedBucketGroup(group, 0, dict(zip(weights, map(str, ends), strict=True)), described)]
-        units = [[int(one.name) for one in unit] for unit in stage.units_of_parameters]
-        expected = cut_shards(in_a_buffer(sizes, 4), 3) if sharded else cut(enumerate(sizes), -(-sum(sizes) // 3))
-        assert units == expected and len(units) == 3
+        described = tuple(Parameter(str(place), (size,)) for place, size in own)
+        names = {weight: str(place) for weight, (place, _) in weights.items()}
+        stage.named.append(stages.NamedBucketGroup(group, 0, names, described))
+        of_group = in_a_buffer([size for _, size in own], 4)
+        gradients += [(place, values) for (place, _), (_, values) in zip(own, of_group, strict=True)]
+    units = [[int(one.name) for one in unit] for unit in stage.units_of_parameters]
+    in_a_row = cut(enumerate(sizes), -(-sum(sizes) // 3))
+    assert units == (cut_shards(gradients, 3) if sharded and groups <= 3 else in_a_row) and len(units) == 3
 
 
 def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
