@@ -70,12 +70,7 @@ def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[
 
     It takes (count, ...) tensors and returns such a one or a tuple of them.
     """
-    results: list[Any] = [None] * len(lists[0])
-    for indices in by_shape(*lists):
-        parts = _parts(function(*(stacked([tensors[index] for index in indices]) for tensors in lists)))
-        for index, part in zip(indices, parts, strict=True):
-            results[index] = part
-    return results
+    return _mapped(function, by_shape(*lists), stacked, lists)
 
 
 def map_padded(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
@@ -84,19 +79,27 @@ def map_padded(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[A
     Tensors get columns of zeros up to the most in their list, which for the first one is at most twice as many as they
     have. The caller must cut off what these columns have added.
     """
+    return _mapped(function, _of_like_ranks(*lists), _padded, lists)
+
+
+def _mapped(
+    function: Callable[..., Any],
+    groups: Sequence[Sequence[int]],
+    joined: Callable[[Sequence[Tensor]], Tensor],
+    lists: Sequence[Sequence[Tensor]],
+) -> list[Any]:
+    """What the function gives for each place of the lists, called once for the places of each group."""
     results: list[Any] = [None] * len(lists[0])
-    for indices in _of_like_ranks(*lists):
-        parts = _parts(function(*(_padded([tensors[index] for index in indices]) for tensors in lists)))
+    for indices in groups:
+        outcome = function(*(joined([tensors[index] for index in indices]) for tensors in lists))
+        parts = (
+            outcome.unbind(0)
+            if isinstance(outcome, Tensor)
+            else zip(*(part.unbind(0) for part in outcome), strict=True)
+        )
         for index, part in zip(indices, parts, strict=True):
             results[index] = part
     return results
-
-
-def _parts(outcome: Any) -> Any:
-    """The outcome for each of those at once: a tensor, or a tuple of them."""
-    if isinstance(outcome, Tensor):
-        return outcome.unbind(0)
-    return zip(*(part.unbind(0) for part in outcome), strict=True)
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

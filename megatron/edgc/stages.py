@@ -52,6 +52,11 @@ class NamedBucketGroup:
         found: torch.dtype = self.group.buckets[0].grad_data.dtype
         return found
 
+    @property
+    def sizes(self) -> list[tuple[Parameter, int]]:
+        """The parameters, each with the bytes of its gradient."""
+        return [(parameter, parameter.elements * self.dtype.itemsize) for parameter in self.described]
+
     def shards(self, processes: int) -> list[tuple[Parameter, list[int]]]:
         """The parameters, each with its values in the shards of each process."""
         places = {
@@ -94,17 +99,16 @@ class MegatronStage(Stage):
     @property
     def units_of_parameters(self) -> list[list[Parameter]]:
         """What is reduced together: of one chunk, whose gradients come together, and of one type."""
-        sizes = [[(p, p.elements * one.dtype.itemsize) for p in one.described] for one in self.named]
-        least = max(MIN_UNIT_BYTES, -(-sum(nbytes for own in sizes for _, nbytes in own) // MAX_UNITS))
+        least = max(MIN_UNIT_BYTES, -(-sum(nbytes for one in self.named for _, nbytes in one.sizes) // MAX_UNITS))
         found: list[list[Parameter]] = []
-        pairs = zip(self.named, sizes, strict=True)
-        for _, run in groupby(pairs, key=lambda pair: (pair[0].chunk, pair[0].dtype)):
-            named, own_sizes = zip(*run, strict=True)
-            units = cut((one for own in own_sizes for one in own), least)
+        for _, run in groupby(self.named, key=lambda one: (one.chunk, one.dtype)):
+            named = list(run)
+            units = cut((pair for one in named for pair in one.sizes), least)
             # few groups hand most of the gradients over at once: no order of these would let a unit start earlier
-            if 1 < len(units) >= len(named) and named[0].group.ddp_config.use_distributed_optimizer:
+            at_once = len(named) <= len(units)
+            if len(units) > 1 and at_once and named[0].group.ddp_config.use_distributed_optimizer:
                 processes = dist.get_world_size(self.process_group)
-                units = cut_shards([one for own in named for one in own.shards(processes)], len(units))
+                units = cut_shards([pair for one in named for pair in one.shards(processes)], len(units))
             found += units
         return found
 

@@ -30,6 +30,13 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def train(net: torch.nn.Module, state: edgc.EDGCState, steps: int) -> None:
+    for _ in range(steps):
+        net.zero_grad()
+        net(torch.randn(3, 32)).sum().backward()
+        state.step()
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: bool) -> None:
     def attached() -> tuple[torch.nn.Module, edgc.EDGCState]:
@@ -38,10 +45,7 @@ def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: 
 
     net, state = attached()
     if resumed:
-        for _ in range(5):
-            net.zero_grad()
-            net(torch.randn(3, 32)).sum().backward()
-            state.step()
+        train(net, state, 5)
         kept = state.state_dict()
         state.close()
         net, state = attached()
@@ -66,10 +70,7 @@ def test_reducers_know_for_how_long_to_add_the_whole_error() -> None:
 def test_a_run_that_goes_on_after_its_last_iteration_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
     state = edgc.attach(net, CONFIG, iterations=5)
-    for _ in range(8):
-        net.zero_grad()
-        net(torch.randn(3, 32)).sum().backward()
-        state.step()
+    train(net, state, 8)
     state.close()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: step" in line]
     assert warnings == [
@@ -172,10 +173,7 @@ def test_whatever_sends_objects_does_so_from_the_device_of_the_module(monkeypatc
     monkeypatch.setattr(module, "device_of", device)
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
     state = edgc.attach(net, CONFIG, iterations=20)
-    for _ in range(5):
-        net.zero_grad()
-        net(torch.randn(3, 32)).sum().backward()
-        state.step()
+    train(net, state, 5)
     state.load_state_dict(state.state_dict())
     state.close()
     assert set(sent) == {"all_gather_object", "gather_object", "broadcast_object_list"} and not entered
@@ -185,12 +183,6 @@ def test_a_run_that_ignores_a_state_goes_on_at_its_step() -> None:
     def attached(**settings: Any) -> tuple[torch.nn.Module, edgc.EDGCState]:
         net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
         return net, edgc.attach(net, edgc.EDGCConfig.from_preset(window=4, **settings), iterations=20)
-
-    def train(net: torch.nn.Module, state: edgc.EDGCState, steps: int) -> None:
-        for _ in range(steps):
-            net.zero_grad()
-            net(torch.randn(3, 32)).sum().backward()
-            state.step()
 
     net, state = attached()
     train(net, state, 8)
