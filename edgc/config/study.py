@@ -1,6 +1,7 @@
 """Settings that only studies vary."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from edgc.config.setting import PAPER, Settings, setting
@@ -41,6 +42,13 @@ class Study(Settings):
         "a matrix is compressed only if its factors have at least this many times fewer elements",
         "ratio",
         "PyTorch's PowerSGD hook, min_compression_rate",
+    )
+    only: str = setting(
+        "",
+        "the engine takes only parameters in whose names this regular expression is found; the others travel in "
+        "rest_wire",
+        "regular expression",
+        "EDGC's own",
     )
     error_gain: float = setting(
         1.0,
@@ -111,8 +119,16 @@ class Study(Settings):
         """The command-line flag of one of these settings."""
         return f"--edgc-study {name}"
 
+    def takes(self, name: str) -> bool:
+        """Whether ``only`` leaves a parameter of this name to the engine."""
+        return re.search(self.only, name) is not None
+
     def __post_init__(self) -> None:
         self.require_kinds()
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            self.require("only", False, f"must be a regular expression: {error}")
         self.require("stage_share", 0 < self.stage_share <= 1, "must lie in (0, 1]")
         self.require("entropy_stability", self.entropy_stability > 0, "must be positive")
         self.require("error_gain", 0 < self.error_gain <= 1, "must lie in (0, 1]")

@@ -11,7 +11,9 @@ gradients with their errors. So for every engine, without a model of gradients, 
 - both in units of the *descent* as well: Adam's step along s lowers the loss by about the sum of g s / r, where r is
   the root of the mean square of g. An energy g^2 / r is about the size of g: a small entry counts, but less;
 - the cosine of *Adam's updates*: between the moving averages of g and of s, in units of the update. What arrives a few
-  steps late is in both averages. It is exact if every iteration is measured; if not, averages are over measured steps.
+  steps late is in both averages. It is exact if every iteration is measured; if not, averages are over measured steps;
+- the *lag*: how much of g of the measured step before s has, beside its share of today's g. It is the coefficient of
+  that gradient in a least-squares fit of s by both.
 
 There are no collectives here.
 """
@@ -29,7 +31,7 @@ DECAY = 0.9  # of the moving averages, per measured step
 # Added to each mean square, times the parameter's average: a mean of few measurements can be much too small.
 FLOOR = 0.01
 _TINY = torch.finfo(torch.float32).tiny
-LARGEST_SAMPLE = 0.01  # share of the entries of a parameter that is sampled by default: each takes 24 bytes
+LARGEST_SAMPLE = 0.01  # share of the entries of a parameter that is sampled by default: each takes 28 bytes
 SUMS_PER_ENTRY = 3  # that are sent for an entry: g, g + e, and s where a process knows but its own part of it
 
 
@@ -76,13 +78,25 @@ class Products(Agreement):
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """Sums over entries and steps, of products with p, which is g of the measured step before."""
+
+    energy: float = 0.0  # p^2
+    true: float = 0.0  # g p
+    got: float = 0.0  # s p
+
+
+@dataclass(frozen=True)
 class Fidelity:
-    """Sums of one parameter, in the units of the gradient, of the update and of the descent, and of Adam's updates."""
+    """Sums of one parameter, in the units of the gradient, of the update and of the descent, of Adam's updates, and of
+    products with the gradient before.
+    """
 
     gradient: Products = Products()
     update: Products = Products()
     descent: Products = Products()
     adam: Agreement = Agreement()
+    earlier: Earlier = Earlier()
     entries: float = 0.0  # times steps and processes
 
     @property
@@ -90,12 +104,24 @@ class Fidelity:
         """The mean energy of an entry of g, in the unit of the descent."""
         return self.descent.true / self.entries if self.entries else math.nan
 
+    @property
+    def lag(self) -> float:
+        """The coefficient of the gradient before in a least-squares fit of s by it and g; NaN where one of them is
+        zero, or where they are parallel.
+        """
+        true, both, before = self.gradient.true, self.gradient.both, self.earlier
+        determinant = true * before.energy - before.true**2
+        if determinant <= 1e-6 * true * before.energy:
+            return math.nan
+        return (before.got * true - both * before.true) / determinant
+
     @classmethod
     def of(cls, values: Sequence[float]) -> "Fidelity":
         """What ``FidelitySampler.compare`` gives for one parameter."""
         count = len(fields(Products))
         gradient, update, descent = (Products(*values[unit * count : (unit + 1) * count]) for unit in range(3))
-        return cls(gradient, update, descent, Agreement(*values[3 * count : -1]), values[-1])
+        adam, earlier = Agreement(*values[3 * count : -4]), Earlier(*values[-4:-1])
+        return cls(gradient, update, descent, adam, earlier, values[-1])
 
     @classmethod
     def total(cls, several: Iterable["Fidelity"]) -> "Fidelity":
@@ -111,11 +137,11 @@ class Fidelity:
             for suffix, products in units.items()
             for name in ("cosine", "delay", "late")
         }
-        numbers |= {"cosine_of_adam": self.adam.cosine, "energy_of_descent": self.energy}
+        numbers |= {"cosine_of_adam": self.adam.cosine, "energy_of_descent": self.energy, "lag": self.lag}
         return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
     def _values(self) -> list[float]:
-        parts = (self.gradient, self.update, self.descent, self.adam)
+        parts = (self.gradient, self.update, self.descent, self.adam, self.earlier)
         return [value for part in parts for value in vars(part).values()] + [self.entries]
 
 
@@ -127,7 +153,7 @@ class FidelitySampler:
 
     def __init__(self, share: float, seed: int):
         self.share, self.seed = share, seed
-        # by name (entries, 4): moving averages of g^2, s^2, g and s; replaced, never changed
+        # by name (entries, 5): moving averages of g^2, s^2, g and s, and g of the last step; replaced, never changed
         self.averages: dict[str, Tensor] = {}
         self._indices: dict[str, Tensor] = {}
 
@@ -160,12 +186,12 @@ class FidelitySampler:
     def _before(self, name: str, count: int, like: Tensor) -> Tensor:
         """The averages so far, zeros where they are unknown: also those of another sample, of before a resume."""
         known = self.averages.get(name)
-        return like.new_zeros(count, 4) if known is None or len(known) != count else known
+        return like.new_zeros(count, 5) if known is None or len(known) != count else known
 
     def compare(
         self, names: Sequence[str], samples: tuple[Tensor, Tensor, Tensor], finite: Tensor
     ) -> dict[str, Tensor]:
-        """The values of a ``Fidelity`` (19,), by name.
+        """The values of a ``Fidelity`` (22,), by name.
 
         ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
         the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.
@@ -176,9 +202,9 @@ class FidelitySampler:
         before = torch.cat([self._before(name, count, now) for name, count in zip(names, counts, strict=True)])
         # A mean square begins with the mean over its parameter: one square of an entry can be far too small.
         start = torch.where(before[:, :2] > 0, before[:, :2], _by_parameter(now[:, :2], counts))
-        after = torch.lerp(now, torch.cat([start, before[:, 2:]], dim=1), DECAY)
+        after = torch.lerp(now, torch.cat([start, before[:, 2:4]], dim=1), DECAY)
         finite = finite & torch.isfinite(after).all()  # squares of a finite value may overflow
-        kept = torch.where(finite, after, before)
+        kept = torch.where(finite, torch.cat([after, true.unsqueeze(1)], dim=1), before)
         self.averages.update(zip(names, torch.split(kept, counts), strict=True))
         squares, (mean_true, mean_got) = after[:, :2], after[:, 2:].unbind(dim=1)
         of_true, of_got = (squares + FLOOR * _by_parameter(squares, counts)).clamp_min(_TINY).rsqrt().unbind(dim=1)
@@ -188,7 +214,9 @@ class FidelitySampler:
         terms = values + [value * unit for value, unit in zip(values, units, strict=True)]
         terms += [value * of_true for value in values]
         means = [mean_true.square(), mean_got.square(), mean_true * mean_got]
-        terms += [*(value * unit for value, unit in zip(means, units[:3], strict=True)), torch.ones_like(true)]
+        terms += [value * unit for value, unit in zip(means, units[:3], strict=True)]
+        earlier = before[:, 4]
+        terms += [earlier.square(), true * earlier, got * earlier, torch.ones_like(true)]
         sums = torch.stack([part.sum(dim=1) for part in torch.split(torch.stack(terms), counts, dim=1)])
         return dict(zip(names, torch.where(finite, sums, math.nan).unbind(), strict=True))
 

@@ -98,7 +98,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if by_volume and not (run.alone and all(stage.key.kind is not StageKind.EMBEDDING for stage in known)):
         _check_warmup(config, run)
     # by shape: a large run has thousands of processes with hundreds of parameters each
-    distinct = {(one.shape, one.embedding): one for stage in known for one in stage.parameters}.values()
+    named = [one for stage in known for one in stage.parameters]
+    distinct = {(one.shape, one.embedding, config.study.takes(one.name)): one for one in named}.values()
     usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
     _check_ranks(config, select(distinct, config, 1).matrices, usable)
     # with a volume and no replicas the one sum left, of a tied embedding, was not timed

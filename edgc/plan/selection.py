@@ -75,6 +75,8 @@ def select(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int | 
         spec = parameter.spec
         if not parameter.elements:
             others.append(SkippedParameter(parameter, "no elements"))
+        elif not config.study.takes(parameter.name):
+            others.append(SkippedParameter(parameter, f"not in {config.study.flag('only')}"))
         elif not config.low_rank and config.engine != "dense":
             matrices.append(spec)
         elif spec.rows == 1:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edgc.config import EDGCConfig
-from edgc.observe.fidelity import Agreement, FidelitySampler
+from edgc.observe.fidelity import Agreement, Fidelity, FidelitySampler
 from edgc.observe.measurements import Measurements, row_shares
 from edgc.observe.observer import GradientObserver
 
@@ -31,6 +31,20 @@ def test_a_gradient_whose_square_overflows_leaves_the_averages_as_they_are() -> 
         compared(sampler, 1.0)
     assert compared(enormous, 1e20).isnan().all()
     assert torch.equal(compared(enormous, 1.0), compared(usual, 1.0))
+
+
+def test_lag_is_how_much_of_the_gradient_before_arrives_beside_that_of_the_step() -> None:
+    sampler, generator = FidelitySampler(1.0, 0), torch.Generator().manual_seed(0)
+    sampler.indices("w", 1000, CPU)
+    before, now = torch.randn(2, 1000, generator=generator)
+    now += 0.5 * before  # gradients of consecutive steps are alike: their likeness is no lag
+    lags = []
+    for got in (now, 0.7 * now + 0.4 * before):
+        sampler.averages = {}
+        first = sampler.compare(["w"], (before, before, before), torch.tensor(True))["w"]
+        assert math.isnan(Fidelity.of(first.tolist()).lag)
+        lags.append(Fidelity.of(sampler.compare(["w"], (now, now, got), torch.tensor(True))["w"].tolist()).lag)
+    assert lags == pytest.approx([0.0, 0.4], abs=1e-4)
 
 
 def test_the_shares_of_rows_are_of_their_norms() -> None:

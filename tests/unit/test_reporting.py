@@ -16,7 +16,7 @@ from edgc.hosts import reporting, tensorboard, user_warnings, wording
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.user_warnings import warn_of_budget, warn_of_spent_budget
 from edgc.observe.events import EventLog, read_events
-from edgc.observe.fidelity import Agreement, Fidelity, Products
+from edgc.observe.fidelity import Agreement, Earlier, Fidelity, Products
 from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.by_entropy.entropy_ranks import STABLE, WARM_UP
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
@@ -353,10 +353,10 @@ def test_the_rank_that_entropy_proposed_stands_beside_the_one_that_is_used(capsy
 
 def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
     units = [Products(4.0, 4.0, both, 4.0, unsent) for both, unsent in ((1.0, 1.0), (2.0, 2.0), (3.0, 3.0))]
-    event = Fidelity(*units, Agreement(4.0, 4.0, 3.5), 4.0).to_event()
+    event = Fidelity(*units, Agreement(4.0, 4.0, 3.5), Earlier(1.0, 0.0, 0.25), 4.0).to_event()
     for name, values in (("cosine", (0.25, 0.5, 0.75)), ("late", (0.25, 0.5, 0.75)), ("delay", (0.3333, 1.0, 3.0))):
         assert [event[name + unit] for unit in ("", "_of_update", "_of_descent")] == list(values)
-    assert event["cosine_of_adam"] == 0.875 and event["energy_of_descent"] == 1.0
+    assert event["cosine_of_adam"] == 0.875 and event["energy_of_descent"] == 1.0 and event["lag"] == 0.25
 
 
 @pytest.mark.parametrize(

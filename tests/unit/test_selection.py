@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from edgc.compress.probe import sent_bytes
-from edgc.config import EDGCConfig
+from edgc.config import ConfigError, EDGCConfig
 from edgc.engines import ENGINES, has_rank
 from edgc.plan.run import Run
 from edgc.plan.selection import largest_rank, pays, select, width
@@ -36,6 +36,23 @@ def test_engines_without_ranks_take_everything(engine: str) -> None:
     selection = select(PARAMETERS, EDGCConfig.of(engine=engine), min_rank=4)
     assert [matrix.name for matrix in selection.matrices] == [parameter.name for parameter in PARAMETERS]
     assert MatrixSpec("fc.bias", 1, 256) in selection.matrices and not selection.others
+
+
+@pytest.mark.parametrize("engine", ["powersgd", "int2"])
+def test_a_study_may_leave_the_engine_only_some_parameters(engine: str) -> None:
+    selection = select(PARAMETERS, EDGCConfig.of(engine=engine, only="fc|small"), min_rank=2)
+    taken = {"fc.weight", "small.weight"} | ({"fc.bias"} if engine == "int2" else set())
+    assert {matrix.name for matrix in selection.matrices} == taken
+    why = {parameter.name: reason for parameter, reason in selection.others}
+    assert why.keys() == {parameter.name for parameter in PARAMETERS} - taken
+    assert why["conv.weight"] == why["word.weight"] == "not in --edgc-study only"
+
+
+def test_a_choice_of_parameters_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--edgc-study only = fc.: must be a regular expression"):
+        EDGCConfig.of(only="fc(")
+    with pytest.raises(ConfigError, match="--edgc-study only = fc: does nothing beside --edgc-volume 24"):
+        EDGCConfig.from_preset("balanced", only="fc")
 
 
 def test_a_matrix_pays_only_below_half_of_full_rank_and_above_the_saving() -> None:
