@@ -92,6 +92,14 @@ class Study(Settings):
         "fraction",
         "docs/algorithm.md, 10",
     )
+    greatest_loss_rise: float = setting(
+        0.1,
+        "share by which the mean training loss of a window may lie above the lowest of the ten windows before; if it "
+        "does, the run warns, steps of a volume get twice the bytes, and ranks by entropy become rmax, until the loss "
+        "has fallen; inf: nothing watches it",
+        "fraction",
+        "docs/algorithm.md, 10",
+    )
     learning_rate_power: float = setting(
         0.0,
         "with --edgc-volume the budget of a step goes with this power of its learning rate, which Megatron's arguments "
@@ -138,6 +146,7 @@ class Study(Settings):
         self.require("min_saving", self.min_saving >= 1, "must be at least 1")
         # there is relief until it is three times as much
         self.require("least_fidelity", 0 <= self.least_fidelity < 1 / 3, "must lie in [0, 1/3)")
+        self.require("greatest_loss_rise", self.greatest_loss_rise > 0, "must be positive")
         self.require("learning_rate_power", 0 <= self.learning_rate_power < math.inf, "must not be negative")
         if self.fidelity_share is not None:
             self.require("fidelity_share", self.fidelity_share >= 0, "must not be negative")

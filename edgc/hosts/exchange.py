@@ -11,6 +11,7 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
+from edgc.observe.moments import mean_of_finite
 from edgc.observe.window import (
     Boundary,
     MessageWindow,
@@ -39,13 +40,14 @@ class MessageTraffic(Protocol):
 @dataclass(frozen=True)
 class ProcessWindow:
     """What one process has seen in a window, or all together. ``bytes``: so far; ``sent_by_host``: of the gradients
-    that the host has summed in the window.
+    that the host has summed in the window. ``loss``: the mean training loss; NaN on processes that do not know it.
     """
 
     stages: Sequence[StageWindow]
     messages: Sequence[MessageWindow]
     bytes: RunBytes
     sent_by_host: float
+    loss: float = math.nan
 
     @classmethod
     def merge(cls, processes: "Sequence[ProcessWindow]") -> "ProcessWindow":
@@ -61,6 +63,7 @@ class ProcessWindow:
             messages=[MessageWindow.merge(boundaries[key]) for key in sorted(boundaries)],
             bytes=RunBytes.mean([process.bytes for process in processes]),
             sent_by_host=fmean(process.sent_by_host for process in processes),
+            loss=mean_of_finite([process.loss for process in processes]),
         )
 
 
@@ -120,7 +123,8 @@ class WindowExchange:
         if self.messages is not None:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()
-        own = ProcessWindow(windows, sent, counts, sum(stage.take_sent_by_host() for stage in self.stages))
+        by_host = sum(stage.take_sent_by_host() for stage in self.stages)
+        own = ProcessWindow(windows, sent, counts, by_host, steps.mean_loss())
         everywhere = gather_objects(own, self.group)
         report = None
         if self.controller is not None:
@@ -134,6 +138,7 @@ class WindowExchange:
                 plan=self.controller.plan,
                 stages=tuple(window.stages),
                 step_seconds=median_or_nan(steps.seconds),
+                loss=window.loss,
                 bytes=window.bytes,
                 message_ranks=driver.current.message_ranks,
                 message_plan=None if self.message_controller is None else self.message_controller.plan,
@@ -161,12 +166,12 @@ class WindowExchange:
         usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
         gradients, by_host = window.bytes.gradients, window.sent_by_host
         controller.observe(
-            WindowObservation(observations, usual_ranks, gradients, host_step_share, by_host, seconds_by)
+            WindowObservation(observations, usual_ranks, gradients, host_step_share, by_host, seconds_by, window.loss)
         )
         controller.decide(completed)
         if self.message_controller is not None:
             of_messages = [StageObservation(message.entropy) for message in window.messages]
-            self.message_controller.observe(WindowObservation(of_messages))
+            self.message_controller.observe(WindowObservation(of_messages, loss=window.loss))
             self.message_controller.decide(completed)
 
     def _gradient_message_ranks(self) -> dict[StageKey, int | None]:

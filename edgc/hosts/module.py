@@ -373,6 +373,14 @@ class EDGCState:
         if last or self.driver.closes_window(self.steps - 1):
             self._report(last)
 
+    def note_loss(self, loss: Tensor | float) -> None:
+        """The training loss of the step that has just ended, on this process: one number. EDGC then watches it
+        (docs/algorithm.md, 10). A tensor may be on any device: nothing waits for it before the window ends.
+
+        Every process may call this after each step, or none. Raises ValueError for more than one number.
+        """
+        self.driver.note_loss(loss)
+
     def _report(self, last: bool) -> None:
         self._announce()
         assert self.reporter is not None

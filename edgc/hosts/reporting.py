@@ -114,10 +114,11 @@ class Reporter:
             for tag, value in tensorboard.scalars(report):
                 writer.add_scalar(tag, value, report.iteration)
         self.events.write("window", last=last, **report.to_event())
-        if plan.relief != before.relief:
-            self.events.write("guard", iteration=report.iteration, relief=plan.relief)
-            text = wording.relief_text(before.relief, plan.relief, self.config.study.least_fidelity)
-            if plan.relief > before.relief:
+        begins = plan.relief > before.relief or (plan.loss_rise > 0) > (before.loss_rise > 0)
+        if begins or plan.relief < before.relief or (plan.loss_rise > 0) < (before.loss_rise > 0):
+            self.events.write("guard", iteration=report.iteration, relief=plan.relief, loss_rise=plan.loss_rise)
+            text = wording.guard_text(before, plan, self.config)
+            if begins:
                 warn(f"iteration {done}: {text}", self.group)
             else:
                 self._print([f"iteration {done}: {text}"])

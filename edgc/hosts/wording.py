@@ -10,6 +10,7 @@ from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
 from edgc.plan.by_volume.choices import ROUNDED_FINE
+from edgc.plan.loss_watch import RECENT_WINDOWS
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
@@ -157,14 +158,27 @@ def _move(was: str, plan: RankPlan, index: int, name: Callable[[int | None], str
     return f"{was} -> {name(plan.ranks[index])} ({'; '.join(notes)})"
 
 
-def relief_text(before: float, now: float, least_fidelity: float) -> str:
-    """The line where too little of the gradient has begun to arrive, or where steps need no more bytes for it."""
-    if now > before:
-        least = f"less than {100 * least_fidelity:g} % of the energy that the optimizer got lay along the true gradient"
-        return f"{least}: steps may now send {now:g} times their budget"
-    how = f"{now:g} times their budget" if now > 1 else "their budget again"
-    why = "enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
-    return f"steps may send {how}: {why}"
+def guard_text(before: RankPlan, plan: RankPlan, config: EDGCConfig) -> str:
+    """The line where the loss has begun to rise or too little of the gradient to arrive, or where that has ended."""
+    more = f"steps may now send {plan.relief:g} times their budget"
+    if plan.loss_rise > 0:
+        risen = (
+            f"the training loss of the last window is {100 * plan.loss_rise:.0f} % above the lowest of the "
+            f"{RECENT_WINDOWS} windows before"
+        )
+        if plan.relief > before.relief:
+            return f"{risen}: {more}"
+        if config.rank_policy is RankPolicy.ENTROPY:
+            return f"{risen}: stages that are compressed have rank {config.ranks.resolved_rmax} until it falls"
+        return f"{risen}: steps send what they have sent before"
+    if plan.relief > before.relief:
+        least = 100 * config.study.least_fidelity
+        return f"less than {least:g} % of the energy that the optimizer got lay along the true gradient: {more}"
+    if plan.relief == before.relief:
+        return "the training loss no longer rises"
+    how = f"{plan.relief:g} times their budget" if plan.relief > 1 else "their budget again"
+    why = "enough of the gradient arrives and the loss does not rise, the learning rate is small, or all gradients are"
+    return f"steps may send {how}: {why} rounded"
 
 
 def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:

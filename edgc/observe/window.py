@@ -126,7 +126,8 @@ class WindowReport:
     """A closed window as every process gets it from process 0.
 
     ``ranks`` were in use in it, ``plan`` holds from now on, ``stages`` is what each stage saw, merged over its
-    processes. ``step_seconds``: the median of its steps on process 0.
+    processes. ``step_seconds``: the median of its steps on process 0. ``loss``: the mean training loss; NaN where
+    EDGC was not told.
 
     ``bytes`` are of the whole run so far, the mean over all processes; those of gradients are also of Megatron's own
     sum of a tied embedding's two copies. Of boundaries where low rank is wanted: ``message_ranks`` were in use,
@@ -144,6 +145,7 @@ class WindowReport:
     message_plan: RankPlan | None = None
     messages: tuple[MessageWindow, ...] = ()
     costs: tuple[StageCost | None, ...] = ()
+    loss: float = math.nan
 
     def to_event(self) -> dict[str, Any]:
         """Fields of the event log."""

@@ -11,6 +11,7 @@ from edgc.plan.allocation import RankAllocation
 from edgc.plan.by_entropy.alignment import StageTimes
 from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
+from edgc.plan.loss_watch import LossWatch
 from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
 from edgc.plan.rank_plan import RankPlan
@@ -76,6 +77,7 @@ class Controller:
         # also where it decides nothing: a resumed run may have it decide
         self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
+        self.loss = LossWatch(config.study.greatest_loss_rise)
         self.resumed = False  # whether it goes on where another one had ended
         self.plan = self._first()
 
@@ -89,10 +91,10 @@ class Controller:
         if policy is RankPolicy.NONE:
             return NoRanks(stages, self.excluded)
         if self.budget is not None:
-            return RanksByBudget(self.budget, stages, self.excluded)
+            return RanksByBudget(self.budget, stages, self.excluded, self.loss.rise > 0)
         allocation = RankAllocation(self.config, self.matrices, self.energies, self.prices)
         if policy is RankPolicy.ENTROPY:
-            return RanksByEntropy(self.config, self.entropy, allocation, self.excluded)
+            return RanksByEntropy(self.config, self.entropy, allocation, self.excluded, self.loss.rise > 0)
         return ConstantRank(self.config, self.iterations, allocation, self.excluded)
 
     def begin(self, iteration: int, sent: ByteCount) -> None:
@@ -109,6 +111,7 @@ class Controller:
         observations, used = window.stages, self.plan.ranks if window.ranks is None else window.ranks
         if len(observations) != len(self.matrices):
             raise ValueError(f"{len(observations)} observations for {len(self.matrices)} stages")
+        self.loss.observe(window.loss)
         self.entropy.observe(observations)
         self.energies = [observation.energies for observation in observations]
         self.times.observe(observations)
@@ -143,6 +146,7 @@ class Controller:
     def decide(self, iteration: int) -> RankPlan:
         """The plan from ``iteration`` (the first after the observed window) on; its version grows when ranks change."""
         plan, trials = self.policy.decide(iteration, self.plan), self.trials
+        plan = replace(plan, loss_rise=self.loss.rise)
         if trials is not None and iteration >= plan.first_iteration and any(rank is not None for rank in plan.ranks):
             trials.decide(iteration)
             plan = replace(plan, by_host=trials.by_host, trial=trials.trial, tried=trials.measured)
@@ -179,6 +183,7 @@ class Controller:
         return {
             **self.entropy.state_dict(),
             **self.times.state_dict(),
+            "loss": self.loss.state_dict(),
             "plan": self.plan.to_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
             "trials": None if self.trials is None else self.trials.state_dict(),
@@ -213,6 +218,7 @@ class Controller:
             ledger.window_outside_budget |= by_host or changed
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
+        self.loss.load_state_dict(state["loss"])
         plan = replace(before, by_host=by_host, trial=None, tried=tried)
         self.plan = self.policy.resume(plan, by_entropy)
         self.resumed = True

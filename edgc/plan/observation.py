@@ -32,7 +32,8 @@ class WindowObservation:
 
     ``ranks``: those in use in the window; None: the plan's, of which a static one may not have begun. ``bytes``: of
     gradients, in the whole run so far. ``host_step_share``: of this window's steps, those that the host has summed.
-    ``sent_by_host``: bytes of gradients that were sent in them. ``step_seconds``: see ``Trials.observe``.
+    ``sent_by_host``: bytes of gradients that were sent in them. ``step_seconds``: see ``Trials.observe``. ``loss``: the
+    mean training loss; NaN where EDGC was not told.
     """
 
     stages: Sequence[StageObservation]
@@ -41,3 +42,4 @@ class WindowObservation:
     host_step_share: float = 0.0
     sent_by_host: float = 0.0
     step_seconds: Mapping[bool, Sequence[float]] = field(default_factory=lambda: {False: (), True: ()})
+    loss: float = math.nan

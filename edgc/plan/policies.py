@@ -12,6 +12,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.allocation import RankAllocation
 from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
+from edgc.plan.by_volume.guard import LOSS_RISES
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
 
@@ -105,19 +106,28 @@ class ConstantRank(Policy):
 
 
 class RanksByEntropy(Policy):
-    """The paper's algorithm (docs/algorithm.md, 1 to 4)."""
+    """The paper's algorithm (docs/algorithm.md, 1 to 4). While the training loss rises, every rank is rmax."""
 
     def __init__(
-        self, config: EDGCConfig, entropy: EntropyRanks, allocation: RankAllocation, excluded: Collection[int]
+        self,
+        config: EDGCConfig,
+        entropy: EntropyRanks,
+        allocation: RankAllocation,
+        excluded: Collection[int],
+        loss_rises: bool,
     ):
         super().__init__(len(allocation.matrices), excluded)
-        self.config, self.entropy, self.allocation = config, entropy, allocation
+        self.config, self.entropy, self.allocation, self.loss_rises = config, entropy, allocation, loss_rises
 
     def first(self) -> RankPlan:
         return RankPlan(0, 0, self._everywhere(None), reasons=self.entropy.first_reasons())
 
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
         plan, ranks = self.entropy.decide(iteration, plan, self.allocation.energies)
+        if self.loss_rises:
+            ranks = tuple(rank and self.config.ranks.resolved_rmax for rank in ranks)
+            reasons = [LOSS_RISES if rank else reason for rank, reason in zip(ranks, plan.reasons, strict=True)]
+            plan = replace(plan, targets=ranks, reasons=tuple(reasons))
         return self.allocation.with_ranks(iteration, plan, ranks)
 
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
@@ -133,9 +143,9 @@ class RanksByEntropy(Policy):
 class RanksByBudget(Policy):
     """``--edgc-volume`` (docs/algorithm.md, 10). A stage's rank is the largest of its matrices."""
 
-    def __init__(self, budget: BudgetPlanner, stages: int, excluded: Collection[int]):
+    def __init__(self, budget: BudgetPlanner, stages: int, excluded: Collection[int], loss_rises: bool):
         super().__init__(stages, excluded)
-        self.budget = budget
+        self.budget, self.loss_rises = budget, loss_rises
 
     def first(self) -> RankPlan:
         return replace(RankPlan(0, self.budget.first, self._everywhere(None)), **self._choices())
@@ -143,7 +153,7 @@ class RanksByBudget(Policy):
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
         in_warmup = iteration < plan.first_iteration
         if not in_warmup:
-            self.budget.decide(iteration)
+            self.budget.decide(iteration, self.loss_rises)
         choices = self._choices()
         if in_warmup:  # what a resumed run finds of its link is no other plan
             del choices["reasons"]

@@ -35,7 +35,8 @@ class RankPlan:
     they leave, at its rank. ``proposed`` is what entropy alone asks for, ``targets`` what is left of it after bounds,
     rounding and alignment, and ``ranks`` after the step limit.
 
-    ``relief``: with a volume, times its budget that a step gets because too little of the gradient has arrived.
+    ``relief``: with a volume, times its budget that a step gets because too little of the gradient has arrived, or the
+    training loss has risen. ``loss_rise``: of the last window, as a share, if that is too much (``LossWatch``); else 0.
 
     ``by_host``: the host sums after all, because that is faster. In the iterations of ``trial`` (first, first after)
     it is the other way round. ``tried``: seconds of a compressed step and of the host's in the last trial.
@@ -51,6 +52,7 @@ class RankPlan:
     targets: tuple[int | None, ...] = ()
     reasons: tuple[str, ...] = ()
     relief: float = 1.0
+    loss_rise: float = 0.0
     by_host: bool = False
     trial: tuple[int, int] | None = None
     tried: tuple[float, ...] = ()

@@ -74,6 +74,12 @@ RELIED_ON = (
     ),
     Dependency(
         "training/training.py",
+        "train",
+        "train_step is replaced where it is called: what it returns begins with the losses",
+        names=("train_step", "loss_dict"),
+    ),
+    Dependency(
+        "training/training.py",
         "setup_model_and_optimizer",
         "get_model is replaced where it is called: EDGC is installed on the model of a model_provider; after it EDGC "
         "must be installed",

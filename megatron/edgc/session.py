@@ -13,8 +13,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
+from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer
-from megatron.training.training import update_train_iters
 from torch import Tensor, nn
 
 from edgc.comm.collectives import Communicator
@@ -130,6 +130,7 @@ class Session:
             stage.attach(self.config, overlap, self.driver.step, self.run)
         backward = self._timed_backward(device)
         self._wrap_finalize()
+        self._wrap_train_step()
         if self.run.pipeline_stages > 1:
             self.messages = PipelineMessages(self.config, self.args, self.chunks, self.driver.step, self.run.repeatable)
             p2p_communicator.install(self.messages, self.seam)
@@ -271,6 +272,19 @@ class Session:
             return result
 
         self.seam.replace(self.model_config, "finalize_model_grads_func", with_edgc)
+
+    def _wrap_train_step(self) -> None:
+        """Learn the training loss of each step, the first of those that Megatron returns on the last pipeline stage."""
+
+        def with_edgc(*args: Any, **kwargs: Any) -> Any:
+            result = train_step(*args, **kwargs)
+            losses, *_ = result
+            loss = next(iter(losses.values()), None)
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                self.driver.note_loss(loss)
+            return result
+
+        train_step = self.seam.replace(training, "train_step", with_edgc)
 
     def _resume(self, iteration: int) -> None:
         """A checkpoint of this iteration has been loaded, on process 0 the controllers' state with it."""
@@ -452,5 +466,5 @@ def reruns(args: Namespace) -> bool:
 def run_length(args: Namespace) -> int:
     """Iterations of the run as Megatron counts them, by samples perhaps and with batches that grow on the way."""
     counted = copy(args)  # Megatron itself fills in the count later, and takes a run that has one for another kind
-    update_train_iters(counted)
+    training.update_train_iters(counted)
     return int(counted.train_iters)

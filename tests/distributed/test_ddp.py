@@ -586,6 +586,29 @@ def test_a_longer_run_has_the_windows_of_its_own_length() -> None:
     assert run_on_ranks(lengthened, 2) == [(2, 20, True)] * 2
 
 
+def told_of_losses(rank: int) -> list[tuple[float, float, float]]:
+    """Of each window its loss, how far it has risen, and how many times its budget the next step gets."""
+    training, seen = Training(rank, BUDGET, iterations=80), []
+    assert training.state is not None
+    for step in range(32):
+        training.train(1)
+        # a spike of one process's loss, in the steps that the windows ending with steps 16 and 20 know
+        training.state.note_loss(torch.tensor(3.0 if rank and 11 <= step < 19 else 1.0))
+        if training.state.steps % 4 == 0:
+            report = training.state.report
+            assert report is not None
+            seen.append((report.loss, report.plan.loss_rise, report.plan.relief))
+    return seen
+
+
+def test_steps_send_more_while_the_loss_that_a_user_tells_rises() -> None:
+    one, other = run_on_ranks(told_of_losses, 2)
+    assert one == other
+    losses, rises, reliefs = zip(*one, strict=True)
+    assert losses == (1, 1, 1, 2, 2, 1, 1, 1) and rises == (0, 0, 0, 1, 1, 0, 0, 0)
+    assert reliefs == (1, 1, 1, 2, 4, 2, 1, 1)
+
+
 def where_no_rank_pays(rank: int) -> tuple[str, tuple[int | None, ...]]:
     """The engine and the ranks of a run that goes on where compressing takes longer than the sum itself."""
     before = Training(rank, PAPER, 20)

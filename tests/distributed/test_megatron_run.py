@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,10 @@ def test_the_log_tells_what_happened(edgc_run: tuple[Path, str]) -> None:
             if reason == "entropy":
                 assert 4 <= target <= 12 and abs(rank - before["plan"]["ranks"][stage]) <= 8
     assert "; proposed " in edgc_run[1]
+    values = losses(edgc_run[1])
+    # Megatron's second line is the mean of two steps; a step's loss is known only after its window has ended
+    for event, (start_of, end) in zip(windows[1:], pairwise([3, 7, 11, 15, 19, 23]), strict=True):
+        assert event["loss"] == pytest.approx(sum(values[start_of:end]) / (end - start_of), rel=1e-4)
 
 
 def test_what_is_sent_is_what_the_messages_hold(edgc_run: tuple[Path, str]) -> None:

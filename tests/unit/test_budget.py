@@ -753,6 +753,22 @@ def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief:
     assert under_test.decide(20).relief == relief
 
 
+def test_steps_get_twice_the_bytes_while_the_loss_rises() -> None:
+    under_test = controller()
+    under_test.decide(10)
+    plans = []
+    for window, loss in enumerate([3.0, 4.0, 4.0, 3.0, 3.0], start=2):
+        assert under_test.budget is not None
+        dense = 10 * window * under_test.budget.ledger.fp32_bytes
+        under_test.observe(observed(0.5, dense / 20, dense, dense, loss=loss))
+        plans.append(under_test.decide(10 * window))
+        if loss == 4.0:  # what a resumed run goes on with
+            state, under_test = json.loads(json.dumps(under_test.state_dict())), controller()
+            under_test.load_state_dict(state)
+    assert [plan.relief for plan in plans] == [1, 2, 4, 2, 1]
+    assert plans[2].reasons == ("the training loss rose: 4 times the budget",) * 2
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_window_of_which_a_resume_has_hidden_a_trial_teaches_nothing(mixed: bool) -> None:
     """Steps of the host's own sum would look as if compressed ones took more than predicted."""

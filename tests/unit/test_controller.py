@@ -52,6 +52,35 @@ def test_warm_up_lasts_for_its_fraction_of_the_run() -> None:
     assert first_stage(play(controller(warmup_fraction=0.0), WARM[:3])) == [None, 64, 64]
 
 
+def test_ranks_by_entropy_are_rmax_while_the_loss_rises_and_fall_again_by_steps() -> None:
+    c = controller(stages=2, rank_step=16)
+    play(c, [*WARM, -9.0, -9.0, -9.0])
+    assert c.plan.ranks == (16, 16), "so low an entropy asks for less"
+    decided = []
+    for window, loss in enumerate([3.0, 4.0, 4.0, 3.1, 3.1], start=14):
+        c.observe(WindowObservation([StageObservation(entropy=-9.0)] * 2, loss=loss))
+        decided.append(c.decide(window * WINDOW))
+    assert [plan.ranks for plan in decided] == [(16, 16), (64, 64), (64, 64), (48, 48), (32, 32)]
+    assert decided[1].loss_rise == pytest.approx(1 / 3) and decided[3].loss_rise == 0
+    assert decided[1].reasons == ("the training loss rose",) * 2 and decided[3].reasons == ("entropy",) * 2
+
+
+def test_a_stage_in_its_warm_up_stays_dense_while_the_loss_rises() -> None:
+    c = controller()
+    for window, loss in enumerate([3.0, 4.0], start=1):
+        c.observe(WindowObservation([StageObservation(entropy=-5.0)], loss=loss))
+        assert c.decide(window * WINDOW).ranks == (None,)
+    assert c.plan.loss_rise == pytest.approx(1 / 3) and c.plan.reasons == ("warm-up",)
+
+
+def test_a_resumed_run_remembers_the_losses_before() -> None:
+    before, after = controller(), controller()
+    before.observe(WindowObservation([StageObservation()], loss=2.0))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    after.observe(WindowObservation([StageObservation()], loss=3.0))
+    assert after.decide(WINDOW).loss_rise == 0.5
+
+
 def test_warm_up_goes_on_until_entropy_is_stable() -> None:
     falling = [-5.0 * 1.1**window for window in range(12)]
     assert first_stage(play(controller(), falling + [falling[-1]] * 2)) == [None] * 12 + [64, 64]

@@ -244,13 +244,42 @@ def test_too_little_of_the_gradient_warns_once_for_each_change(
         f"edgc: warning: iteration 200/1000: {what}: steps may now send 2 times their budget",
         f"edgc: warning: iteration 400/1000: {what}: steps may now send 4 times their budget",
     ]
-    why = "enough of the gradient arrives, the learning rate is small, or all gradients are rounded"
+    why = (
+        "enough of the gradient arrives and the loss does not rise, the learning rate is small, or all gradients are "
+        "rounded"
+    )
     assert [line for line in seen.out.splitlines() if "enough" in line] == [
         f"edgc | iteration 500/1000: steps may send 2 times their budget: {why}",
         f"edgc | iteration 600/1000: steps may send their budget again: {why}",
     ]
     guards = [event for event in read_events(tmp_path) if event["event"] == "guard"]
     assert [(event["iteration"], event["relief"]) for event in guards] == [(200, 2), (400, 4), (500, 2), (600, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "relief"),
+    [
+        ({"volume": VOLUME}, "steps may now send 2 times their budget", 2.0),
+        ({"volume": VOLUME}, "steps send what they have sent before", 1.0),
+        ({"preset": "paper", "rmin": 4, "rmax": 16}, "stages that are compressed have rank 16 until it falls", 1.0),
+        ({"static_rank": 8}, "steps send what they have sent before", 1.0),
+    ],
+)
+def test_a_loss_that_rises_warns_once_with_what_edgc_does_about_it(
+    settings: dict[str, Any], answer: str, relief: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EDGCConfig.from_preset(**settings, log_dir=str(tmp_path))
+    under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
+    under_test.parameters = [1500]
+    for iteration, rise, given in ((100, 0.0, 1.0), (200, 0.25, relief), (300, 0.3, relief), (400, 0.0, relief)):
+        plan = replace(PLAN, loss_rise=rise, relief=given)
+        under_test.window(replace(REPORT, iteration=iteration, plan=plan), last=False)
+    seen = capsys.readouterr()
+    what = "the training loss of the last window is 25 % above the lowest of the 10 windows before"
+    assert seen.err.splitlines() == [f"edgc: warning: iteration 200/1000: {what}: {answer}"]
+    assert "edgc | iteration 400/1000: the training loss no longer rises" in seen.out.splitlines()
+    guards = [event for event in read_events(tmp_path) if event["event"] == "guard"]
+    assert [(event["iteration"], event["loss_rise"]) for event in guards] == [(200, 0.25), (400, 0.0)]
 
 
 def test_a_resumed_run_does_not_warn_again(capsys: pytest.CaptureFixture[str]) -> None:

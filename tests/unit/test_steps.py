@@ -1,8 +1,10 @@
 """What the driver of a step times of it, and which ranks it says were in use."""
 
+import math
 import time
 
 import pytest
+import torch
 
 from edgc.hosts.steps import RECENT_STEPS, StepDriver
 from edgc.plan.rank_plan import RankPlan
@@ -79,3 +81,13 @@ def test_replicas_are_compared_at_a_windows_end_and_where_a_rank_is_new(monkeypa
         seen.append(steps.driver.current.compares_replicas)
     # compression begins in the first step, and again after the trial
     assert [iteration for iteration, compares in enumerate(seen) if compares] == [0, 8, 9]
+
+
+def test_the_loss_of_a_window_is_the_mean_of_those_that_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Steps(monkeypatch).driver
+    assert math.isnan(driver.take_window().mean_loss())
+    for loss in (2.0, torch.tensor([4.0], requires_grad=True), torch.tensor(math.inf)):
+        driver.note_loss(loss)
+    assert driver.take_window().mean_loss() == 3.0
+    with pytest.raises(ValueError, match="a loss of shape .2,.: must be one number"):
+        driver.note_loss(torch.ones(2))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig
 from edgc.plan.by_volume.choices import Choice, SendLowRank, SendRounded, from_list, to_list
-from edgc.plan.by_volume.guard import FidelityGuard
+from edgc.plan.by_volume.guard import Guard
 from edgc.plan.by_volume.hull import options, spend
 from edgc.plan.by_volume.ledger import Ledger
 from edgc.plan.by_volume.parameters import PlannedParameter
@@ -82,7 +82,7 @@ class BudgetPlanner:
         self.fidelity = math.nan  # in the last window
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
         watched = [True] * iterations if weights is None else [one > LEAST_RATE**power for one in weights]
-        self.guard = FidelityGuard(study.least_fidelity, watched)
+        self.guard = Guard(study.least_fidelity, watched)
         # of each parameter, whether it travels in another encoding since the last decision: what the one before had
         # left is sent in the first window, so that window says little about the new one
         self.changed = [False] * len(self.parameters)
@@ -146,7 +146,7 @@ class BudgetPlanner:
             )
         ]
 
-    def decide(self, iteration: int) -> None:
+    def decide(self, iteration: int, loss_rises: bool = False) -> None:
         """The choices from ``iteration`` on. They stay as they are unless others pay for the change."""
         self.ledger.counted_to = iteration
         if iteration >= self.iterations:
@@ -160,8 +160,8 @@ class BudgetPlanner:
             self.guard.relief = 1.0
             self.choices, self.limit = self._best(iteration)
         else:
-            most = self.fidelity < self.guard.least and self._has_most(iteration)
-            self.guard.update(self.fidelity, iteration, most, self.ledger.exhausted())
+            most = (loss_rises or self.fidelity < self.guard.least) and self._has_most(iteration)
+            self.guard.update(self.fidelity, iteration, most, self.ledger.exhausted(), loss_rises)
             self.choices, self.limit = self._kept_or_best(iteration)
         self.changed = [old.encoding != new.encoding for old, new in zip(before, self.choices, strict=True)]
         self.ledger.grant(iteration, self.relief)
@@ -246,7 +246,7 @@ class BudgetPlanner:
         if self.rounds:
             return "rounding is faster"
         if self.relief > 1:
-            return f"too little of the gradient arrived: {self.relief:g} times the budget"
+            return f"{self.guard.cause}: {self.relief:g} times the budget"
         return self.limit
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class BudgetPlanner:
         return {
             "ledger": self.ledger.state_dict(),
             "rounds": self.rounds,
-            "relief": self.relief,
+            "guard": self.guard.state_dict(),
             "changed": changed,
             "stages": stages,
         }
@@ -281,7 +281,7 @@ class BudgetPlanner:
             if {name: values[:3] for name, values in saved[str(stage)].items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.ledger.load_state_dict(state["ledger"])
-        self.guard.relief = state["relief"]
+        self.guard.relief, self.guard.cause = state["guard"]["relief"], state["guard"]["cause"]
         for index, (stage, one) in enumerate(zip(self.stage_of, self.parameters, strict=True)):
             if stage in known:
                 choice, *learned = saved[str(stage)][one.matrix.name][3:]

@@ -1,0 +1,35 @@
+"""Whether the training loss rises: the sign of a run that diverges, for whatever reason."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+RECENT_WINDOWS = 10  # after so many a loss that stays high, because the data has changed, is the usual one; not tuned
+
+
+class LossWatch:
+    """Compares the mean training loss of each window with the lowest of the ``RECENT_WINDOWS`` before it.
+
+    ``greatest_rise``: the share above that one at which the loss counts as risen. A loss below zero never does.
+    """
+
+    def __init__(self, greatest_rise: float):
+        self.greatest_rise = greatest_rise
+        self.recent: list[float] = []
+        self.rise = 0.0  # of the last window, as a share, if that is too much; else 0
+
+    def observe(self, loss: float) -> None:
+        """Take in a window. A loss that is not finite says nothing: EDGC was told none, or no step had one."""
+        self.rise = 0.0
+        if not math.isfinite(loss):
+            return
+        lowest = min(self.recent, default=math.inf)
+        if 0 < lowest < math.inf and loss > (1 + self.greatest_rise) * lowest:
+            self.rise = loss / lowest - 1
+        self.recent = [*self.recent, loss][-RECENT_WINDOWS:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "rise": self.rise}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.recent, self.rise = list(state["recent"]), state["rise"]
