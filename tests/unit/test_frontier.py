@@ -23,6 +23,7 @@ from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.replay import Replay, cases, compare, replays
 from tools.experiments.results import page_lines
+from tools.experiments.signals import rank_correlation
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
 from tools.shared.runs import Run, RunError
@@ -454,8 +455,30 @@ def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
         lines.append(seen(f"r{place}", 10, [4], fidelity=signals, val_loss=2.001 + 0.001 * place))
     page, _ = studies.page("mine", "A title", "fidelity", lines)
     rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
-    assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
-    assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
+    assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
+    assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
+
+
+def test_parameters_that_travel_exactly_count_and_energy_weighs_the_others() -> None:
+    """Eight entries at a cosine of 0.5, so a noise of 3, of 32; their gradients have six tenths of the energy."""
+    energies = {"fc1.weight": 3.0, "word.weight": 2.0 / 3.0}
+    both = {
+        name: {
+            "elements": 8 if name == "fc1.weight" else 24,
+            **dict.fromkeys(SIGNALS, 0.5),
+            "energy_of_descent": energy,
+        }
+        for name, energy in energies.items()
+    }
+    lines = [
+        seen("dense", 10, [None]),
+        seen("all", 10, [4], fidelity=both, val_loss=2.2),
+        seen("one", 10, [4], fidelity={"fc1.weight": both["fc1.weight"]}, val_loss=2.1),
+    ]
+    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    rows = {row.split("|")[1].strip(): row.split("|")[3:8] for row in page.splitlines() if row.startswith("|")}
+    assert [float(cell) for cell in rows["all"]] == [3, 3, 0.5, 0.5, 0.5]
+    assert [float(cell) for cell in rows["one"]] == [1.8, 0.75, 0.125, 0.125, 0.125]
 
 
 def replayed(name: str, rate: float, noise: float = 0.0) -> dict[str, Any]:
@@ -523,9 +546,9 @@ def test_the_study_of_losses_says_when_the_loss_departs() -> None:
 
 
 def test_rank_correlation_sees_the_order_alone() -> None:
-    assert studies.rank_correlation([1, 10, 1000], [0.1, 0.2, 0.21]) == pytest.approx(1)
-    assert studies.rank_correlation([3, 2, 1, 0], [1, 2, 3, 4]) == pytest.approx(-1)
-    assert math.isnan(studies.rank_correlation([1, 2], [1, 2]))
+    assert rank_correlation([1, 10, 1000], [0.1, 0.2, 0.21]) == pytest.approx(1)
+    assert rank_correlation([3, 2, 1, 0], [1, 2, 3, 4]) == pytest.approx(-1)
+    assert math.isnan(rank_correlation([1, 2], [1, 2]))
 
 
 def test_signals_are_means_by_kind_of_parameter() -> None:

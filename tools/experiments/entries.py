@@ -230,3 +230,9 @@ def difference(lines: Sequence[Line], first: str, second: str) -> dict[tuple[str
         )
         for key, both in pairs.items()
     }
+
+
+def line_label(line: Line, lines: Sequence[Line]) -> str:
+    """The run's name, with its setting where the list has several."""
+    name: str = line["name"]
+    return name if len({setting(other) for other in lines}) == 1 else f"{name}, {setting(line)}"

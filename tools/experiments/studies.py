@@ -7,14 +7,13 @@ A study is a list of runs with the key ``study``; docs/frontier/lists.md says wh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.experiments.entries import Interval, Key, Line, entries, key, old, percent, setting
+from tools.experiments.entries import Line, entries, key, line_label, old, percent, setting
 from tools.experiments.page import not_shown, provenance
 from tools.experiments.replay import WINDOWS, cases, compare, replays
 from tools.experiments.series import (
@@ -29,8 +28,8 @@ from tools.experiments.series import (
     step_bytes,
     training_gap,
     trajectory,
-    weighted,
 )
+from tools.experiments.signals import fidelity
 from tools.experiments.store import links
 from tools.shared.markdown import header, row
 from tools.shared.pictures import GREY, panels, tidy, to_png
@@ -138,8 +137,8 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     for line in lines:
         for stage in _stages(line):
             entropies = trajectory(line, stage)
-            places[0].plot(*entropies, label=f"{_label(line, lines)} {stage_name(line, stage)}")
-            table.append(_trend(_label(line, lines), stage_name(line, stage), entropies))
+            places[0].plot(*entropies, label=f"{line_label(line, lines)} {stage_name(line, stage)}")
+            table.append(_trend(line_label(line, lines), stage_name(line, stage), entropies))
     places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
     places[0].legend(fontsize=6)
     of_kind = _KindLines()
@@ -147,7 +146,7 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         for kind in kinds(line, stage):
             entropies = statistic(line, stage, kind, "gaussian_entropy")
             places[1].plot(*entropies, **of_kind.style(line, stage, kind))
-            table.append(_trend(_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
+            table.append(_trend(line_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
     if by_layer:
         places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
         places[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -182,7 +181,7 @@ def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         reference = dense.get((setting(line), line["seed"]))
         if reference is None or line is reference:
             continue
-        label = f"{_label(line, lines)}, seed {line['seed']}"
+        label = f"{line_label(line, lines)}, seed {line['seed']}"
         iterations, gap = training_gap(line, reference)
         if not len(iterations):
             continue  # its windows end where none of the dense run does
@@ -192,13 +191,13 @@ def losses(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         largest_ranks.step(ends, used, label=label)
         means = [percent(mean) for mean in _by_quarter(iterations, gap)]
         validation = percent(line["val_loss"] / reference["val_loss"] - 1)
-        table.append(row([_label(line, lines), line["seed"], *means, validation]))
+        table.append(row([line_label(line, lines), line["seed"], *means, validation]))
         measured = np.array(line.get("cosines", []), dtype=float)
         if np.isfinite(measured).any():
             cosines.plot(ends, measured, linewidth=1, label=label)
             own = (*_by_quarter(np.array(ends), measured), float(np.nanmean(measured)))
             means = ["not measured" if math.isnan(mean) else f"{mean:.2f}" for mean in own]
-            got.append(row([_label(line, lines), line["seed"], *means]))
+            got.append(row([line_label(line, lines), line["seed"], *means]))
     gaps.axhline(0, color=GREY)
     gaps.set(xlabel="iteration", ylabel="training loss over dense (%)")
     largest_ranks.set(xlabel="iteration", ylabel="largest rank")
@@ -364,7 +363,7 @@ def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
                 ):
                     axes.plot(iterations, values, **style)
                     cells.append(f"{values[0]:+.2f} → {values[-1]:+.2f}")
-                table.append(row([_label(line, lines), f"{stage_name(line, stage)}, {kind}", *cells]))
+                table.append(row([line_label(line, lines), f"{stage_name(line, stage)}, {kind}", *cells]))
     for axes, title in zip(places, ("skewness", "excess kurtosis", "Gaussian minus histogram entropy"), strict=True):
         axes.set(xlabel="iteration", title=title)
         axes.set_yscale("symlog", linthresh=1)
@@ -399,107 +398,6 @@ def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     return figure, table
 
 
-def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
-    """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
-    figure, places = panels(2, 4, width=4, height=3.5)
-    gaps = {entry.key: entry.gap for entry in entries(lines) if entry.name != "dense"}
-    seen = {one: [line for line in lines if key(line) == one and line.get("fidelity")] for one in gaps}
-    table = header(["entry", "gap", *SIGNALS])
-    columns: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
-    measured = [one for one in gaps if seen[one]]
-    for one in sorted(measured, key=lambda one: gaps[one].mean):
-        values = [fmean(SIGNALS[signal](line) for line in seen[one]) for signal in SIGNALS]
-        for column, value in zip(columns.values(), values, strict=True):
-            column.append(value)
-        table.append(row([_label(seen[one][0], lines), gaps[one].percent(), *(f"{value:.3g}" for value in values)]))
-    ordered = sorted(gaps[one].mean for one in measured)
-    for axes, (signal, values) in zip(places, columns.items(), strict=False):
-        tidy(axes)
-        axes.plot(values, [100 * gap for gap in ordered], "o")
-        axes.set(xlabel=signal, ylabel="gap (%)")
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=0.1)
-        axes.set_ylim(100 * min(ordered, default=0.0) - 0.05, 200 * max(ordered, default=1.0))
-    order = [rank_correlation(values, ordered) for values in columns.values()]
-    small = [place for place, gap in enumerate(ordered) if gap < SMALL_GAP]
-    order_of_small = [rank_correlation([v[i] for i in small], [ordered[i] for i in small]) for v in columns.values()]
-    table.append(row(["**rank correlation with the gap**", "", *map(_two_digits, order)]))
-    label = f"**the same of entries below {100 * SMALL_GAP:g} %**"
-    table.append(row([label, "", *map(_two_digits, order_of_small)]))
-    table += [
-        "",
-        "Gap: against the dense run of the same seed, mean over seeds ± half the 95 % confidence interval. The signals "
-        "are means over seeds, windows and parameters, these by their elements ([what they "
-        "are](../algorithm.md#9-what-the-optimizer-got)).",
-        "",
-        "## By kind of parameter",
-        "",
-        f"The rank correlation with the gap of each signal at one kind of parameter alone, over the entries below "
-        f"{100 * SMALL_GAP:g} % that measured it.",
-        "",
-    ]
-    small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
-    return figure, [*table, *_by_kind(small_ones, gaps, seen)]
-
-
-def _by_kind(ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]]) -> list[str]:
-    """The rank correlation of signals at one kind of parameter with the gap, a row for each kind."""
-    signals = [name for name in SIGNALS if name != "residual"]  # it is measured of all parameters together
-    table = header(["kind", "entries", *signals])
-    for of in sorted({of for one in ones for line in seen[one] for of in line["fidelity"]}):
-        # an engine may leave a kind as it is, and a gradient of zeros has no cosine
-        having = {
-            one: [{**line, "fidelity": {of: line["fidelity"][of]}} for line in seen[one] if of in line["fidelity"]]
-            for one in ones
-        }
-        own = [one for one in ones if having[one] and all("cosine" in x["fidelity"][of] for x in having[one])]
-        ordered = [gaps[one].mean for one in own]
-        values = [[fmean(SIGNALS[signal](line) for line in having[one]) for one in own] for signal in signals]
-        table.append(row([of, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
-    return table
-
-
-def _two_digits(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.2f}"
-
-
-def _mean_of(signal: str) -> Callable[[Line], float]:
-    """A signal over all parameters, by their elements."""
-
-    def mean(line: Line) -> float:
-        kinds_seen = [one for one in line["fidelity"].values() if signal in one]
-        return weighted([(one["elements"], one[signal]) for one in kinds_seen])
-
-    return mean
-
-
-def _mean_residual(line: Line) -> float:
-    seen = [value for window in line["windows"] for value in window["residual"] if value is not None]
-    return fmean(seen) if seen else math.nan
-
-
-SIGNALS: Mapping[str, Callable[[Line], float]] = {
-    "1 - cosine": lambda line: 1 - _mean_of("cosine")(line),
-    "1 - cosine of update": lambda line: 1 - _mean_of("cosine_of_update")(line),
-    "1 - cosine of descent": lambda line: 1 - _mean_of("cosine_of_descent")(line),
-    "1 - cosine of Adam's update": lambda line: 1 - _mean_of("cosine_of_adam")(line),
-    "delay": _mean_of("delay"),
-    "late": _mean_of("late"),
-    "late of update": _mean_of("late_of_update"),
-    "residual": _mean_residual,
-}
-SMALL_GAP = 0.03
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, of values without ties, of the pairs that have both; NaN of fewer than three."""
-    pairs = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
-    if len(pairs) < 3:
-        return math.nan
-    one, other = (np.argsort(np.argsort(values)).astype(float) for values in zip(*pairs, strict=True))
-    return float(np.corrcoef(one, other)[0, 1])
-
-
 STUDIES: Mapping[str, Study] = {
     "fidelity": fidelity,
     "replay": replay,
@@ -521,12 +419,6 @@ def _trend(run: str, what: str, series: Series) -> str:
     pearson = f"{np.corrcoef(iterations, values)[0, 1]:+.2f}" if values.std() > 0 else "none: constant"
     lowest = f"{values[least]:.3f} ({iterations[least]:.0f})"
     return row([run, what, f"{values[0]:.3f}", lowest, f"{values[-1]:.3f}", pearson])
-
-
-def _label(line: Line, lines: Sequence[Line]) -> str:
-    """The run's name, with its setting where the list has several."""
-    name: str = line["name"]
-    return name if len({setting(other) for other in lines}) == 1 else f"{name}, {setting(line)}"
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:

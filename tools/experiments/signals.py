@@ -1,0 +1,163 @@
+"""The study ``fidelity``: which signal of a reduction puts methods in the order of their losses."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from edgc.observe.moments import mean_of_finite
+from tools.experiments.entries import Interval, Key, Line, entries, key, line_label
+from tools.shared.markdown import header, row
+from tools.shared.pictures import panels, tidy
+
+SMALL_GAP = 0.03
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a mean over parameters weighs them by: the ``elements`` of each kind, and the mean ``energy`` of an entry of
+    its gradient in the unit of the descent, over all runs that have measured it; NaN if none has.
+    """
+
+    elements: Mapping[str, float]
+    energy: Mapping[str, float]
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> "Model":
+        elements: dict[str, float] = {}
+        energies: dict[str, list[float]] = {}
+        for line in lines:
+            for kind, seen in line["fidelity"].items():
+                elements[kind] = seen["elements"]
+                energies.setdefault(kind, []).append(seen.get("energy_of_descent", math.nan))
+        return cls(elements, {kind: mean_of_finite(seen) for kind, seen in energies.items()})
+
+    def only(self, kind: str) -> "Model":
+        """The same with this kind of parameter alone."""
+        return Model({kind: self.elements[kind]}, {kind: self.energy[kind]})
+
+    def mean(self, line: Line, of: Callable[[Mapping[str, float]], float], by_energy: bool = False) -> float:
+        """The mean over all parameters, by elements or also by energy. Those that a run sends exactly have 0."""
+        weights = {kind: size * (self.energy[kind] if by_energy else 1.0) for kind, size in self.elements.items()}
+        seen = [(weights[kind], of(one)) for kind, one in line["fidelity"].items() if kind in weights and len(one) > 1]
+        return sum(weight * value for weight, value in seen) / sum(weights.values())
+
+
+Signal = Callable[[Line, Model], float]
+
+
+def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
+    """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
+    figure, places = panels(2, 5, width=4, height=3.5)
+    gaps = {entry.key: entry.gap for entry in entries(lines) if entry.name != "dense"}
+    seen = {one: [line for line in lines if key(line) == one and line.get("fidelity")] for one in gaps}
+    model = Model.of([line for own in seen.values() for line in own])
+    table = header(["entry", "gap", *SIGNALS])
+    columns: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    measured = [one for one in gaps if seen[one]]
+    for one in sorted(measured, key=lambda one: gaps[one].mean):
+        values = [fmean(signal(line, model) for line in seen[one]) for signal in SIGNALS.values()]
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(value)
+        shown = ("–" if math.isnan(value) else f"{value:.3g}" for value in values)
+        table.append(row([line_label(seen[one][0], lines), gaps[one].percent(), *shown]))
+    ordered = sorted(gaps[one].mean for one in measured)
+    for axes, (signal, values) in zip(places, columns.items(), strict=False):
+        tidy(axes)
+        axes.plot(values, [100 * gap for gap in ordered], "o")
+        axes.set(xlabel=signal, ylabel="gap (%)")
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_ylim(100 * min(ordered, default=0.0) - 0.05, 200 * max(ordered, default=1.0))
+    order = [rank_correlation(values, ordered) for values in columns.values()]
+    small = [place for place, gap in enumerate(ordered) if gap < SMALL_GAP]
+    order_of_small = [rank_correlation([v[i] for i in small], [ordered[i] for i in small]) for v in columns.values()]
+    table.append(row(["**rank correlation with the gap**", "", *map(_two_digits, order)]))
+    title = f"**the same of entries below {100 * SMALL_GAP:g} %**"
+    table.append(row([title, "", *map(_two_digits, order_of_small)]))
+    table += [
+        "",
+        "Gap: against the dense run of the same seed, mean over seeds ± half the 95 % confidence interval. The signals "
+        "are means over seeds, windows and all parameters ([what they are](../algorithm.md#9-what-the-optimizer-got)). "
+        "A parameter that travels exactly counts with a cosine of 1, and with 0 of all else. Parameters are weighted "
+        "by their elements; *by energy*: by these times the energy of an entry of the gradient in the unit of the "
+        "descent, as the planner weights them.",
+        "",
+        "## By kind of parameter",
+        "",
+        f"The rank correlation with the gap of each signal at one kind of parameter alone, over the entries below "
+        f"{100 * SMALL_GAP:g} % that measured it.",
+        "",
+    ]
+    small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
+    return figure, [*table, *_by_kind(small_ones, gaps, seen, model)]
+
+
+def _by_kind(
+    ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]], model: Model
+) -> list[str]:
+    """The rank correlation of signals at one kind of parameter with the gap, a row for each kind."""
+    # the residual is measured of all parameters together, and one kind needs no weights
+    signals = [name for name in SIGNALS if name != "residual" and "by energy" not in name]
+    table = header(["kind", "entries", *signals])
+    for kind in sorted(model.elements):
+        # an engine may leave a kind as it is, and a gradient of zeros has no cosine
+        own = [one for one in ones if seen[one] and all("cosine" in x["fidelity"].get(kind, {}) for x in seen[one])]
+        ordered = [gaps[one].mean for one in own]
+        values = [
+            [fmean(SIGNALS[name](line, model.only(kind)) for line in seen[one]) for one in own] for name in signals
+        ]
+        table.append(row([kind, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
+    return table
+
+
+def _two_digits(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _value(name: str, seen: Mapping[str, float]) -> float:
+    return seen.get(name, 0.0)
+
+
+def _distance(name: str, seen: Mapping[str, float]) -> float:
+    return 1 - seen.get(name, 1.0)
+
+
+def _noise(seen: Mapping[str, float]) -> float:
+    return 1 / seen.get("cosine_of_descent", 1.0) ** 2 - 1
+
+
+def _mean(of: Callable[[Mapping[str, float]], float], by_energy: bool = False) -> Signal:
+    return lambda line, model: model.mean(line, of, by_energy)
+
+
+def _mean_residual(line: Line, model: Model) -> float:
+    seen = [value for window in line["windows"] for value in window["residual"] if value is not None]
+    return fmean(seen) if seen else math.nan
+
+
+SIGNALS: Mapping[str, Signal] = {
+    "noise of descent, by energy": _mean(_noise, by_energy=True),
+    "noise of descent": _mean(_noise),
+    "1 - cosine": _mean(partial(_distance, "cosine")),
+    "1 - cosine of update": _mean(partial(_distance, "cosine_of_update")),
+    "1 - cosine of descent": _mean(partial(_distance, "cosine_of_descent")),
+    "1 - cosine of Adam's update": _mean(partial(_distance, "cosine_of_adam")),
+    "delay": _mean(partial(_value, "delay")),
+    "late": _mean(partial(_value, "late")),
+    "late of update": _mean(partial(_value, "late_of_update")),
+    "residual": _mean_residual,
+}
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of values without ties, of the pairs that have both; NaN of fewer than three."""
+    pairs = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
+    if len(pairs) < 3:
+        return math.nan
+    one, other = (np.argsort(np.argsort(values)).astype(float) for values in zip(*pairs, strict=True))
+    return float(np.corrcoef(one, other)[0, 1])
