@@ -35,6 +35,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
         "log_dir",
     ),
     "Rank policy": (
+        "enough_fidelity",
         "rank_model",
         "rmin",
         "rank_step",
