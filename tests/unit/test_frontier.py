@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edgc.config.presets import PRESETS
+from edgc.plan.by_volume.noise import noise_of_format
 from tools import frontier
 from tools._root import REPOSITORY
 from tools.experiments import lists, results, series, studies, training
@@ -479,6 +480,16 @@ def test_parameters_that_travel_exactly_count_and_energy_weighs_the_others() -> 
     rows = {row.split("|")[1].strip(): row.split("|")[3:8] for row in page.splitlines() if row.startswith("|")}
     assert [float(cell) for cell in rows["all"]] == [3, 3, 0.5, 0.5, 0.5]
     assert [float(cell) for cell in rows["one"]] == [1.8, 0.75, 0.125, 0.125, 0.125]
+
+
+def test_the_study_of_fidelity_compares_rounding_with_what_entropy_would_give() -> None:
+    """Entropy half a nat below that of normal values; a cosine at which the noise is three times that of these."""
+    cosine = (1 + 3 * noise_of_format("int2")) ** -0.5
+    rounded = {"fc1.weight": {"elements": 8, **dict.fromkeys(SIGNALS, cosine)}}
+    lines = [seen("dense", 10, [None]), seen("i2", 10, [0], fidelity=rounded, engine="int2")]
+    lines[0]["engine"] = "dense"
+    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    assert f"| fc1.weight | 0.50 | {math.exp(-1):.3f} | 3.00 |" in page
 
 
 def replayed(name: str, rate: float, noise: float = 0.0) -> dict[str, Any]:

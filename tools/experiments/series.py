@@ -54,6 +54,10 @@ def _by_window(losses: Sequence[tuple[int, float]]) -> dict[tuple[int, int], flo
     return {(start, end): loss for start, (end, loss) in zip(starts, losses, strict=False)}
 
 
+def stages(line: Line) -> range:
+    return range(len(line["windows"][0]["entropy"]))
+
+
 def kinds(line: Line, stage: int) -> list[str]:
     """Linear layers and embeddings: the other parameters have too few entries for a histogram."""
     measured: Mapping[str, Any] = line["windows"][-1]["statistics"][stage]

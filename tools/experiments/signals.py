@@ -10,7 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from edgc.observe.moments import mean_of_finite
+from edgc.plan.by_volume.noise import LOST, noise_of_format
 from tools.experiments.entries import Interval, Key, Line, entries, key, line_label
+from tools.experiments.series import kinds, stages, statistic
 from tools.shared.markdown import header, row
 from tools.shared.pictures import panels, tidy
 
@@ -94,7 +96,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "",
     ]
     small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
-    return figure, [*table, *_by_kind(small_ones, gaps, seen, model)]
+    return figure, [*table, *_by_kind(small_ones, gaps, seen, model), *_by_entropy(lines)]
 
 
 def _by_kind(
@@ -112,6 +114,42 @@ def _by_kind(
             [fmean(SIGNALS[name](line, model.only(kind)) for line in seen[one]) for one in own] for name in signals
         ]
         table.append(row([kind, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
+    return table
+
+
+def _by_entropy(lines: Sequence[Line]) -> list[str]:
+    """The noise of rounding that rate-distortion theory gives by the entropy, and what was measured, by kind."""
+    deficits: dict[str, float] = {}  # how far the entropy of a kind lies below that of normal values, in nats
+    for line in lines:
+        for stage in stages(line) if line["engine"] == "dense" else ():
+            for kind in kinds(line, stage):
+                normal, own = (statistic(line, stage, kind, f"{one}_entropy")[1] for one in ("gaussian", "histogram"))
+                deficits[kind] = float((normal - own).mean())
+    rounded: dict[str, Mapping[str, Mapping[str, float]]] = {}  # by format, of the run that rounds most kinds
+    for line in lines:
+        if line["engine"] in LOST and len(line.get("fidelity", ())) > len(rounded.get(line["engine"], ())):
+            rounded[line["engine"]] = line["fidelity"]
+    formats = [name for name in sorted(rounded) if LOST[name] > 0]
+    known = sorted(kind for kind in deficits if any("cosine" in rounded[name].get(kind, {}) for name in formats))
+    if not known:
+        return []
+    table = [
+        "",
+        "## Bits by entropy",
+        "",
+        "How many times the noise of normal values rounding makes of each kind. *By theory*: what rate-distortion "
+        "theory gives at equal bits, from the entropy alone. R(D) = h - ½ log 2πeD, so it is e to minus twice the nats "
+        "by which the entropy lies below that of normal values (a histogram of the local gradients of the dense run, "
+        "mean over its windows). The other columns are measured.",
+        "",
+        *header(["kind", "entropy below normal (nats)", "by theory", *formats]),
+    ]
+    for kind in known:
+        cells = [f"{deficits[kind]:.2f}", f"{math.exp(-2 * deficits[kind]):.3f}"]
+        for name in formats:
+            cosine = rounded[name].get(kind, {}).get("cosine")
+            cells.append("–" if cosine is None else f"{(1 / cosine**2 - 1) / noise_of_format(name):.2f}")
+        table.append(row([kind, *cells]))
     return table
 
 

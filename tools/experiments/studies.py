@@ -24,6 +24,7 @@ from tools.experiments.series import (
     mean_rank,
     reduce_seconds,
     stage_name,
+    stages,
     statistic,
     step_bytes,
     training_gap,
@@ -131,11 +132,11 @@ def _old(lines: Sequence[Line]) -> list[str]:
 
 def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Entropy over the run, by stage and, where statistics were kept, by kind of layer."""
-    by_layer = [(line, stage) for line in lines for stage in _stages(line) if kinds(line, stage)]
+    by_layer = [(line, stage) for line in lines for stage in stages(line) if kinds(line, stage)]
     figure, places = _panels(2 if by_layer else 1)
     table = header(["run", "of", "first window", "lowest (until)", "last window", "correlation with the iteration"])
     for line in lines:
-        for stage in _stages(line):
+        for stage in stages(line):
             entropies = trajectory(line, stage)
             places[0].plot(*entropies, label=f"{line_label(line, lines)} {stage_name(line, stage)}")
             table.append(_trend(line_label(line, lines), stage_name(line, stage), entropies))
@@ -214,10 +215,6 @@ def _by_quarter(iterations: np.ndarray, values: np.ndarray) -> list[float]:
     quarter = np.minimum(QUARTERS * (iterations - 1) // iterations[-1], QUARTERS - 1)
     of_each = [values[(quarter == place) & np.isfinite(values)] for place in range(QUARTERS)]
     return [float(own.mean()) if len(own) else math.nan for own in of_each]
-
-
-def _stages(line: Line) -> range:
-    return range(len(line["windows"][0]["entropy"]))
 
 
 def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
