@@ -17,6 +17,7 @@ from tools.shared.markdown import header, row
 from tools.shared.pictures import panels, tidy
 
 SMALL_GAP = 0.03
+POWERS = 0.0, 0.5, 1.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,22 @@ class Model:
         """The same with this kind of parameter alone."""
         return Model({kind: self.elements[kind]}, {kind: self.energy[kind]})
 
-    def mean(self, line: Line, of: Callable[[Mapping[str, float]], float], by_energy: bool = False) -> float:
-        """The mean over all parameters, by elements or also by energy. Those that a run sends exactly have 0."""
-        weights = {kind: size * (self.energy[kind] if by_energy else 1.0) for kind, size in self.elements.items()}
+    def mean(self, line: Line, of: "Kind", power: float = 0.0) -> float:
+        """The mean over all parameters, by elements times this power of the energy. Those that a run sends exactly have
+        0.
+        """
+        weights = {kind: size * (self.energy[kind] ** power if power else 1.0) for kind, size in self.elements.items()}
         seen = [(weights[kind], of(one)) for kind, one in line["fidelity"].items() if kind in weights and len(one) > 1]
         return sum(weight * value for weight, value in seen) / sum(weights.values())
 
 
+Kind = Callable[[Mapping[str, float]], float]  # of what was measured of one kind of parameter; 0 of an exact sum
 Signal = Callable[[Line, Model], float]
 
 
 def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
-    figure, places = panels(2, 5, width=4, height=3.5)
+    figure, places = panels(2, 6, width=4, height=3.5)
     gaps = {entry.key: entry.gap for entry in entries(lines) if entry.name != "dense"}
     seen = {one: [line for line in lines if key(line) == one and line.get("fidelity")] for one in gaps}
     model = Model.of([line for own in seen.values() for line in own])
@@ -72,7 +76,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         tidy(axes)
         axes.plot(values, [100 * gap for gap in ordered], "o")
         axes.set(xlabel=signal, ylabel="gap (%)")
-        axes.set_xscale("log")
+        axes.set_xscale("log" if all(value > 0 for value in values) else "linear")
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set_ylim(100 * min(ordered, default=0.0) - 0.05, 200 * max(ordered, default=1.0))
     order = [rank_correlation(values, ordered) for values in columns.values()]
@@ -89,6 +93,9 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "by their elements; *by energy*: by these times the energy of an entry of the gradient in the unit of the "
         "descent, as the planner weights them.",
         "",
+    ]
+    table += _by_weights(measured, gaps, seen, model)
+    table += [
         "## By kind of parameter",
         "",
         f"The rank correlation with the gap of each signal at one kind of parameter alone, over the entries below "
@@ -99,20 +106,42 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     return figure, [*table, *_by_kind(small_ones, gaps, seen, model), *_by_entropy(lines)]
 
 
+def _by_weights(
+    ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]], model: Model
+) -> list[str]:
+    """How signals correlate with the gap if parameters are weighted by other powers of their energy."""
+    if not ones or not all(map(math.isfinite, model.energy.values())):
+        return []  # older runs have not measured it
+    ordered = [gaps[one].mean for one in ones]
+    table = [
+        "## Weights of parameters",
+        "",
+        "The correlation of each signal with the gap, of the ranks and linear, with parameters weighted by their "
+        "elements times a power of the energy of an entry of the gradient.",
+        "",
+        *header(["signal", *(f"power {power:g}" for power in POWERS)]),
+    ]
+    for name, of in KINDS.items():
+        cells = []
+        for power in POWERS:
+            values = [fmean(model.mean(line, of, power) for line in seen[one]) for one in ones]
+            linear = float(np.corrcoef(values, ordered)[0, 1]) if np.std(values) else math.nan
+            cells.append(f"{_two_digits(rank_correlation(values, ordered))}, {_two_digits(linear)}")
+        table.append(row([name, *cells]))
+    return [*table, ""]
+
+
 def _by_kind(
     ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]], model: Model
 ) -> list[str]:
     """The rank correlation of signals at one kind of parameter with the gap, a row for each kind."""
-    # the residual is measured of all parameters together, and one kind needs no weights
-    signals = [name for name in SIGNALS if name != "residual" and "by energy" not in name]
-    table = header(["kind", "entries", *signals])
+    table = header(["kind", "entries", *KINDS])
     for kind in sorted(model.elements):
         # an engine may leave a kind as it is, and a gradient of zeros has no cosine
         own = [one for one in ones if seen[one] and all("cosine" in x["fidelity"].get(kind, {}) for x in seen[one])]
         ordered = [gaps[one].mean for one in own]
-        values = [
-            [fmean(SIGNALS[name](line, model.only(kind)) for line in seen[one]) for one in own] for name in signals
-        ]
+        alone = model.only(kind)
+        values = [[fmean(alone.mean(line, of) for line in seen[one]) for one in own] for of in KINDS.values()]
         table.append(row([kind, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
     return table
 
@@ -158,19 +187,33 @@ def _two_digits(value: float) -> str:
 
 
 def _value(name: str, seen: Mapping[str, float]) -> float:
-    return seen.get(name, 0.0)
+    return seen.get(name, math.nan)
 
 
 def _distance(name: str, seen: Mapping[str, float]) -> float:
-    return 1 - seen.get(name, 1.0)
+    return 1 - seen.get(name, math.nan)
 
 
 def _noise(seen: Mapping[str, float]) -> float:
-    return 1 / seen.get("cosine_of_descent", 1.0) ** 2 - 1
+    return 1 / seen.get("cosine_of_descent", math.nan) ** 2 - 1
 
 
-def _mean(of: Callable[[Mapping[str, float]], float], by_energy: bool = False) -> Signal:
-    return lambda line, model: model.mean(line, of, by_energy)
+# of one kind of parameter
+KINDS: Mapping[str, Kind] = {
+    "noise of descent": _noise,
+    "1 - cosine": partial(_distance, "cosine"),
+    "1 - cosine of update": partial(_distance, "cosine_of_update"),
+    "1 - cosine of descent": partial(_distance, "cosine_of_descent"),
+    "1 - cosine of Adam's update": partial(_distance, "cosine_of_adam"),
+    "delay": partial(_value, "delay"),
+    "late": partial(_value, "late"),
+    "late of update": partial(_value, "late_of_update"),
+    "lag": partial(_value, "lag"),
+}
+
+
+def _mean(of: Kind, power: float = 0.0) -> Signal:
+    return lambda line, model: model.mean(line, of, power)
 
 
 def _mean_residual(line: Line, model: Model) -> float:
@@ -178,16 +221,10 @@ def _mean_residual(line: Line, model: Model) -> float:
     return fmean(seen) if seen else math.nan
 
 
+# of a run
 SIGNALS: Mapping[str, Signal] = {
-    "noise of descent, by energy": _mean(_noise, by_energy=True),
-    "noise of descent": _mean(_noise),
-    "1 - cosine": _mean(partial(_distance, "cosine")),
-    "1 - cosine of update": _mean(partial(_distance, "cosine_of_update")),
-    "1 - cosine of descent": _mean(partial(_distance, "cosine_of_descent")),
-    "1 - cosine of Adam's update": _mean(partial(_distance, "cosine_of_adam")),
-    "delay": _mean(partial(_value, "delay")),
-    "late": _mean(partial(_value, "late")),
-    "late of update": _mean(partial(_value, "late_of_update")),
+    "noise of descent, by energy": _mean(_noise, power=1.0),
+    **{name: _mean(of) for name, of in KINDS.items()},
     "residual": _mean_residual,
 }
 
