@@ -72,6 +72,8 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         shown = ("–" if math.isnan(value) else f"{value:.3g}" for value in values)
         table.append(row([line_label(seen[one][0], lines), gaps[one].percent(), *shown]))
     ordered = sorted(gaps[one].mean for one in measured)
+    for axes in places[len(columns) :]:
+        axes.set_axis_off()
     for axes, (signal, values) in zip(places, columns.items(), strict=False):
         tidy(axes)
         axes.plot(values, [100 * gap for gap in ordered], "o")
@@ -94,7 +96,8 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "descent, as the planner weights them.",
         "",
     ]
-    table += _by_weights(measured, gaps, seen, model)
+    small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
+    table += _by_weights(small_ones, gaps, seen, model)
     table += [
         "## By kind of parameter",
         "",
@@ -102,7 +105,6 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         f"{100 * SMALL_GAP:g} % that measured it.",
         "",
     ]
-    small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
     return figure, [*table, *_by_kind(small_ones, gaps, seen, model), *_by_entropy(lines)]
 
 
@@ -116,8 +118,8 @@ def _by_weights(
     table = [
         "## Weights of parameters",
         "",
-        "The correlation of each signal with the gap, of the ranks and linear, with parameters weighted by their "
-        "elements times a power of the energy of an entry of the gradient.",
+        f"The correlation of each signal with the gap over the entries below {100 * SMALL_GAP:g} %, of the ranks and "
+        "linear. Parameters are weighted by their elements times a power of the energy of an entry of the gradient.",
         "",
         *header(["signal", *(f"power {power:g}" for power in POWERS)]),
     ]
