@@ -35,7 +35,6 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
         "log_dir",
     ),
     "Rank policy": (
-        "enough_fidelity",
         "rank_model",
         "rmin",
         "rank_step",

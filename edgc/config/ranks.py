@@ -58,14 +58,6 @@ class Ranks(Settings):
         "ratio",
         "EDGC's own: docs/algorithm.md, 10",
     )
-    enough_fidelity: float = setting(
-        1.0,
-        "with --edgc-volume, the fidelity that is enough: the share of the energy of what the optimizer gets that lies "
-        "along the true gradient. A step takes no more bytes than it needs for this, so a run may send fewer than its "
-        "volume allows; 1: a step takes what the volume allows",
-        "fraction",
-        "docs/algorithm.md, 10",
-    )
     rank_model: str = setting(
         "gaussian",
         "how the measured gradient sets the rank where it is not static. The rank keeps the norm constant that it "
@@ -152,8 +144,6 @@ class Ranks(Settings):
             self.require("volume", 1 < self.volume < math.inf, "must be a finite number above 1")
             bounds = self.rmax is None or self.rmax < 1 or self.rmax >= 4  # the smallest rank of a plan
             self.require("rmax", bounds, "must be at least 4 beside a volume, or a share of the width")
-        # a guard of a volume gives more bytes below a third, at most (``Study.least_fidelity``)
-        self.require("enough_fidelity", 1 / 3 <= self.enough_fidelity <= 1, "must lie in [1/3, 1]")
         for name in ("iteration_sampling_rate", "gradient_sampling_rate"):
             value = getattr(self, name)
             self.require(name, 1e-6 <= value <= 1, "a sampling rate must lie between 1e-6 and 1")

@@ -9,7 +9,7 @@ from edgc.config.ranks import BY_ENTROPY, RankPolicy, Ranks
 from edgc.engines import DEFAULT_ENGINE, ENGINES, has_rank
 
 NOT_BY_ENTROPY = {"static_rank", "volume"}  # either of them sets ranks in the place of entropy
-OF_A_VOLUME = {"enough_fidelity", "learning_rate_power", "least_fidelity"}
+OF_A_VOLUME = {"learning_rate_power", "least_fidelity"}
 UNUSED_BY_VOLUME = {"allocation", "compress_embeddings", "only", "rest_wire"}
 OF_LOW_RANK = {"allocation", "wire", "basis_wire", "basis_cycle", "rest_wire", *BY_ENTROPY}
 OF_POWERSGD = {"basis_wire", "basis_cycle", "transpose", "warm_start"}  # not of other engines with a rank

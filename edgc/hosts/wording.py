@@ -51,8 +51,6 @@ def _policy(plan: RunPlan) -> str:
         if plan.rounds:
             return f"all gradients rounded, window {ranks.window}"
         how = f"{ranks.volume:g}x fewer bytes than an all-reduce in fp32, window {ranks.window}"
-        if ranks.enough_fidelity < 1:
-            how += f", and no more bytes than a fidelity of {ranks.enough_fidelity:g} needs"
         return how + (", once compression is faster" if plan.starts_by_host else "")
     if policy is RankPolicy.CONSTANT:
         what = "compressed" if ranks.resolved_static_rank is None else f"rank {ranks.resolved_static_rank}"

@@ -753,28 +753,6 @@ def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief:
     assert under_test.decide(20).relief == relief
 
 
-def test_a_step_takes_no_more_bytes_than_enough_fidelity_needs() -> None:
-    """Gradients that are spread over more directions need more of them."""
-    sizes = {}
-    for exponent in (2.0, 1.7, 1.5):
-        for enough in (1.0, 0.8):
-            stages = [[parameter(str(place), 128, 256, steepness=exponent) for place in range(6)]]
-            planner = planned(4.0, 1000, 0, stages, 4.0, enough_fidelity=enough)
-            sizes[exponent, enough] = planner._size(planner.choices)
-            noise = planner._noise(planner.choices) / sum(one.weight for one in planner.parameters)
-            assert noise < 0.25 and (enough == 1.0 or noise > 0.15)
-    assert sizes[2.0, 0.8] < sizes[1.7, 0.8] < sizes[1.5, 0.8]
-    for exponent in (2.0, 1.7, 1.5):
-        assert sizes[exponent, 0.8] < 0.9 * sizes[exponent, 1.0]
-
-
-def test_enough_fidelity_gives_way_to_a_guard() -> None:
-    planner = planned(24.0, 1000, 0, [[parameter("w")]], 4.0, enough_fidelity=0.8)
-    assert planner.enough_noise(999) == pytest.approx(0.25)
-    planner.guard.relief = 2.0
-    assert planner.enough_noise(999) == 0
-
-
 def test_steps_get_twice_the_bytes_while_the_loss_rises() -> None:
     under_test = controller()
     under_test.decide(10)

@@ -34,7 +34,6 @@ from edgc.engines import ENGINES, engine_class
         ({"static_rank": 8, "rank_step": 4}, r"--edgc-rank-step = 4: does nothing beside --edgc-static-rank"),
         ({"volume": 8, "rank_model": "measured"}, r"--edgc-rank-model = measured: does nothing beside --edgc-volume"),
         ({"volume": 8, "align": False}, r"--edgc-no-align: does nothing beside --edgc-volume"),
-        ({"volume": 8, "enough_fidelity": 0.3}, r"--edgc-enough-fidelity = 0.3: must lie in \[1/3, 1\]"),
         ({"volume": 8, "least_fidelity": 0.34}, r"least_fidelity = 0.34: must lie in \[0, 1/3\)"),
         ({"volume": math.inf}, r"--edgc-volume = inf: must be a finite number above 1"),
         ({"engine": "topk:"}, r"--edgc-engine = topk:: nothing follows the colon"),
@@ -274,8 +273,8 @@ def test_a_volume_that_is_given_is_spent_as_the_preset_spends_its_own() -> None:
 
 @pytest.mark.parametrize("given", [{"static_rank": 16}, {"engine": "int4"}, {"preset": "paper"}, {"rmin": 8}])
 def test_what_only_a_volume_spends_is_refused_without_one(given: dict[str, object]) -> None:
-    for name in ("enough_fidelity", "learning_rate_power", "least_fidelity"):
-        with pytest.raises(ConfigError, match=f"{flag(name)} = 0.3: does nothing without --edgc-volume"):
+    for name in ("learning_rate_power", "least_fidelity"):
+        with pytest.raises(ConfigError, match=f"{name} = 0.3: does nothing without --edgc-volume"):
             EDGCConfig.from_preset(**{**given, name: 0.3})
 
 

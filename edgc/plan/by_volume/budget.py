@@ -79,7 +79,6 @@ class BudgetPlanner:
         self.ledger = Ledger(
             self.volume, iterations, 4.0 * sum(elements), uncompressed * sum(elements), least, weights, ranks.window
         )
-        self.noise_asked_for = 1 / ranks.enough_fidelity - 1
         self.fidelity = math.nan  # in the last window
         # steps of a learning rate so small that noise does no harm need no more bytes than their budget
         watched = [True] * iterations if weights is None else [one > LEAST_RATE**power for one in weights]
@@ -181,13 +180,10 @@ class BudgetPlanner:
         return PlannedChoices(self.choices if fits and not pays else best, limit)
 
     def enough_noise(self, iteration: int) -> float:
-        """The mean noise below which a step from ``iteration`` on needs no more bytes: at the end of the run only what
-        the user has asked for.
-        """
+        """The mean noise below which a step from ``iteration`` on needs no more bytes: none at the end of the run."""
         if self.relief > 1:
             return 0.0
-        little = LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations)
-        return float(max(little, self.noise_asked_for))
+        return float(LITTLE_NOISE * (self.volume / 24) ** LITTLE_NOISE_POWER * (1 - iteration / self.iterations))
 
     def _best(self, iteration: int, current: Choices | None = None, same_methods: bool = False) -> PlannedChoices:
         """The choices with the least noise from ``iteration`` on. ``current``: those of now; None before the first."""
