@@ -456,8 +456,8 @@ def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
         lines.append(seen(f"r{place}", 10, [4], fidelity=signals, val_loss=2.001 + 0.001 * place))
     page, _ = studies.page("mine", "A title", "fidelity", lines)
     rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
-    assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
-    assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
+    assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | – | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
+    assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | – | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
 
 
 def test_parameters_that_travel_exactly_count_and_energy_weighs_the_others() -> None:
@@ -477,9 +477,10 @@ def test_parameters_that_travel_exactly_count_and_energy_weighs_the_others() -> 
         seen("one", 10, [4], fidelity={"fc1.weight": both["fc1.weight"]}, val_loss=2.1),
     ]
     page, _ = studies.page("mine", "A title", "fidelity", lines)
-    rows = {row.split("|")[1].strip(): row.split("|")[3:8] for row in page.splitlines() if row.startswith("|")}
-    assert [float(cell) for cell in rows["all"]] == [3, 3, 0.5, 0.5, 0.5]
-    assert [float(cell) for cell in rows["one"]] == [1.8, 0.75, 0.125, 0.125, 0.125]
+    rows = {row.split("|")[1].strip(): row.split("|")[4:] for row in page.splitlines() if row.startswith("|")}
+    # the noise by energy, by elements, and the distance from a cosine of 1
+    assert [float(rows["all"][place]) for place in (0, 1, 3)] == [3, 3, 0.5]
+    assert [float(rows["one"][place]) for place in (0, 1, 3)] == [1.8, 0.75, 0.125]
 
 
 def test_the_study_of_fidelity_compares_rounding_with_what_entropy_would_give() -> None:
@@ -567,9 +568,12 @@ def test_signals_are_means_by_kind_of_parameter() -> None:
         "mine",
         {"stages": [{"matrices": [["a.0.w", 2, 3], ["a.1.w", 1, 2]], "rest": [["b.bias", 4, "one-dimensional"]]}]},
         [
-            {"stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": 5.0}, "b.bias": {"late": None}}}]},
-            {"stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": math.inf}}}]},
-            {"stages": [{}]},
+            {
+                "iteration": 10,
+                "stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": 5.0}, "b.bias": {"late": None}}}],
+            },
+            {"iteration": 20, "stages": [{"fidelity": {"a.0.w": {"late": 1.0}, "a.1.w": {"late": math.inf}}}]},
+            {"iteration": 30, "stages": [{}]},
         ],
         [],
         2.0,
@@ -584,6 +588,17 @@ def test_signals_are_means_by_kind_of_parameter() -> None:
     assert results.mean_cosines(run) == [None, 0.6, None]
     kinds = {"0.w": {"elements": 6, "late": 1.0}, "1.w": {"elements": 2, "late": 5.0}, "b.bias": {"elements": 4}}
     assert found == kinds
+
+
+def test_noise_counts_by_the_energy_of_a_gradient_and_the_learning_rate_of_a_window() -> None:
+    """A noise of 3 and of 1, the latter where the gradient has twice the energy and the rate is a third."""
+    windows = [
+        {"iteration": end, "stages": [{"fidelity": {"a.0.w": {"cosine_of_descent": c, "energy_of_descent": energy}}}]}
+        for end, c, energy in ((10, 0.5, 1.0), (20, 0.5**0.5, 2.0))
+    ]
+    start = {"stages": [{"matrices": [["a.0.w", 2, 3]], "rest": []}]}
+    run = Run("mine", start, windows, [], 2.0, [(5, 2e-3), (10, 4e-3), (15, 1e-3), (30, 7.0)])
+    assert results.fidelity(run)["0.w"]["noise_by_rate"] == pytest.approx((3 * 3 + 2 * 1) / 5)
 
 
 def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:

@@ -62,12 +62,17 @@ def result(trial: Trial, measured: Run, record: Mapping[str, Any], studies: Coll
 
 def mean_losses(measured: Run) -> list[list[float]]:
     """The last iteration of each window, and the mean training loss of its iterations."""
-    losses: dict[int, list[float]] = {window["iteration"]: [] for window in measured.windows}
-    ends = sorted(losses)
-    for iteration, loss in measured.loss:
+    return [[end, _rounded(mean)] for end, mean in _by_window(measured.loss, measured).items()]
+
+
+def _by_window(pairs: Sequence[tuple[int, float]], measured: Run) -> dict[int, float]:
+    """The mean value of these (iteration, value) pairs in each window that has one, by its last iteration."""
+    values: dict[int, list[float]] = {window["iteration"]: [] for window in measured.windows}
+    ends = sorted(values)
+    for iteration, value in pairs:
         if iteration <= ends[-1]:
-            losses[ends[bisect_left(ends, iteration)]].append(loss)
-    return [[end, _rounded(fmean(own))] for end, own in losses.items() if own]
+            values[ends[bisect_left(ends, iteration)]].append(value)
+    return {end: fmean(own) for end, own in values.items() if own}
 
 
 def mean_cosines(measured: Run) -> list[float | None]:
@@ -94,16 +99,24 @@ def _elements(measured: Run) -> dict[str, int]:
 def fidelity(measured: Run) -> dict[str, dict[str, float]]:
     """By kind of parameter its elements, and the mean of each signal over parameters, by their
     elements, and windows. A signal that is not finite in a window counts in no mean.
+
+    ``noise_by_rate`` is the mean noise in the unit of the descent, where parameters count by elements times the energy
+    of an entry, and windows by their mean learning rate.
     """
-    sizes = _elements(measured)
-    seen: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    sizes, rates = _elements(measured), _by_window(measured.rates, measured)
+    seen: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for window in measured.windows:
+        rate = rates.get(window["iteration"])
         for stage in window["stages"]:
             for name, signals in (stage.get("fidelity") or {}).items():
                 of_kind = seen.setdefault(layer_kind(name), {})
                 for signal, value in signals.items():
                     if value is not None and math.isfinite(value):
                         of_kind.setdefault(signal, []).append((sizes[name], value))
+                cosine, energy = signals.get("cosine_of_descent"), signals.get("energy_of_descent")
+                if cosine and energy and rate:
+                    noise = sizes[name] * energy * rate, 1 / cosine**2 - 1
+                    of_kind.setdefault("noise_by_rate", []).append(noise)
     elements = {one: sum(size for name, size in sizes.items() if layer_kind(name) == one) for one in seen}
     return {
         one: {"elements": elements[one], **{name: _rounded(weighted(pairs)) for name, pairs in signals.items()}}

@@ -93,7 +93,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "are means over seeds, windows and all parameters ([what they are](../algorithm.md#9-what-the-optimizer-got)). "
         "A parameter that travels exactly counts with a cosine of 1, and with 0 of all else. Parameters are weighted "
         "by their elements; *by energy*: by these times the energy of an entry of the gradient in the unit of the "
-        "descent, as the planner weights them.",
+        "descent, as the planner weights them. *By rate*: windows are weighted by their mean learning rate.",
         "",
     ]
     small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
@@ -203,6 +203,7 @@ def _noise(seen: Mapping[str, float]) -> float:
 # of one kind of parameter
 KINDS: Mapping[str, Kind] = {
     "noise of descent": _noise,
+    "noise of descent by rate": partial(_value, "noise_by_rate"),
     "1 - cosine": partial(_distance, "cosine"),
     "1 - cosine of update": partial(_distance, "cosine_of_update"),
     "1 - cosine of descent": partial(_distance, "cosine_of_descent"),
@@ -225,6 +226,7 @@ def _mean_residual(line: Line, model: Model) -> float:
 
 # of a run
 SIGNALS: Mapping[str, Signal] = {
+    "noise of descent by rate, by energy": _mean(KINDS["noise of descent by rate"], power=1.0),
     "noise of descent, by energy": _mean(_noise, power=1.0),
     **{name: _mean(of) for name, of in KINDS.items()},
     "residual": _mean_residual,

@@ -1,6 +1,6 @@
 """A finished run: its event log and the losses that Megatron wrote for TensorBoard."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ class RunError(Exception):
 @dataclass(frozen=True)
 class Run:
     """A finished run. ``start``: the event of its last begin or resume. ``loss`` holds (iteration, training
-    loss) pairs; ``windows`` the window events in order.
+    loss) pairs; ``windows`` the window events in order. ``rates``: (iteration, learning rate) pairs.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Run:
     windows: list[dict[str, Any]]
     loss: list[tuple[int, float]]
     val_loss: float
+    rates: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def dp_bytes(self) -> float:
@@ -82,17 +83,23 @@ def load_run(folder: Path) -> Run:
         raise RunError(f"{folder}: the run has not finished")
     if (done := windows[-1]["iteration"]) < start["iterations"]:  # Megatron ended it, as after a time limit
         raise RunError(f"{folder}: the run has not finished: {done} of {start['iterations']} iterations")
-    loss, validation = read_losses(folder / "tensorboard")
+    loss, validation, rates = _scalars(folder / "tensorboard", "lm loss", "lm loss validation", "learning-rate")
     if not validation:
         raise RunError(f"{folder}: no validation loss in its TensorBoard files")
     final = validation[-1][0]
     # After the last step Megatron writes the validation loss and then, under the same name, the test loss.
-    loss = sorted(dict(loss).items())  # so of losses as well
-    return Run(folder.name, start, windows, loss, next(value for step, value in validation if step == final))
+    loss, rates = (sorted(dict(one).items()) for one in (loss, rates))  # so of losses as well
+    return Run(folder.name, start, windows, loss, next(value for step, value in validation if step == final), rates)
 
 
 def read_losses(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """(iteration, loss) pairs of training and of validation; empty where there are none."""
+    training, validation = _scalars(folder, "lm loss", "lm loss validation")
+    return training, validation
+
+
+def _scalars(folder: Path, *tags: str) -> list[list[tuple[int, float]]]:
+    """The (iteration, value) pairs of each tag; empty where there are none."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
@@ -102,7 +109,7 @@ def read_losses(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, 
         known = tag in accumulator.Tags()[SCALARS]
         return [(event.step, event.value) for event in accumulator.Scalars(tag)] if known else []
 
-    return scalars("lm loss"), scalars("lm loss validation")
+    return [scalars(tag) for tag in tags]
 
 
 def times_fewer(dense: float, sent: float) -> float:
