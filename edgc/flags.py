@@ -88,12 +88,12 @@ def markdown() -> str:
     lines += ["| name | meaning | unit | default | source |", "|---|---|---|---|---|"]
     usual = EDGCConfig.from_preset().flat()
     lines += [_row(one.name, one, _value(usual[one.name])) for one in fields(Study)]
-    unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME))
+    of_studies = {one.name for one in fields(Study)}
+    unused = ", ".join(f"`--edgc-{name.replace('_', '-')}`" for name in sorted(UNUSED_BY_VOLUME - of_studies))
     lines += ["", "## What the presets set", ""]
     lines += [f"`safe`, `balanced` and `fast` use {unused} only where a rank is given, or entropy sets it.", ""]
     lines += [f"| | {' | '.join(f'`{name}`' for name in PRESETS)} |"]
     lines += ["|---" * (len(PRESETS) + 1) + "|"]
-    of_studies = {one.name for one in fields(Study)}
     for setting in (*setting_fields(), *fields(Study)):
         if any(setting.name in preset for preset in PRESETS.values()):
             values = (_value(preset.get(setting.name, setting.default)) for preset in PRESETS.values())

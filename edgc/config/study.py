@@ -46,7 +46,7 @@ class Study(Settings):
     only: str = setting(
         "",
         "the engine takes only parameters in whose names this regular expression is found; the others travel in "
-        "rest_wire",
+        "rest_wire, or, beside an engine without ranks, in fp32",
         "regular expression",
         "EDGC's own",
     )

@@ -63,8 +63,14 @@ class ProcessWindow:
             messages=[MessageWindow.merge(boundaries[key]) for key in sorted(boundaries)],
             bytes=RunBytes.mean([process.bytes for process in processes]),
             sent_by_host=fmean(process.sent_by_host for process in processes),
-            loss=mean_of_finite([process.loss for process in processes]),
+            loss=_loss([process.loss for process in processes]),
         )
+
+
+def _loss(losses: Sequence[float]) -> float:
+    """The mean over the processes that have a finite loss; infinite if all that know theirs have none, NaN of none."""
+    known = [loss for loss in losses if not math.isnan(loss)]
+    return math.inf if known and not any(map(math.isfinite, known)) else mean_of_finite(known)
 
 
 class WindowExchange:
@@ -113,7 +119,7 @@ class WindowExchange:
         in.
         """
         driver = self.driver
-        steps = driver.take_window()
+        steps, loss = driver.take_window(), driver.mean_loss()
         decide = driver.closes_window(completed - 1) and steps.count > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
         windows = [
@@ -124,7 +130,7 @@ class WindowExchange:
             counts += RunBytes(messages=self.messages.byte_count())
             sent = self.messages.take_window()
         by_host = sum(stage.take_sent_by_host() for stage in self.stages)
-        own = ProcessWindow(windows, sent, counts, by_host, steps.mean_loss())
+        own = ProcessWindow(windows, sent, counts, by_host, loss)
         everywhere = gather_objects(own, self.group)
         report = None
         if self.controller is not None:

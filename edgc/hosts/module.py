@@ -377,8 +377,11 @@ class EDGCState:
         """The training loss of the step that has just ended, on this process: one number. EDGC then watches it
         (docs/algorithm.md, 10). A tensor may be on any device: nothing waits for it before the window ends.
 
-        Every process may call this after each step, or none. Raises ValueError for more than one number.
+        Every process may call this after each step, or none. Raises RuntimeError before the first step, and ValueError
+        for more than one number.
         """
+        if not self._started:
+            raise RuntimeError("note_loss before the first step")
         self.driver.note_loss(loss)
 
     def _report(self, last: bool) -> None:

@@ -114,8 +114,9 @@ class Reporter:
             for tag, value in tensorboard.scalars(report):
                 writer.add_scalar(tag, value, report.iteration)
         self.events.write("window", last=last, **report.to_event())
-        begins = plan.relief > before.relief or (plan.loss_rise > 0) > (before.loss_rise > 0)
-        if begins or plan.relief < before.relief or (plan.loss_rise > 0) < (before.loss_rise > 0):
+        rises, rose = plan.loss_rise > 0, before.loss_rise > 0
+        begins = plan.relief > before.relief or rises > rose
+        if (plan.relief, rises) != (before.relief, rose):
             self.events.write("guard", iteration=report.iteration, relief=plan.relief, loss_rise=plan.loss_rise)
             text = wording.guard_text(before, plan, self.config)
             if begins:

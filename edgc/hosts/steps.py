@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
-from edgc.observe.moments import mean_of_finite
+from edgc.plan.loss_watch import mean_loss
 from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.stages import StageKey
 
@@ -49,21 +49,15 @@ NO_STEP = Step(-1, None)  # before the first
 class WindowSteps:
     """Of one window: the ``seconds`` of the steps that ended in it, how many steps it had, and of these ``by_host``
     those that the host has summed. A step ends where the next one begins, so the last of a window counts in the next.
-    ``losses``: of its steps, 0-dimensional, as far as the host knew them before the window ended.
     """
 
     seconds: list[float] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
     count: int = 0
     by_host: int = 0
 
     @property
     def host_step_share(self) -> float:
         return self.by_host / max(self.count, 1)
-
-    def mean_loss(self) -> float:
-        """Over the steps with a finite loss; NaN of none. Waits for the device."""
-        return mean_of_finite(torch.stack(self.losses).tolist() if self.losses else [])
 
 
 class StepDriver:
@@ -165,12 +159,21 @@ class StepDriver:
         return (iteration + 1) % self.window == 0 or iteration + 1 == ends
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """The training loss of the last step, one number. Raises ValueError for more."""
-        known = self.window_steps.losses
-        loss = torch.as_tensor(loss, device=known[0].device if known else None).detach()
-        if loss.numel() != 1:
-            raise ValueError(f"a loss of shape {tuple(loss.shape)}: must be one number")
-        known.append(loss.reshape(()).float())
+        """The training loss of the last step, one number. Raises ValueError for more. Nothing waits for a tensor."""
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"a loss of shape {tuple(loss.shape)}: must be one number")
+            loss = loss.detach().reshape(()).float().clone()  # the caller may use its memory again
+        self._losses.append(loss)
+
+    @property
+    def _losses(self) -> list[float | Tensor]:
+        """Of this window so far. They are kept, and saved, with what a reducer has seen."""
+        return self.stages[0].reducers[0].observer.measurements.losses
+
+    def mean_loss(self) -> float:
+        """Of this window so far (``edgc.plan.loss_watch.mean_loss``). Waits for the device."""
+        return mean_loss([float(loss) for loss in self._losses])
 
     def take_window(self) -> WindowSteps:
         """The steps since the last call."""

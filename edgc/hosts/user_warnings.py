@@ -54,7 +54,8 @@ def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGro
     if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
         message = (
             f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes. Possible causes: "
-            "the run has few windows or few measured iterations, too little of the gradient arrived for a while, or "
+            "the run has few windows or few measured iterations, too little of the gradient arrived or the training "
+            "loss rose for a while, or "
             "padding and samples are a large part of what so small a model sends"
         )
         warn(message, group)

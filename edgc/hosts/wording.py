@@ -160,25 +160,23 @@ def _move(was: str, plan: RankPlan, index: int, name: Callable[[int | None], str
 
 def guard_text(before: RankPlan, plan: RankPlan, config: EDGCConfig) -> str:
     """The line where the loss has begun to rise or too little of the gradient to arrive, or where that has ended."""
-    more = f"steps may now send {plan.relief:g} times their budget"
-    if plan.loss_rise > 0:
-        risen = (
-            f"the training loss of the last window is {100 * plan.loss_rise:.0f} % above the lowest of the "
-            f"{RECENT_WINDOWS} windows before"
-        )
-        if plan.relief > before.relief:
-            return f"{risen}: {more}"
-        if config.rank_policy is RankPolicy.ENTROPY:
-            return f"{risen}: stages that are compressed have rank {config.ranks.resolved_rmax} until it falls"
-        return f"{risen}: steps send what they have sent before"
+    risen = (
+        f"the training loss of the last window is {100 * plan.loss_rise:.0f} % above the lowest of the "
+        f"{RECENT_WINDOWS} windows before"
+    )
     if plan.relief > before.relief:
-        least = 100 * config.study.least_fidelity
-        return f"less than {least:g} % of the energy that the optimizer got lay along the true gradient: {more}"
-    if plan.relief == before.relief:
+        least = f"less than {100 * config.study.least_fidelity:g} % of the energy that the optimizer got"
+        why = risen if plan.loss_rise > 0 else f"{least} lay along the true gradient"
+        return f"{why}: steps may now send {plan.relief:g} times their budget"
+    if plan.relief < before.relief:
+        how = f"{plan.relief:g} times their budget" if plan.relief > 1 else "their budget again"
+        why = "enough of the gradient arrives and the loss does not rise, the learning rate is small, or all gradients"
+        return f"steps may send {how}: {why} are rounded"
+    if plan.loss_rise == 0:
         return "the training loss no longer rises"
-    how = f"{plan.relief:g} times their budget" if plan.relief > 1 else "their budget again"
-    why = "enough of the gradient arrives and the loss does not rise, the learning rate is small, or all gradients are"
-    return f"steps may send {how}: {why} rounded"
+    if config.rank_policy is RankPolicy.ENTROPY and any(plan.ranks):
+        return f"{risen}: stages that are compressed have rank {config.ranks.resolved_rmax} until it falls"
+    return f"{risen}: steps send what they have sent before"
 
 
 def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:

@@ -26,6 +26,7 @@ class Measurements:
     statistics: list[dict[str, GradientStatistics]] = field(default_factory=list)  # by parameter, if asked for
     fidelity: list[dict[str, Tensor]] = field(default_factory=list)  # values of a ``Fidelity`` by name, if asked for
     row_shares: list[dict[str, Tensor]] = field(default_factory=list)  # of warm-ups, if asked for: ``row_shares``
+    losses: list[float | Tensor] = field(default_factory=list)  # of training: a process's first reducer has them
     spikes: float | Tensor = 0.0  # gradients of which the error was scaled down
     largest_spike: float | Tensor = 0.0  # times its running norm
     windows: int = 0  # before this one

@@ -1,10 +1,19 @@
 """Whether the training loss rises: the sign of a run that diverges, for whatever reason."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RECENT_WINDOWS = 10  # after so many a loss that stays high, because the data has changed, is the usual one; not tuned
+LEAST_LOSSES = 4  # of a window: in healthy runs of small models means of fewer vary by more than a tenth
+
+
+def mean_loss(losses: Sequence[float]) -> float:
+    """The mean of the losses of a window that are finite; infinite if none is, NaN of too few losses."""
+    if len(losses) < LEAST_LOSSES:
+        return math.nan
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else math.inf
 
 
 class LossWatch:
@@ -19,9 +28,11 @@ class LossWatch:
         self.rise = 0.0  # of the last window, as a share, if that is too much; else 0
 
     def observe(self, loss: float) -> None:
-        """Take in a window. A loss that is not finite says nothing: EDGC was told none, or no step had one."""
+        """Take in a window. NaN: EDGC was not told. A window without any finite loss changes nothing."""
+        if math.isinf(loss):
+            return
         self.rise = 0.0
-        if not math.isfinite(loss):
+        if math.isnan(loss):
             return
         lowest = min(self.recent, default=math.inf)
         if 0 < lowest < math.inf and loss > (1 + self.greatest_rise) * lowest:

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.plan.allocation import RankAllocation
-from edgc.plan.by_entropy.entropy_ranks import EntropyRanks
+from edgc.plan.by_entropy.entropy_ranks import STABLE, EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.by_volume.guard import LOSS_RISES
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
@@ -126,7 +126,10 @@ class RanksByEntropy(Policy):
         plan, ranks = self.entropy.decide(iteration, plan, self.allocation.energies)
         if self.loss_rises:
             ranks = tuple(rank and self.config.ranks.resolved_rmax for rank in ranks)
-            reasons = [LOSS_RISES if rank else reason for rank, reason in zip(ranks, plan.reasons, strict=True)]
+            reasons = [
+                LOSS_RISES if rank and reason != STABLE else reason
+                for rank, reason in zip(ranks, plan.reasons, strict=True)
+            ]
             plan = replace(plan, targets=ranks, reasons=tuple(reasons))
         return self.allocation.with_ranks(iteration, plan, ranks)
 
@@ -153,7 +156,7 @@ class RanksByBudget(Policy):
     def decide(self, iteration: int, plan: RankPlan) -> RankPlan:
         in_warmup = iteration < plan.first_iteration
         if not in_warmup:
-            self.budget.decide(iteration, self.loss_rises)
+            self.budget.decide(iteration, self.loss_rises and not plan.by_host)  # whose sums are exact
         choices = self._choices()
         if in_warmup:  # what a resumed run finds of its link is no other plan
             del choices["reasons"]

@@ -281,7 +281,7 @@ class Session:
             losses, *_ = result
             loss = next(iter(losses.values()), None)
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                self.driver.note_loss(loss)
+                self.note_loss(loss)
             return result
 
         train_step = self.seam.replace(training, "train_step", with_edgc)
@@ -326,6 +326,12 @@ class Session:
         if last or self.driver.closes_window(iteration):
             self.report = self.windows.exchange(self.completed, lambda: self.saver.keep_controllers(iteration))
             self.reporter.window(self.report, last)
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """The training loss of the step that has just ended, on processes that know it: one number. EDGC then watches
+        it (docs/algorithm.md, 10). Megatron's own loop needs no call. Raises ValueError for more than one number.
+        """
+        self.driver.note_loss(loss)
 
     def _end_early(self) -> None:
         if not self.completed or self.completed == self.run.iterations:

@@ -1,5 +1,6 @@
 """EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -592,6 +593,10 @@ def told_of_losses(rank: int) -> list[tuple[float, float, float]]:
     assert training.state is not None
     for step in range(32):
         training.train(1)
+        if step == 13:  # a resumed run knows the losses of the window under way
+            state, training = training.state.state_dict(), Training(rank, BUDGET, iterations=80)
+            assert training.state is not None
+            training.state.load_state_dict(state)
         # a spike of one process's loss, in the steps that the windows ending with steps 16 and 20 know
         training.state.note_loss(torch.tensor(3.0 if rank and 11 <= step < 19 else 1.0))
         if training.state.steps % 4 == 0:
@@ -603,9 +608,11 @@ def told_of_losses(rank: int) -> list[tuple[float, float, float]]:
 
 def test_steps_send_more_while_the_loss_that_a_user_tells_rises() -> None:
     one, other = run_on_ranks(told_of_losses, 2)
-    assert one == other
+    assert one[1:] == other[1:]
     losses, rises, reliefs = zip(*one, strict=True)
-    assert losses == (1, 1, 1, 2, 2, 1, 1, 1) and rises == (0, 0, 0, 1, 1, 0, 0, 0)
+    # the first window ends before its fourth loss is known, and three are too few
+    assert math.isnan(losses[0])
+    assert losses[1:] == (1, 1, 2, 2, 1, 1, 1) and rises == (0, 0, 0, 1, 1, 0, 0, 0)
     assert reliefs == (1, 1, 1, 2, 4, 2, 1, 1)
 
 

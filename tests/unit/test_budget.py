@@ -753,6 +753,16 @@ def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief:
     assert under_test.decide(20).relief == relief
 
 
+def test_a_loss_that_rises_while_the_host_sums_takes_no_bytes() -> None:
+    under_test = controller(trials=Trials(200, 1.0, False, by_host=True))
+    reliefs = []
+    for window, loss in enumerate([3.0, 4.0, 4.0], start=2):
+        under_test.observe(observed(0.5, loss=loss))
+        plan = under_test.decide(10 * window)
+        reliefs.append((plan.by_host, plan.relief, plan.loss_rise > 0))
+    assert reliefs == [(True, 1, False), (True, 1, True), (True, 1, True)]
+
+
 def test_steps_get_twice_the_bytes_while_the_loss_rises() -> None:
     under_test = controller()
     under_test.decide(10)

@@ -74,11 +74,21 @@ def test_a_stage_in_its_warm_up_stays_dense_while_the_loss_rises() -> None:
 
 
 def test_a_resumed_run_remembers_the_losses_before() -> None:
-    before, after = controller(), controller()
-    before.observe(WindowObservation([StageObservation()], loss=2.0))
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    after.observe(WindowObservation([StageObservation()], loss=3.0))
-    assert after.decide(WINDOW).loss_rise == 0.5
+    c, decided = controller(), []
+    for window, loss in enumerate([2.0, 3.0, math.inf, 2.0], start=1):
+        state, c = json.loads(json.dumps(c.state_dict())), controller()
+        c.load_state_dict(state)
+        c.observe(WindowObservation([StageObservation()], loss=loss))
+        decided.append(c.decide(window * WINDOW).loss_rise)
+    assert decided == [0, 0.5, 0.5, 0]
+
+
+def test_a_stage_that_begins_to_compress_while_the_loss_rises_says_so() -> None:
+    c = controller()
+    for window, loss in enumerate([3.0] * 9 + [4.0], start=1):
+        c.observe(WindowObservation([StageObservation(entropy=-5.0)], loss=loss))
+        plan = c.decide(window * WINDOW)
+    assert plan.ranks == (64,) and plan.reasons == ("entropy is stable",)
 
 
 def test_warm_up_goes_on_until_entropy_is_stable() -> None:

@@ -4,8 +4,8 @@
 
 import math
 
-from edgc.plan.by_volume.guard import LOSS_RISES, TOO_LITTLE, Guard
-from edgc.plan.loss_watch import RECENT_WINDOWS, LossWatch
+from edgc.plan.by_volume.guard import LOSS_RISES, MOST_FOR_LOSS, TOO_LITTLE, Guard
+from edgc.plan.loss_watch import RECENT_WINDOWS, LossWatch, mean_loss
 
 
 def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -> None:
@@ -27,6 +27,10 @@ def test_relief_doubles_while_the_loss_rises_however_much_arrives() -> None:
     assert [guard.update(0.9, 0, loss_rises=rises) for rises in (False, True, True, False, False)] == [1, 2, 4, 2, 1]
     assert guard.cause == LOSS_RISES
     assert guard.update(0.9, 0, most=True, loss_rises=True) == 1
+    for _ in range(5):  # the data may have changed for good
+        guard.update(0.9, 0, loss_rises=True)
+    assert guard.relief == MOST_FOR_LOSS == 4
+    assert guard.update(0.05, 0, loss_rises=True) == 8 and guard.cause == TOO_LITTLE
 
 
 def test_relief_for_the_loss_ends_also_where_fidelity_is_not_measured() -> None:
@@ -53,6 +57,16 @@ def test_a_loss_that_stays_high_is_the_usual_one_after_some_windows() -> None:
     assert rises([2.0] + [3.0] * (RECENT_WINDOWS + 1)) == [0] + [0.5] * RECENT_WINDOWS + [0]
 
 
-def test_a_loss_that_is_not_known_or_below_zero_says_nothing() -> None:
-    assert rises([2.0, math.nan, math.inf, 3.0, math.nan]) == [0, 0, 0, 0.5, 0]
+def test_a_loss_that_is_not_known_or_below_zero_has_not_risen() -> None:
+    assert rises([2.0, math.nan, 3.0, math.nan]) == [0, 0, 0.5, 0]
     assert rises([-2.0, 5.0, 0.0, 7.0]) == [0, 0, 0, 0]
+
+
+def test_a_window_without_any_finite_loss_is_no_end_of_a_rise() -> None:
+    assert rises([2.0, math.inf, 3.0, math.inf, 2.0]) == [0, 0, 0.5, 0.5, 0]
+
+
+def test_the_mean_loss_of_a_window_is_of_finite_ones_and_of_enough_of_them() -> None:
+    assert mean_loss([1.0, 3.0, math.nan, math.inf]) == 2.0
+    assert mean_loss([math.nan] * 4) == math.inf
+    assert math.isnan(mean_loss([1.0, 2.0, 3.0]))

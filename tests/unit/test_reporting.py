@@ -282,6 +282,22 @@ def test_a_loss_that_rises_warns_once_with_what_edgc_does_about_it(
     assert [(event["iteration"], event["loss_rise"]) for event in guards] == [(200, 0.25), (400, 0.0)]
 
 
+@pytest.mark.parametrize(
+    ("preset", "before", "after", "said"),
+    [
+        # the learning rate has become small while the loss is still high
+        ({"volume": VOLUME}, {"relief": 4.0, "loss_rise": 0.3}, {"loss_rise": 0.3}, "their budget again"),
+        # no stage is compressed yet
+        ({"preset": "paper", "rmin": 4, "rmax": 16}, {}, {"loss_rise": 0.3, "ranks": (None,)}, "what they have sent"),
+    ],
+)
+def test_what_is_said_of_a_loss_that_rises_is_what_steps_do(
+    preset: dict[str, Any], before: dict[str, Any], after: dict[str, Any], said: str
+) -> None:
+    plans = [replace(PLAN, **one) for one in (before, after)]
+    assert said in wording.guard_text(*plans, EDGCConfig.from_preset(**preset))
+
+
 def test_a_resumed_run_does_not_warn_again(capsys: pytest.CaptureFixture[str]) -> None:
     under_test, plan = reporter(), replace(PLAN, relief=2.0)
     under_test.resume(plan, None)

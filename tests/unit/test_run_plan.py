@@ -159,6 +159,15 @@ def test_a_rank_at_which_nothing_is_saved_is_refused(settings: dict[str, int]) -
         plan_run(EDGCConfig.of(window=100, **settings), RUN, processes(CHEAP, CHEAP))
 
 
+@pytest.mark.parametrize(("only", "largest"), [("fc1", 24), ("other", 4)])
+def test_ranks_are_those_of_the_parameters_that_a_study_compresses(only: str, largest: int) -> None:
+    """Also where a parameter of the same shape is left out."""
+    others = (Parameter("other.weight", (16, 64)), Parameter("fc2.weight", (256, 64)), Parameter("x", (16, 64)))
+    known = [[ProcessStage(StageKey(StageKind.LAYERS, 0), (*LAYERS, *others), CHEAP)]]
+    with pytest.raises(ConfigError, match=f"the largest rank that does is {largest}"):
+        plan_run(EDGCConfig.of(window=100, static_rank=28, only=only), RUN, known)
+
+
 def test_a_window_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="longer than the run"):
         plan_run(EDGCConfig.of(window=2000), RUN, processes(CHEAP, CHEAP))

@@ -2,11 +2,14 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from edgc.config import EDGCConfig
 from edgc.hosts.steps import RECENT_STEPS, StepDriver
+from edgc.observe.observer import GradientObserver
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey, StageKind
 
@@ -83,11 +86,16 @@ def test_replicas_are_compared_at_a_windows_end_and_where_a_rank_is_new(monkeypa
     assert [iteration for iteration, compares in enumerate(seen) if compares] == [0, 8, 9]
 
 
-def test_the_loss_of_a_window_is_the_mean_of_those_that_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Steps(monkeypatch).driver
-    assert math.isnan(driver.take_window().mean_loss())
-    for loss in (2.0, torch.tensor([4.0], requires_grad=True), torch.tensor(math.inf)):
-        driver.note_loss(loss)
-    assert driver.take_window().mean_loss() == 3.0
+def test_losses_are_noted_as_they_are_when_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, observer = Steps(monkeypatch).driver, GradientObserver([], EDGCConfig())
+    driver.stages = [SimpleNamespace(reducers=[SimpleNamespace(observer=observer)])]  # type: ignore[list-item]
+    assert math.isnan(driver.mean_loss())
+    told = torch.zeros(1, requires_grad=True)
+    for loss in (2.0, 4.0, math.inf):
+        told.data.fill_(loss)
+        driver.note_loss(told)  # whose memory the caller uses again
+    driver.note_loss(6.0)
+    assert driver.mean_loss() == 4.0
+    assert observer.measurements.state_dict()["losses"] == [2.0, 4.0, math.inf, 6.0], "a checkpoint has them"
     with pytest.raises(ValueError, match="a loss of shape .2,.: must be one number"):
         driver.note_loss(torch.ones(2))

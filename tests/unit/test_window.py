@@ -99,7 +99,9 @@ def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -
     controller: Any = SimpleNamespace(observe=told.append, decide=lambda iteration: None)
     step = Step(0, None, ranks=(None,), usual_ranks=(8,))
     driver = SimpleNamespace(current=step, seconds_by={False: [1.0], True: [2.0]})
-    under_test: Any = SimpleNamespace(driver=driver, message_controller=None, _gradient_message_ranks=dict)
+    told_of_messages: list[Any] = []
+    of_messages: Any = SimpleNamespace(observe=told_of_messages.append, decide=lambda iteration: None)
+    under_test: Any = SimpleNamespace(driver=driver, message_controller=of_messages, _gradient_message_ranks=dict)
     units = (Products(4.0, 4.0, both) for both in (1.0, 2.0, 3.0))
     window = replace(
         STAGE,
@@ -108,10 +110,20 @@ def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -
         row_shares={"w": [0.5, 0.25]},
     )
     count = ByteCount(1.0, 2.0, 3.0)
-    seen = ProcessWindow([window], [], RunBytes(count), sent_by_host=0.5)
+    seen = ProcessWindow([window], [], RunBytes(count), sent_by_host=0.5, loss=3.5)
     WindowExchange._decide(under_test, controller, 100, seen, host_step_share=0.25)
     (seen,) = told
     assert seen.stages[0].noise == {"w": (pytest.approx((4 / 3) ** 2 - 1), 2.0)}, "of the descent"
     assert (seen.stages[0].energies, seen.stages[0].row_shares) == ({"w": [4.0, 1.0]}, {"w": [0.5, 0.25]})
     assert (seen.ranks, seen.bytes, seen.host_step_share, seen.sent_by_host) == ((8,), count, 0.25, 0.5)
     assert seen.step_seconds is driver.seconds_by
+    assert seen.loss == told_of_messages[0].loss == 3.5
+
+
+def test_the_loss_of_all_processes_is_the_mean_of_those_that_know_a_finite_one() -> None:
+    def merged(*losses: float) -> float:
+        processes = [ProcessWindow([STAGE], [], RunBytes(), 0.0, loss) for loss in losses]
+        return ProcessWindow.merge(processes).loss
+
+    assert merged(math.nan, 2.0, 4.0, math.inf) == 3.0
+    assert merged(math.inf, math.nan) == math.inf and math.isnan(merged(math.nan, math.nan))

@@ -281,7 +281,7 @@ class BudgetPlanner:
             if {name: values[:3] for name, values in saved[str(stage)].items()} != own:
                 raise ValueError("the budget's state is of other parameters")
         self.ledger.load_state_dict(state["ledger"])
-        self.guard.relief, self.guard.cause = state["guard"]["relief"], state["guard"]["cause"]
+        self.guard.load_state_dict(state["guard"])
         for index, (stage, one) in enumerate(zip(self.stage_of, self.parameters, strict=True)):
             if stage in known:
                 choice, *learned = saved[str(stage)][one.matrix.name][3:]
