@@ -1,7 +1,7 @@
 """The study ``fidelity``: which signal of a reduction puts methods in the order of their losses."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -58,15 +58,18 @@ Signal = Callable[[Line, Model], float]
 
 def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Gap against what was measured of the reductions: which signal puts the entries in the order of their losses."""
-    figure, places = panels(2, 6, width=4, height=3.5)
     gaps = {entry.key: entry.gap for entry in entries(lines) if entry.name != "dense"}
     seen = {one: [line for line in lines if key(line) == one and line.get("fidelity")] for one in gaps}
-    model = Model.of([line for own in seen.values() for line in own])
-    table = header(["entry", "gap", *SIGNALS])
-    columns: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    lines_seen = [line for own in seen.values() for line in own]
+    model = Model.of(lines_seen)
+    # older runs have not measured all of them
+    signals = {name: of for name, of in SIGNALS.items() if any(math.isfinite(of(one, model)) for one in lines_seen)}
+    figure, places = panels(2, math.ceil(len(SIGNALS) / 2), width=4, height=3.5)
+    table = header(["entry", "gap", *signals])
+    columns: dict[str, list[float]] = {signal: [] for signal in signals}
     measured = [one for one in gaps if seen[one]]
     for one in sorted(measured, key=lambda one: gaps[one].mean):
-        values = [fmean(signal(line, model) for line in seen[one]) for signal in SIGNALS.values()]
+        values = [fmean(signal(line, model) for line in seen[one]) for signal in signals.values()]
         for column, value in zip(columns.values(), values, strict=True):
             column.append(value)
         shown = ("–" if math.isnan(value) else f"{value:.3g}" for value in values)
@@ -74,7 +77,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     ordered = sorted(gaps[one].mean for one in measured)
     for axes in places[len(columns) :]:
         axes.set_axis_off()
-    for axes, (signal, values) in zip(places, columns.items(), strict=False):
+    for axes, (signal, values) in zip(places[: len(columns)], columns.items(), strict=True):
         tidy(axes)
         axes.plot(values, [100 * gap for gap in ordered], "o")
         axes.set(xlabel=signal, ylabel="gap (%)")
@@ -93,7 +96,9 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "are means over seeds, windows and all parameters ([what they are](../algorithm.md#9-what-the-optimizer-got)). "
         "A parameter that travels exactly counts with a cosine of 1, and with 0 of all else. Parameters are weighted "
         "by their elements; *by energy*: by these times the energy of an entry of the gradient in the unit of the "
-        "descent, as the planner weights them. *By rate*: windows are weighted by their mean learning rate.",
+        "descent, as the planner weights them. *By rate*: the mean of the noises of windows and of the parameters of a "
+        "kind, weighted by energy and by the mean learning rate of the window. All other signals are means first; "
+        "*noise of descent* is that of the mean cosine of a kind.",
         "",
     ]
     small_ones = [one for one in measured if gaps[one].mean < SMALL_GAP]
@@ -105,7 +110,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         f"{100 * SMALL_GAP:g} % that measured it.",
         "",
     ]
-    return figure, [*table, *_by_kind(small_ones, gaps, seen, model), *_by_entropy(lines)]
+    return figure, [*table, *_by_kind(small_ones, gaps, seen, model, signals), *_by_entropy(lines)]
 
 
 def _by_weights(
@@ -134,16 +139,21 @@ def _by_weights(
 
 
 def _by_kind(
-    ones: Sequence[Key], gaps: Mapping[Key, Interval], seen: Mapping[Key, Sequence[Line]], model: Model
+    ones: Sequence[Key],
+    gaps: Mapping[Key, Interval],
+    seen: Mapping[Key, Sequence[Line]],
+    model: Model,
+    signals: Iterable[str],
 ) -> list[str]:
     """The rank correlation of signals at one kind of parameter with the gap, a row for each kind."""
-    table = header(["kind", "entries", *KINDS])
+    of_kind = {name: KINDS[name] for name in signals if name in KINDS}
+    table = header(["kind", "entries", *of_kind])
     for kind in sorted(model.elements):
         # an engine may leave a kind as it is, and a gradient of zeros has no cosine
         own = [one for one in ones if seen[one] and all("cosine" in x["fidelity"].get(kind, {}) for x in seen[one])]
         ordered = [gaps[one].mean for one in own]
         alone = model.only(kind)
-        values = [[fmean(alone.mean(line, of) for line in seen[one]) for one in own] for of in KINDS.values()]
+        values = [[fmean(alone.mean(line, of) for line in seen[one]) for one in own] for of in of_kind.values()]
         table.append(row([kind, f"{len(own)}", *(_two_digits(rank_correlation(one, ordered)) for one in values)]))
     return table
 
@@ -155,7 +165,7 @@ def _by_entropy(lines: Sequence[Line]) -> list[str]:
         for stage in stages(line) if line["engine"] == "dense" else ():
             for kind in kinds(line, stage):
                 normal, own = (statistic(line, stage, kind, f"{one}_entropy")[1] for one in ("gaussian", "histogram"))
-                deficits[kind] = float((normal - own).mean())
+                deficits.setdefault(kind, float((normal - own).mean()))
     rounded: dict[str, Mapping[str, Mapping[str, float]]] = {}  # by format, of the run that rounds most kinds
     for line in lines:
         if line["engine"] in LOST and len(line.get("fidelity", ())) > len(rounded.get(line["engine"], ())):
