@@ -43,6 +43,20 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     assert len({str(plan) for plan in plans}) > 2, "plans follow what is measured"
 
 
+def test_a_run_that_diverges_warns_and_sends_more(tmp_path: Path) -> None:
+    """Its learning rate rises far beyond what the model bears."""
+    rising = ["--train-iters", "80", "--lr", "0.3", "--lr-warmup-iters", "60"]
+    output = train([*rising, *VOLUME, "--edgc-log-dir", str(tmp_path)], processes=2)
+    assert "warning: iteration" in output and "% above the lowest of the 10 windows before: steps may now" in output
+    events = read_events(tmp_path)
+    windows = [event for event in events if event["event"] == "window"]
+    risen = [place for place, window in enumerate(windows[:-1]) if window["plan"]["relief"] > 1]
+    assert risen and any(event["event"] == "guard" and event["loss_rise"] > 0.1 for event in events)
+    usual = windows[risen[0]]["stages"][0]["dp_bytes"]
+    assert all(windows[place + 1]["stages"][0]["dp_bytes"] > 1.5 * usual for place in risen[-3:])
+    assert windows[risen[0]]["plan"]["reasons"] == ["the training loss rose: 2 times the budget"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
