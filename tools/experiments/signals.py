@@ -64,7 +64,7 @@ def fidelity(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     model = Model.of(lines_seen)
     # older runs have not measured all of them
     signals = {name: of for name, of in SIGNALS.items() if any(math.isfinite(of(one, model)) for one in lines_seen)}
-    figure, places = panels(2, math.ceil(len(SIGNALS) / 2), width=4, height=3.5)
+    figure, places = panels(2, max(math.ceil(len(signals) / 2), 1), width=4, height=3.5)
     table = header(["entry", "gap", *signals])
     columns: dict[str, list[float]] = {signal: [] for signal in signals}
     measured = [one for one in gaps if seen[one]]
