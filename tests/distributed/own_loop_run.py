@@ -69,16 +69,20 @@ def main():
         loss = torch.stack([one["lm loss"] for one in reduced]).sum(dim=0)
         dist.all_reduce(loss)
         losses.append(float(loss[0] / loss[1]))
+        if session is not None:
+            session.note_loss(losses[-1])
     if args.save:
         checkpointing.save_checkpoint(args.train_iters, chunks, optimizer, None, 0)
-    sent = None
+    sent = noted = None
     if session is not None:
+        noted = session.report.loss
         sent = session.stages[0].gradient_bytes.sent, session.stages[0].gradient_bytes.host
         session.close()
     replaced = [name for name, value in before.items() if vars(training)[name] is not value]
     if dist.get_rank() == 0:
         finalize = config.finalize_model_grads_func is finalize_model_grads
-        print("RESULT", json.dumps({"losses": losses, "sent": sent, "replaced": replaced, "finalize": finalize}))
+        seen = {"losses": losses, "sent": sent, "noted": noted, "replaced": replaced, "finalize": finalize}
+        print("RESULT", json.dumps(seen))
     dist.destroy_process_group()
 
 
