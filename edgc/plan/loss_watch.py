@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+LOSS_RISES = "the training loss rose"  # the reason of a plan
 RECENT_WINDOWS = 10  # after so many a loss that stays high, because the data has changed, is the usual one; not tuned
 LEAST_LOSSES = 4  # of a window: in healthy runs of small models means of fewer vary by more than a tenth
 

@@ -12,7 +12,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.allocation import RankAllocation
 from edgc.plan.by_entropy.entropy_ranks import STABLE, EntropyRanks
 from edgc.plan.by_volume.budget import BudgetPlanner
-from edgc.plan.by_volume.guard import LOSS_RISES
+from edgc.plan.loss_watch import LOSS_RISES
 from edgc.plan.rank_plan import NEVER_COMPRESSED, NO_RANK, RankPlan
 from edgc.plan.ranks import nearest_rank
 

@@ -4,8 +4,8 @@
 
 import math
 
-from edgc.plan.by_volume.guard import LOSS_RISES, MOST_FOR_LOSS, TOO_LITTLE, Guard
-from edgc.plan.loss_watch import RECENT_WINDOWS, LossWatch, mean_loss
+from edgc.plan.by_volume.guard import MOST_FOR_LOSS, TOO_LITTLE, Guard
+from edgc.plan.loss_watch import LOSS_RISES, RECENT_WINDOWS, LossWatch, mean_loss
 
 
 def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -> None:

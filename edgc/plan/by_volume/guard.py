@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgc.plan.loss_watch import LOSS_RISES
+
 # Times the least fidelity: then steps get fewer bytes again. Fewer bytes lower the fidelity, so if this were about 1,
 # bytes would go up and down in turn. Not tuned.
 ENOUGH_FIDELITY = 3.0
 # Relief for a loss that rises: it may stay high because the data has changed, and bytes then help nothing. Not tuned.
 MOST_FOR_LOSS = 4.0
-TOO_LITTLE, LOSS_RISES = "too little of the gradient arrived", "the training loss rose"
+TOO_LITTLE = "too little of the gradient arrived"
 
 
 class Guard:
