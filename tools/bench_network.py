@@ -110,6 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         _check_lengths(options.windows, options.links, options.repetitions)
+        if options.links != EVEN:  # a third of no limit is no limit
+            options.rates = list(filter(None, options.rates))
+            if not options.rates:
+                raise RunFailed(f"--links {options.links!r}: needs a rate above 0")
         if options.quick:
             quick(options.windows)
         elif options.linear:

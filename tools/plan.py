@@ -143,7 +143,10 @@ def main(argv: list[str] | None = None) -> int:
             apart = [one for gbps in speeds for one in predict_all(training, compressing, training.apart(gbps))]
             places = [
                 page.Place(
-                    order, name, predict_all(training, compressing, training.placed(network, stages_first=bool(flag)))
+                    order,
+                    name,
+                    predict_all(training, compressing, training.placed(network, stages_first=bool(flag))),
+                    training.placement(stages_first=bool(flag)).rings_stay_in_nodes(network),
                 )
                 for order, flag in ORDERS.items()
                 for name, network in page.networks(training.network).items()
@@ -156,6 +159,9 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 flags = flags_on_cluster(training, places)
             write(options.write_flags, f"{flags}\n".encode())
+    except OSError as error:
+        say_error("plan", _unwritten(error))
+        return 2
     except LaunchError as error:
         say_error("plan", error)
         return 2
@@ -164,18 +170,27 @@ def main(argv: list[str] | None = None) -> int:
     if options.output is not None:
         try:
             written(options.output, found, sections, _chosen(predictions, training.gbps))
-        except ModuleNotFoundError as error:
-            say_error("plan", LaunchError(f"pictures need {error.name}: install EDGC with its extra 'report'"))
+        except (OSError, ModuleNotFoundError) as error:
+            say_error("plan", _needs(error) if isinstance(error, ModuleNotFoundError) else _unwritten(error))
             return 2
     return 0
 
 
-def _make_folders(*files: Path | None) -> None:
+def _unwritten(error: OSError) -> LaunchError:
+    return LaunchError(f"{error.filename}: {error.strerror}")
+
+
+def _make_folders(output: Path | None, flags: Path | None) -> None:
+    """Raises ``LaunchError`` for what nothing can be written to."""
+    if output is not None and not output.name:
+        raise LaunchError(f"--output {output}: needs a name")
+    if flags is not None and (flags.is_dir() or not flags.name):
+        raise LaunchError(f"--write-flags {flags}: must be a file")
     try:
-        for file in filter(None, files):
+        for file in filter(None, (output, flags)):
             file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"{error.filename}: {error.strerror}") from error
+        raise _unwritten(error) from error
 
 
 def flags_on_cluster(training: Training, places: Sequence[page.Place]) -> str:
@@ -249,7 +264,7 @@ def validate(points: Path, output: Path | None) -> int:
     """Compare the model with measured points."""
     try:
         checked = validation.check(json.loads(points.read_text())["points"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         say_error("plan", LaunchError(f"{points}: has no points of tools/bench_network.py: {error}"))
         return 2
     if not checked:
@@ -259,10 +274,19 @@ def validate(points: Path, output: Path | None) -> int:
     text = validation.page(checked, points.name, name)
     print(text)
     if output is not None:
+        try:
+            picture = validation.picture(checked)
+        except ModuleNotFoundError as error:
+            say_error("plan", _needs(error))
+            return 2
         write(with_ending(output, ".md"), text.encode())
-        write(with_ending(output, ".png"), validation.picture(checked))
+        write(with_ending(output, ".png"), picture)
         write_json(with_ending(output, ".json"), [{**asdict(one), "error": one.error} for one in checked], indent=1)
     return 0
+
+
+def _needs(error: ModuleNotFoundError) -> LaunchError:
+    return LaunchError(f"pictures need {error.name}: install EDGC with its extra 'report'")
 
 
 if __name__ == "__main__":

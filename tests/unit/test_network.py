@@ -28,7 +28,7 @@ from tools.network.runs import (
     meaning,
     seconds_of_training,
 )
-from tools.network.tables import changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
+from tools.network.tables import _crossing, changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
 from tools.shared import checkout
 from tools.shared.changes import CHANGES
 
@@ -235,6 +235,11 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
     page = markdown(points, "a machine")
     assert f"| dense | at most 100 Mbit/s | from {most[0]:.0f} Mbit/s | from {nine[0]:.0f} Mbit/s |" in page
     assert "| powersgd | at most 100 Mbit/s | from 160 Mbit/s | at no rate timed | at no rate timed |" in page
+
+
+def test_the_slowest_rate_that_keeps_the_speed_counts_where_a_faster_one_does_not() -> None:
+    assert _crossing([(0.0, 0.96), (1 / 800, 0.88), (1 / 400, 0.91)], 0.9) == (400.0, True)
+    assert _crossing([(0.0, 0.96), (1 / 800, 0.88)], 0.9) == (pytest.approx(1067, rel=1e-3), False)
 
 
 def test_a_run_whose_links_change_has_a_time_before_and_one_after() -> None:
@@ -455,6 +460,7 @@ def test_a_page_without_figures_is_refused_in_one_line(
         (["--windows", "40"], "--windows 40: must be 1 to 39"),
         (["--windows", "1", "--links", "a third from the middle on"], "--windows 1: must be 2 to 39"),
         (["--repetitions", "0"], "--repetitions 0: must be at least 1"),
+        (["--links", "one at a third", "--rates", "0"], "--links 'one at a third': needs a rate above 0"),
         (["--report"], "there are no points"),
     ],
 )

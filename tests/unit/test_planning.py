@@ -13,11 +13,12 @@ from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
-from tools.planning.page import networks, recommended, timeline, way
+from tools.planning.page import EDGC, networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Unit, simulate
 from tools.planning.validation import check
+from tools.shared.files import write
 from tools.shared.gpus import GPUS
 
 FAST = Link(1e9)
@@ -576,8 +577,75 @@ def test_the_order_of_ranks_decides_whether_compression_pays() -> None:
     training = Training.of("gpt2_2.5b", None)
     compressing = costs(training)
     by_order = [plan.predict_all(training, compressing, training.placed(NETWORK, order)) for order in (False, True)]
-    assert not recommended(by_order[0])[0].contender.method, "reductions do not leave a node"
-    assert recommended(by_order[1])[0].contender.method
+    (inside, why), (across, _) = map(recommended, by_order)
+    assert training.placement(stages_first=False).rings_stay_in_nodes(NETWORK)
+    assert not training.placement(stages_first=True).rings_stay_in_nodes(NETWORK)
+    # gradients stay in a node, where nothing is faster than Megatron's own sum; messages between stages leave it
+    assert inside.contender.messages and not inside.compresses and "less time a step" in why
+    assert across.compresses
+
+
+def test_nothing_that_is_faster_is_left_out_of_a_recommendation() -> None:
+    training = Training.of("gpt2_2.5b", None)
+    compressing = costs(training)
+    for network in networks(training.network).values():
+        for order in (False, True):
+            predictions = plan.predict_all(training, compressing, training.placed(network, order))
+            dense = min(one.seconds for one in predictions if not one.contender.method)
+            faster = [one for one in predictions if one.contender.name in EDGC and one.seconds < 0.99 * dense]
+            assert bool(recommended(predictions)[0].contender.method) == bool(faster)
+
+
+def test_a_model_in_32_bits_is_refused(tmp_path: Path) -> None:
+    text = (CLUSTERS / "v100_32.yaml").read_text()
+    file = tmp_path / "own.yaml"
+    file.write_text(text.replace("--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32 ", ""))
+    with pytest.raises(LaunchError, match="16 bits alone: give --bf16 or --fp16"):
+        Training.of("gpt2_2.5b", str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["gpt2_12.1b", "--output", "/"], "--output /: needs a name"),
+        (["gpt2_12.1b", "--write-flags", "FOLDER"], "must be a file"),
+        (["--validate", "[1]"], "has no points of tools/bench_network.py"),
+        (["--validate", '{"a": 1}'], "has no points of tools/bench_network.py"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if options[0] == "--validate":
+        (tmp_path / "points.json").write_text(f'{{"points": {options[1]}}}')
+        options = ["--validate", str(tmp_path / "points.json")]
+    assert plan.main([one.replace("FOLDER", str(tmp_path)) for one in options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*.draft"))
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        write(tmp_path, b"a folder is in its place")
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*"))
+
+
+def test_a_contenders_own_interface_says_how_many_bytes_travel_for_one_of_ours() -> None:
+    """As where gloo's reduce-scatter sends as much as an all-reduce: of the dense run alone."""
+
+    def point(contender: str, mbit: float | None, computing: float, size: float, headers: float) -> dict[str, object]:
+        communication = computing + (0.0 if mbit is None else headers * size * 8 / (mbit * 1e6))
+        of = {"mode": "plain", "commit": "abc1234", "contender": contender, "mbit": mbit}
+        seconds = {"step_seconds": 1.0 + communication, "communication_seconds": communication}
+        ranks = [None] if contender == "dense" else [40]
+        return {**of, **seconds, "ranks": ranks, "counted_bytes": size, "interface_bytes": headers * size}
+
+    points = [point("dense", mbit, 0.0, 10e6, 1.6) for mbit in (None, 60.0, 135.0)]
+    points += [point("balanced", mbit, 0.1, 1e6, 1.06) for mbit in (60.0, 135.0)]
+    found = check(points)
+    assert sorted(one.contender for one in found) == ["balanced", "dense"]
+    assert [one.error for one in found] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_a_cluster_file_describes_its_network(tmp_path: Path) -> None:

@@ -195,6 +195,17 @@ def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() ->
     assert again.observe(seconds(compressed=1.0), 0.9, ByteCount()) == 0.0
 
 
+def test_a_link_that_was_timed_anew_has_not_changed_since() -> None:
+    """Steps of before the resume are of the old one: the times that were taken now know the difference."""
+    before = trials()
+    for iteration in (100, 200):
+        window(before, iteration, 0.2, 0.8, 1.0)
+    again = Trials(ITERATIONS, 5.0, overlapped=False)
+    again.load_state_dict(before.state_dict(), timed_anew=True)
+    assert again.observe(seconds(compressed=6.2), 6.0, ByteCount()) == 0.0
+    assert again.due, "which of both is faster there is not known"
+
+
 def test_a_link_that_becomes_fast_ends_compression_within_two_windows() -> None:
     under_test = trials()
     for iteration in (100, 200):

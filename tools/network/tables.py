@@ -126,12 +126,14 @@ def keeps_speed(points: Sequence[Point]) -> dict[str, list[tuple[float, bool]]]:
 
 def _crossing(kept: Sequence[tuple[float, float]], share: float) -> tuple[float, bool]:
     """``kept``: (1 / rate, share of the speed), the highest rate first."""
+    least, last = kept[-1]
+    if last >= share:
+        return (1 / least, True) if least else (math.inf, False)
     for (near, fast), (far, slow) in reversed(list(pairwise(kept))):
         if fast >= share > slow:
             inverse = near + (far - near) * (fast - share) / (fast - slow)
             return (1 / inverse if inverse else math.inf), False
-    least, last = kept[-1]
-    return (1 / least, True) if last >= share and least else (math.inf, False)
+    return math.inf, False
 
 
 def speed_table(points: Sequence[Point]) -> list[str]:

@@ -149,10 +149,12 @@ class Training:
         link = Link(gbps, LATENCY)
         return [StageLinks(link, link, link)] * self.pipeline
 
+    def placement(self, stages_first: bool) -> Placement:
+        return Placement(self.tensor, self.replicas, self.pipeline, stages_first)
+
     def placed(self, network: Network, stages_first: bool) -> list[StageLinks]:
         """Links of stages where their processes are."""
-        placement = Placement(self.tensor, self.replicas, self.pipeline, stages_first)
-        return placement.links(network, self.chunks > 1)
+        return self.placement(stages_first).links(network, self.chunks > 1)
 
     @property
     def layers_here(self) -> float:
@@ -324,7 +326,7 @@ def _parser() -> _Parser:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--moe-router-topk", type=int, default=2)
     parser.add_argument("--optimizer", default="adam")
-    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--fp16", "--sequence-parallel"):
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16", "--fp16", "--sequence-parallel"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     return parser
@@ -342,6 +344,8 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
         unknown.append(f"--optimizer {flags.optimizer}")
     if unknown:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
+    if not (flags.bf16 or flags.fp16):
+        raise LaunchError("the planner knows training in 16 bits alone: give --bf16 or --fp16")
     for action in parser._actions:
         value = getattr(flags, action.dest)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:

@@ -32,9 +32,9 @@ def recommended(predictions: Sequence[Prediction]) -> tuple[Prediction, str]:
     A constant rank is not among them, because nothing is known of its loss on these models.
     """
     dense = min((one for one in predictions if not one.contender.method), key=lambda one: one.seconds)
-    own = [one for one in predictions if one.contender.name in EDGC and one.compresses]
-    fastest = min(own, key=lambda one: one.seconds, default=None)
-    if fastest is None or fastest.seconds > 0.99 * dense.seconds:
+    own = [one for one in predictions if one.contender.name in EDGC]  # one may compress messages between stages alone
+    fastest = min(own, key=lambda one: one.seconds)
+    if fastest.seconds > 0.99 * dense.seconds:
         tried = ", ".join(f"`{name}`" for name in EDGC)
         return dense, f"none of {tried} would be faster than {dense.contender.name} by 1 %"
     chosen = next(one for one in own if one.seconds <= 1.01 * fastest.seconds)
@@ -82,11 +82,12 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The predictions of one order of ranks on one network."""
+    """The predictions of one order of ranks on one network. ``in_nodes``: whether reductions leave no node."""
 
     order: str
     network: str
     predictions: Sequence[Prediction]
+    in_nodes: bool = False
 
 
 def networks(own: Network) -> dict[str, Network]:
@@ -132,7 +133,7 @@ def reading(training: Training, places: Sequence[Place]) -> list[str]:
     for place in alike:
         chosen, why = recommended(place.predictions)
         lines.append(f"- Order {place.order}, {place.network}: {way(training, chosen.contender)}: {why}.")
-        if chosen.gbps >= training.network.inside:
+        if place.in_nodes:
             lines[-1] += " Reductions do not leave a node."
     ways = [(place.order, one) for place in alike for one in place.predictions]
     order, best = min(ways, key=lambda way: way[1].seconds)

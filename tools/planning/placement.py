@@ -111,6 +111,11 @@ class Placement:
             found.append([*pairwise(gpus), (gpus[-1], gpus[0])])
         return found
 
+    def rings_stay_in_nodes(self, network: Network) -> bool:
+        """Whether no reduction leaves a node."""
+        rings = [ring for stage in range(self.pipeline) for ring in self.rings(stage)]
+        return all(network.node(source) == network.node(target) for ring in rings for source, target in ring)
+
     def messages(self, stage: int, to: int, wraps: bool) -> list[list[Edge]]:
         """What a stage sends to the one beside it, ``to``; ``wraps``: the last is beside the first, as with several
         chunks.

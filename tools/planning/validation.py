@@ -36,7 +36,7 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
     """Predict the points of limited links, other than those at ``FITTED_AT``.
 
     From those, and from steps without a limit, come what a step computes without a network, what each contender
-    computes to compress, and how many bytes interfaces count for one of ours.
+    computes to compress, and how many bytes its interfaces count for one of ours.
     """
     # later repetitions may be of other days, on which the machine computed at another speed
     points = [p for p in points if p.get("repetition", 0) == 0 and p.get("links", "even") == "even"]
@@ -48,22 +48,28 @@ def check(points: Sequence[Mapping[str, Any]]) -> list[Checked]:
         free, dense = of_mode.get(("dense", None)), of_mode.get(("dense", FITTED_AT))
         if dense is None:
             continue
-        headers = dense["interface_bytes"] / dense["counted_bytes"]
-        alone = Link(FITTED_AT / 1e3, headers=headers)
-        computing = dense["step_seconds"] - alone.seconds(dense["counted_bytes"])
+        computing = dense["step_seconds"] - _alone(dense).seconds(dense["counted_bytes"])
         if free is not None:
             computing = free["step_seconds"] - free["communication_seconds"]
         for (contender, mbit), point in of_mode.items():
             fitted = of_mode.get((contender, FITTED_AT))
             if mbit in (None, FITTED_AT) or fitted is None:
                 continue
+            alone = _alone(fitted)
             compressing, idle = _compressing(fitted, of_mode.get((contender, None)), alone)
             if set(point["ranks"]) == {None}:  # dense, or EDGC has found that compressing does not pay
                 compressing, idle = 0.0, 1.0
-            link = Link(mbit / 1e3, headers=headers * idle)
+            link = Link(mbit / 1e3, headers=alone.headers * idle)
             predicted = _step(computing, compressing, point["counted_bytes"], link, overlapped)
             found.append(Checked(mbit, mode, commit, contender, point["step_seconds"], predicted))
     return found
+
+
+def _alone(fitted: Mapping[str, Any]) -> Link:
+    """The link at ``FITTED_AT``. Its interface counts so many bytes for one of ours in this contender's run: gloo's
+    reduce-scatter sends as much as an all-reduce.
+    """
+    return Link(FITTED_AT / 1e3, headers=fitted["interface_bytes"] / fitted["counted_bytes"])
 
 
 def _compressing(fitted: Mapping[str, Any], free: Mapping[str, Any] | None, link: Link) -> tuple[float, float]:

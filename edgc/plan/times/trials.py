@@ -179,6 +179,8 @@ class Trials:
         self.measured, self.host_steps = tuple(state["measured"]), state["host_steps"]
         self.spent, self._compared = state["spent"], state["compared"]
         self.trial, self._counted = None, ByteCount(**state["counted"])
-        if not timed_anew:  # another link is then seen by its reductions
+        if timed_anew:  # steps of before are of another link, of which the times that were taken now know
+            self._compared, self.due = False, self.due or bool(self.measured)
+        else:  # another link is then seen by its reductions
             self.host_seconds = state["host_seconds"]
             self._reduction, self._share = state["reduction"], state["share"]
