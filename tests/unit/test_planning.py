@@ -12,11 +12,12 @@ from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
+from tools.planning import cluster as planned
 from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
 from tools.planning.page import EDGC, networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
 from tools.planning.schedule import Work, one_forward_one_backward
-from tools.planning.simulation import Link, StageTimes, Unit, simulate
+from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.planning.validation import check
 from tools.shared.files import write
 from tools.shared.gpus import GPUS
@@ -571,6 +572,58 @@ def test_a_message_takes_the_link_that_it_goes_over() -> None:
     sends = {"activations": 1e8, "gradients": 1e8, "forward": 0.1, "backward": 0.1}
     both, back = (simulate([StageTimes(link=slow, before=before, **sends)] * 2, 1).seconds for before in (None, fast))
     assert both - back == pytest.approx(slow.seconds(1e8) - fast.seconds(1e8)), "the gradients alone go back"
+
+
+def test_an_all_to_all_takes_each_gpus_own_links() -> None:
+    """A gigabyte of 64 replicas, of which 8 share a node: each sends 56 of its 64 parts over its own network."""
+    network = Network(nodes=8, gpus_per_node=8, gbps=12.5, inside=1000.0, latency=0.0)
+    sent = 1e9 * 63 / 64
+
+    def seconds(network: Network) -> tuple[float, float]:
+        (links,) = Placement(1, 64, 1).links(network)
+        return links.direct.seconds(sent), links.once.seconds(sent)
+
+    direct, around = seconds(network)
+    assert direct == pytest.approx(1e9 * 56 / 64 * 8 / 12.5e9) and around == pytest.approx(sent * 8 / 100e9)
+    # half of every rack's 32 messages cross its uplink
+    direct, around = seconds(replace(network, racks=2, uplink_gbps=10.0))
+    assert direct == pytest.approx(16e9 * 8 / 10e9) and around == pytest.approx(sent * 8 / 10e9)
+    # one slow node makes all wait, and where all share a node there is no network
+    assert seconds(replace(network, slow_nodes=1, slow_gbps=2.5))[0] == pytest.approx(5 * 1e9 * 56 / 64 * 8 / 12.5e9)
+    assert Placement(1, 8, 8).links(network)[0].direct.gbps == pytest.approx(1000.0)
+
+
+def test_a_message_waits_for_the_uplink_as_often_as_it_crosses() -> None:
+    """A ring crosses between two sites twice: an all-reduce goes round it twice, a gather once."""
+    sites = Network(nodes=2, gpus_per_node=8, gbps=100.0, inside=1000.0, latency=0.0, racks=2, uplink_seconds=5e-3)
+    (links,) = Placement(1, 16, 1).links(sites)
+    assert (links.ring.latency, links.once.latency, links.direct.latency) == pytest.approx((0.02, 0.01, 0.005))
+    unit = Unit.of(0.0, 0.0, 4, ("direct", "once"))
+    over = StageTimes(1.0, 2.0, links.ring, once=links.once, direct=links.direct)
+    assert over.seconds(unit) == pytest.approx([0.005, 0.01] * 2)
+    assert over.seconds(Unit.of(0.0, 0.0, 1)) == pytest.approx([0.02])
+
+
+@pytest.mark.parametrize(
+    ("name", "scatters", "over"),
+    [
+        ("dense fp32", False, {"ring"}),
+        ("dense fp32", True, {"once"}),
+        ("int4", False, {"direct", "once"}),
+        ("int4", True, {"direct"}),
+        ("PowerSGD, rank 64", False, {"ring"}),
+        ("fast", False, {"direct", "once"}),
+    ],
+)
+def test_each_kind_of_sum_goes_over_its_own_links(
+    name: str, scatters: bool, over: set[str], training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StageTimes] = []
+    monkeypatch.setattr(planned, "simulate", lambda stages, *_: seen.extend(stages) or Step())
+    contender = next(one for one in CONTENDERS if one.name == name)
+    own = replace(training, scatters=scatters)
+    predict(own, contender, costs(training), own.apart(1.0))
+    assert {name for unit in seen[0].units for name in unit.over} == over
 
 
 def test_the_order_of_ranks_decides_whether_compression_pays() -> None:

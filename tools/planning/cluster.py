@@ -147,7 +147,7 @@ class Training:
     def apart(self, gbps: float) -> list[StageLinks]:
         """Links of stages whose replicas and neighbours are all on other nodes."""
         link = Link(gbps, LATENCY)
-        return [StageLinks(link, link, link)] * self.pipeline
+        return [StageLinks(*[link] * len(StageLinks._fields))] * self.pipeline
 
     def placement(self, stages_first: bool) -> Placement:
         return Placement(self.tensor, self.replicas, self.pipeline, stages_first)
@@ -410,6 +410,7 @@ def _preset(name: str) -> Contender:
     return Contender(name, f"--edgc-preset {name}", method="balanced", volume=own["volume"], messages=messages)
 
 
+FP32_FACTORS = "paper"  # a method whose sums are all-reduces in fp32, not in few bits
 # An engine without a preset has a dense warm-up in fp32 of a tenth of the run.
 _SHORT_WARM_UP = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
 CONTENDERS = (
@@ -532,7 +533,7 @@ def predict(
     whole = training.dense_bytes
     slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(whole))
     sent = whole * contender.bits / 32 * half
-    units, rank = _dense(sent), None
+    units, rank = _dense(sent, training.scatters), None
     if contender.method and compressing is not None and training.replicas > 1:
         round_trip = all_reduce_bytes(1.0, training.replicas)
         share = training.reduced_elements / compressing.elements
@@ -541,10 +542,22 @@ def predict(
             # a rounded sum goes to the process that needs it, one of factors to all
             return round_trip * share * way.bytes_at(rank) * (half if rank == NO_RANK else 1.0)
 
-        def alone(way: Compressing, rank: int) -> float:
-            latencies = (way.messages - 1) * slowest.latency
-            return share * way.at(rank) + latencies + slowest.seconds(sent_by(way, rank))
+        def units_of(way: Compressing, rank: int) -> tuple[Unit, ...]:
+            count = way.messages // UNITS
+            if rank == NO_RANK:
+                count = int(count * half)
+            # sums in few bits are an all-to-all and an all-gather each, or the former alone where the host scatters
+            over = ("direct", "once") if contender.method != FP32_FACTORS else ("ring",)
+            if rank == NO_RANK and training.scatters:
+                over = ("direct",)
+            each = share * way.at(rank) / UNITS, sent_by(way, rank) / UNITS, max(count, 1), over
+            return (Unit.of(*each),) * UNITS
 
+        def alone(units: Sequence[Unit]) -> float:
+            """Of the slowest stage."""
+            return max(sum(sum(one.computing) + sum(own.seconds(one)) for one in units) for own in reductions)
+
+        reductions = [StageTimes(0.0, 0.0, own.ring, once=own.once, direct=own.direct) for own in links]
         if contender.rank is not None:
             rank = contender.rank
         else:
@@ -552,30 +565,26 @@ def predict(
             rounding = methods.get(ROUNDED)
             rounded = math.inf
             if rounding is not None and sent_by(rounding, NO_RANK) > whole / contender.volume:
-                rounded = alone(rounding, NO_RANK)
-            rank = _settled_rank(most, partial(alone, compressing), rounded, slowest.seconds(whole * half))
+                rounded = alone(units_of(rounding, NO_RANK))
+            low_rank = partial(units_of, compressing)
+            host = alone(_dense(whole * half, training.scatters))
+            rank = _settled_rank(most, lambda rank: alone(low_rank(rank)), rounded, host)
             if rounding is not None and rank == NO_RANK:
                 compressing = rounding
-        if rank is None:
-            sent = whole * half
-            units = _dense(sent)
-        else:
-            sent = sent_by(compressing, rank)
-            count = compressing.messages // UNITS
-            if rank == NO_RANK:
-                count = int(count * half)
-            each = (share * compressing.at(rank) / UNITS, sent / UNITS, max(count, 1))
-            units = (Unit.of(*each),) * UNITS
+        sent = whole * half if rank is None else sent_by(compressing, rank)
+        units = _dense(sent, training.scatters) if rank is None else units_of(compressing, rank)
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
-            forward=forward + (experts := training.expert_seconds(own.ring)),
+            forward=forward + (experts := training.expert_seconds(own.direct)),
             backward=2 * forward + experts + (rounding if place else of_first * rounding),
             link=own.next,
             before=own.before,
             ring=own.ring,
+            once=own.once,
+            direct=own.direct,
             activations=training.message_bytes,
             gradients=gradients,
             units=units,
@@ -624,5 +633,5 @@ def _settled_rank(rank: int, seconds: Callable[[int], float], rounded: float, ho
     return NO_RANK if worth_rounding(rounded, math.inf if found is None else seconds(found), host) else found
 
 
-def _dense(sent: float) -> tuple[Unit, ...]:
-    return (Unit((0.0, 0.0), (sent / UNITS,)),) * UNITS
+def _dense(sent: float, scatters: bool) -> tuple[Unit, ...]:
+    return (Unit((0.0, 0.0), (sent / UNITS,), ("once" if scatters else "ring",)),) * UNITS

@@ -2,12 +2,14 @@
 
 What it assumes:
 
-- Reductions go round a ring in the order of ranks, one ring for each tensor rank and pipeline stage. A ring is as fast
-  as its slowest link. Where several of its GPUs share a node, it uses the network of all of them: NCCL makes several
-  rings, and was measured so (NVIDIA/nccl, issue 569).
+- All-reduces, reduce-scatters and all-gathers go round a ring in the order of ranks, one ring for each tensor rank and
+  pipeline stage. A ring is as fast as its slowest link. Where several of its GPUs share a node, it uses the network of
+  all of them: NCCL makes several rings, and was measured so (NVIDIA/nccl, issue 569).
+- In an all-to-all, with which a sum in few bits begins, each GPU sends every other one its part, over its own network.
 - What crosses between racks in one direction shares the rack's uplink evenly: reductions among themselves, and messages
   between stages among themselves.
-- Each part of a sum goes twice round its ring, and waits for the uplinks' latency each time that it crosses one.
+- Each part of an all-reduce goes twice round its ring, that of a reduce-scatter or an all-gather once. It waits for the
+  uplinks' latency each time that it crosses one.
 """
 
 from collections import Counter
@@ -77,13 +79,41 @@ class Network:
             found.append(Link(rate, self.latency + rounds * crossings * self.uplink_seconds))
         return found
 
+    def direct(self, groups: Sequence[Sequence[Sequence[int]]]) -> list[Link]:
+        """The link of all-to-alls, of each set of groups of GPUs. It takes the bytes that a GPU sends in all."""
+        load: Counter[int] = Counter()  # of each rack's uplink, by bytes of a GPU
+        for group in (group for several in groups for group in several if len(group) > 1):
+            for rack, here in Counter(map(self.rack, group)).items():
+                load[rack] += here * (len(group) - here) / (len(group) - 1)  # type: ignore[assignment]
+
+        def gbps(gpu: int, group: Sequence[int]) -> float:
+            others, here = len(group) - 1, sum(self.node(one) == self.node(gpu) for one in group)
+            rates = [self.inside * others / (here - 1)] if here > 1 else []
+            if here <= others:
+                own = self.slow_gbps if self.slow_gbps and self.node(gpu) < self.slow_nodes else self.gbps
+                rates.append(own * others / (others + 1 - here))
+            if self.uplink_gbps is not None and load[self.rack(gpu)]:
+                rates.append(self.uplink_gbps / load[self.rack(gpu)])
+            return min(rates)
+
+        found = []
+        for several in groups:
+            rate = min((gbps(gpu, group) for group in several if len(group) > 1 for gpu in group), default=self.inside)
+            crosses = any(len(set(map(self.rack, group))) > 1 for group in several)
+            found.append(Link(rate, self.latency + crosses * self.uplink_seconds))
+        return found
+
 
 class StageLinks(NamedTuple):
-    """What a stage sends over: to the next stage, to the one before, and in its reductions."""
+    """What a stage sends over: to the next stage, to the one before, and in its reductions. ``ring``: all-reduces;
+    ``once``: reduce-scatters and all-gathers; ``direct``: all-to-alls.
+    """
 
     next: Link
     before: Link
     ring: Link
+    once: Link
+    direct: Link
 
 
 @dataclass(frozen=True)
@@ -101,15 +131,15 @@ class Placement:
         outer = stage + self.pipeline * replica if self.stages_first else replica + self.replicas * stage
         return tensor + self.tensor * outer
 
+    def groups(self, stage: int) -> list[list[int]]:
+        """The GPUs that reduce a stage's gradients among themselves."""
+        return [[self.gpu(tensor, one, stage) for one in range(self.replicas)] for tensor in range(self.tensor)]
+
     def rings(self, stage: int) -> list[list[Edge]]:
         """Of the reductions of a stage."""
         if self.replicas == 1:
             return []
-        found = []
-        for tensor in range(self.tensor):
-            gpus = [self.gpu(tensor, replica, stage) for replica in range(self.replicas)]
-            found.append([*pairwise(gpus), (gpus[-1], gpus[0])])
-        return found
+        return [[*pairwise(gpus), (gpus[-1], gpus[0])] for gpus in self.groups(stage)]
 
     def rings_stay_in_nodes(self, network: Network) -> bool:
         """Whether no reduction leaves a node."""
@@ -134,6 +164,8 @@ class Placement:
         """Of each stage."""
         stages = range(self.pipeline)
         ways = [self.messages(stage, stage + step, wraps) for step in (1, -1) for stage in stages]
-        messages, rings = network.links(ways, 1), network.links([self.rings(stage) for stage in stages], 2)
-        parts = messages[: self.pipeline], messages[self.pipeline :], rings
+        messages, rings = network.links(ways, 1), [self.rings(stage) for stage in stages]
+        direct = network.direct([self.groups(stage) for stage in stages])
+        reductions = network.links(rings, 2), network.links(rings, 1), direct
+        parts = messages[: self.pipeline], messages[self.pipeline :], *reductions
         return [StageLinks(*links) for links in zip(*parts, strict=True)]

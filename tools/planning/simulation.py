@@ -38,15 +38,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is reduced together: seconds of computing before, between and after its messages, whose bytes follow."""
+    """What is reduced together: seconds of computing before, between and after its messages, whose bytes follow.
+
+    ``over``: by which of a stage's links each message goes; by default, ``ring``.
+    """
 
     computing: tuple[float, ...]
     messages: tuple[float, ...]
+    over: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, computing: float, nbytes: float, messages: int) -> "Unit":
-        """Both spread evenly; the messages of a sum in few bits are an all-to-all and an all-gather each."""
-        return cls((computing / (messages + 1),) * (messages + 1), (nbytes / messages,) * messages)
+    def of(cls, computing: float, nbytes: float, messages: int, over: Sequence[str] = ()) -> "Unit":
+        """Both spread evenly; messages take turns in the links that they go ``over``."""
+        in_turn = tuple(over[place % len(over)] for place in range(messages)) if over else ()
+        return cls((computing / (messages + 1),) * (messages + 1), (nbytes / messages,) * messages, in_turn)
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
     ``units``: reductions, in the order in which backward passes complete them. ``gathered``: bytes of updated weights
-    that come back. ``link``: its own; ``before``: that to the stage before, and ``ring``: that of reductions and
-    gathers, if they are others.
+    that come back. ``link``: its own; ``before``: that to the stage before; of reductions ``ring``, ``once`` and
+    ``direct`` (``tools.planning.placement.StageLinks``), if they are others.
     """
 
     forward: float
@@ -68,10 +73,18 @@ class StageTimes:
     optimizer: float = 0.0
     before: Link | None = None
     ring: Link | None = None
+    once: Link | None = None
+    direct: Link | None = None
 
-    @property
-    def reduces_over(self) -> Link:
-        return self.ring or self.link
+    def over(self, name: str) -> Link:
+        """The link of this name, of reductions."""
+        link: Link | None = getattr(self, name)
+        return link or self.ring or self.link
+
+    def seconds(self, unit: Unit) -> list[float]:
+        """What each message of a unit takes alone."""
+        over = unit.over or ("ring",) * len(unit.messages)
+        return [self.over(name).seconds(nbytes) for name, nbytes in zip(over, unit.messages, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ def simulate(
         step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
         if times.gathered:
             begin = end + times.optimizer
-            step.spans.append(Span(stage, "gather", begin, begin + times.reduces_over.seconds(times.gathered)))
+            step.spans.append(Span(stage, "gather", begin, begin + times.over("once").seconds(times.gathered)))
     return step
 
 
@@ -210,7 +223,7 @@ def _reduced(
         if phase == len(unit.messages):
             ended = computer
             continue
-        for leaves, comes in _parts(max(computer, link), times.reduces_over.seconds(unit.messages[phase]), busy):
+        for leaves, comes in _parts(max(computer, link), times.seconds(unit)[phase], busy):
             step.spans.append(Span(stage, "reduce", leaves, comes))
             link = comes
         heapq.heappush(under_way, (link, place, phase + 1))
