@@ -593,6 +593,23 @@ def test_an_all_to_all_takes_each_gpus_own_links() -> None:
     assert Placement(1, 8, 8).links(network)[0].direct.gbps == pytest.approx(1000.0)
 
 
+def test_gradients_of_experts_go_round_the_processes_that_hold_the_same() -> None:
+    """Eight replicas on two nodes: of the four that share the experts, each has its like on the other node."""
+    network = Network(nodes=2, gpus_per_node=4, gbps=10.0, inside=1000.0, latency=0.0)
+    placed = Placement(1, 8, 1, experts=4)
+    assert placed.groups(0) == [list(range(8))]
+    assert placed.groups(0, of_experts=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert placed.sharing_experts(0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (alone,) = placed.links(network)
+    (half,) = replace(placed, of_experts=0.5).links(network)
+    assert (alone.ring.gbps, alone.tokens.gbps) == pytest.approx((40.0, 1000.0))
+    assert half.ring.seconds(1e9) == pytest.approx(0.5e9 * 8 / 40e9 + 0.5e9 * 8 / 10e9)
+    moe = Training.of("gpt2_12.1b", None, ["--num-experts", "8", "--expert-model-parallel-size", "4"])
+    placement = moe.placement(stages_first=False)
+    assert placement.experts == 4 and placement.of_experts == pytest.approx(7.71 / (7.71 + 3.37), rel=0.01)
+    assert Training.of("gpt2_12.1b", None).placement(stages_first=False).of_experts == 0
+
+
 def test_a_message_waits_for_the_uplink_as_often_as_it_crosses() -> None:
     """A ring crosses between two sites twice: an all-reduce goes round it twice, a gather once."""
     sites = Network(nodes=2, gpus_per_node=8, gbps=100.0, inside=1000.0, latency=0.0, racks=2, uplink_seconds=5e-3)

@@ -150,7 +150,9 @@ class Training:
         return [StageLinks(*[link] * len(StageLinks._fields))] * self.pipeline
 
     def placement(self, stages_first: bool) -> Placement:
-        return Placement(self.tensor, self.replicas, self.pipeline, stages_first)
+        experts = 1 if self.experts is None else self.experts.parallel
+        of_experts = all_reduce_bytes(self.expert_elements * 4.0, self.expert_replicas) / (self.dense_bytes or 1.0)
+        return Placement(self.tensor, self.replicas, self.pipeline, stages_first, experts, of_experts)
 
     def placed(self, network: Network, stages_first: bool) -> list[StageLinks]:
         """Links of stages where their processes are."""
@@ -578,7 +580,7 @@ def predict(
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
-            forward=forward + (experts := training.expert_seconds(own.direct)),
+            forward=forward + (experts := training.expert_seconds(own.tokens)),
             backward=2 * forward + experts + (rounding if place else of_first * rounding),
             link=own.next,
             before=own.before,

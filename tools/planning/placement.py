@@ -106,7 +106,7 @@ class Network:
 
 class StageLinks(NamedTuple):
     """What a stage sends over: to the next stage, to the one before, and in its reductions. ``ring``: all-reduces;
-    ``once``: reduce-scatters and all-gathers; ``direct``: all-to-alls.
+    ``once``: reduce-scatters and all-gathers; ``direct``: all-to-alls. ``tokens``: those of tokens among experts.
     """
 
     next: Link
@@ -114,32 +114,49 @@ class StageLinks(NamedTuple):
     ring: Link
     once: Link
     direct: Link
+    tokens: Link
 
 
 @dataclass(frozen=True)
 class Placement:
     """Which process is on which GPU. Tensor ranks lie side by side; then Megatron counts replicas before stages, or
-    ``stages_first`` stages before replicas (``--use-tp-pp-dp-mapping``).
+    ``stages_first`` stages before replicas (``--use-tp-pp-dp-mapping``). Every ``experts`` replicas share out the
+    experts, of whose gradients the share ``of_experts`` is.
     """
 
     tensor: int
     replicas: int
     pipeline: int
     stages_first: bool = False
+    experts: int = 1
+    of_experts: float = 0.0
 
     def gpu(self, tensor: int, replica: int, stage: int) -> int:
         outer = stage + self.pipeline * replica if self.stages_first else replica + self.replicas * stage
         return tensor + self.tensor * outer
 
-    def groups(self, stage: int) -> list[list[int]]:
-        """The GPUs that reduce a stage's gradients among themselves."""
-        return [[self.gpu(tensor, one, stage) for one in range(self.replicas)] for tensor in range(self.tensor)]
+    def groups(self, stage: int, of_experts: bool = False) -> list[list[int]]:
+        """The GPUs that reduce a stage's gradients among themselves, or those of its experts."""
+        step = self.experts if of_experts else 1
+        return [
+            [self.gpu(tensor, one, stage) for one in range(first, self.replicas, step)]
+            for tensor in range(self.tensor)
+            for first in range(step)
+        ]
 
-    def rings(self, stage: int) -> list[list[Edge]]:
-        """Of the reductions of a stage."""
-        if self.replicas == 1:
-            return []
-        return [[*pairwise(gpus), (gpus[-1], gpus[0])] for gpus in self.groups(stage)]
+    def sharing_experts(self, stage: int) -> list[list[int]]:
+        """The GPUs that send tokens to each other's experts."""
+        every = range(0, self.replicas, self.experts)
+        return [
+            [self.gpu(tensor, first + one, stage) for one in range(self.experts)]
+            for tensor in range(self.tensor)
+            for first in every
+        ]
+
+    def rings(self, stage: int, of_experts: bool = False) -> list[list[Edge]]:
+        """Of the reductions of a stage, or of those of its experts."""
+        groups = self.groups(stage, of_experts)
+        return [[*pairwise(gpus), (gpus[-1], gpus[0])] for gpus in groups if len(gpus) > 1]
 
     def rings_stay_in_nodes(self, network: Network) -> bool:
         """Whether no reduction leaves a node."""
@@ -164,8 +181,22 @@ class Placement:
         """Of each stage."""
         stages = range(self.pipeline)
         ways = [self.messages(stage, stage + step, wraps) for step in (1, -1) for stage in stages]
-        messages, rings = network.links(ways, 1), [self.rings(stage) for stage in stages]
-        direct = network.direct([self.groups(stage) for stage in stages])
-        reductions = network.links(rings, 2), network.links(rings, 1), direct
-        parts = messages[: self.pipeline], messages[self.pipeline :], *reductions
+        messages, tokens = network.links(ways, 1), network.direct([self.sharing_experts(stage) for stage in stages])
+        reductions = self._reductions(network, of_experts=False)
+        if self.of_experts:
+            both = zip(reductions, self._reductions(network, of_experts=True), strict=True)
+            reductions = [[self._one_after_another(*pair) for pair in zip(*kinds, strict=True)] for kinds in both]
+        parts = messages[: self.pipeline], messages[self.pipeline :], *reductions, tokens
         return [StageLinks(*links) for links in zip(*parts, strict=True)]
+
+    def _reductions(self, network: Network, of_experts: bool) -> list[list[Link]]:
+        """Links of each stage: of all-reduces, of what goes round once, and of all-to-alls."""
+        stages = range(self.pipeline)
+        rings = [self.rings(stage, of_experts) for stage in stages]
+        direct = network.direct([self.groups(stage, of_experts) for stage in stages])
+        return [network.links(rings, 2), network.links(rings, 1), direct]
+
+    def _one_after_another(self, shared: Link, experts: Link) -> Link:
+        """The link of what goes over one, and then, as far as it is of experts, over the other."""
+        rate = 1 / ((1 - self.of_experts) / shared.gbps + self.of_experts / experts.gbps)
+        return Link(rate, max(shared.latency, experts.latency))
