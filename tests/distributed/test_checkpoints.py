@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from edgc.hosts.checkpoint import STATE_VERSION
 from tests.distributed.megatron_runs import TINY_GPT
 from tests.distributed.modes import COMPRESSED, LOW_RANK, results
 
@@ -86,7 +87,7 @@ REFUSED = {
     "another engine": "is of the engine powersgd, this run has int4",
     "another model": "has error feedback of output_layer.weight, which this model lacks",
     "another size": "feedback of embedding.position_embeddings.weight with 4096 values, where this model's has 8192",
-    "another version": "the EDGC state is of version 2, this release reads 19",
+    "another version": f"the EDGC state is of version 2, this release reads {STATE_VERSION}",
     "incomplete": "the EDGC state cannot be read (KeyError: 'stage0-tp0.engine')",
 }
 
