@@ -168,7 +168,9 @@ class RanksByBudget(Policy):
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
         self.budget.first = plan.first_iteration  # compression has begun by then, whatever its warm-up is now
         choices = self._choices()
-        del choices["reasons"]
+        # what a resumed run finds of its link is no other plan, but which stages are compressed may be
+        both = zip(plan.reasons, choices["reasons"], strict=True)
+        choices["reasons"] = tuple(now if NEVER_COMPRESSED in (then, now) else then for then, now in both)
         return _changed(plan, **choices)
 
     def _choices(self) -> dict[str, Any]:

@@ -25,6 +25,8 @@ DYNAMIC = shlex.split(
     "--edgc-no-align "
     "--edgc-pp both --edgc-link-gbps 1 --pipeline-model-parallel-size 2 --global-batch-size 16 --lr 1e-2"
 )
+DENSE = ["--edgc", "--edgc-engine", "dense", "--edgc-window", "2"]
+TENSOR = ["--tensor-model-parallel-size", 2]
 Left = dict[str, list[dict[str, Any]]]
 
 
@@ -54,6 +56,10 @@ def four(folder: Path) -> Left:
         case("from plain legacy", 4, "--load", folder / "old", "--ckpt-format", "torch"),
         case("to plain legacy", 4, "--load", folder / "legacy", "--ckpt-format", "torch", edgc=False),
         case("to a pipeline", 4, "--load", folder / "four", "--pipeline-model-parallel-size", 2),
+        case("dense", 3, "--save", folder / "dense", "--save-interval", 3, *DENSE, edgc=False),
+        case("sequence", 3, "--save", folder / "sequence", "--save-interval", 3, *TENSOR, "--sequence-parallel"),
+        case("without sequence", 5, "--load", folder / "sequence", *TENSOR),
+        case("to sums over tokens", 4, "--load", folder / "four", "--calculate-per-token-loss"),
     ]
     return results(runs, folder)
 
@@ -65,6 +71,7 @@ def two(folder: Path, four: Left) -> Left:
         case("two of four", 3, "--load", folder / "four", "--ckpt-fully-parallel-load"),
         case("two of legacy", 3, "--load", folder / "legacy", "--ckpt-format", "torch"),
         case("two", 3, "--save", folder / "two", "--save-interval", 3, "--no-ckpt-fully-parallel-save"),
+        case("two of dense", 5, "--load", folder / "dense", *DENSE, edgc=False),
     ]
     return results(runs, folder, ranks=2)
 
@@ -172,8 +179,25 @@ def test_each_process_writes_its_share_of_the_errors_once(folder: Path, four: Le
 def test_another_pipeline_size_drops_the_state_with_one_line(folder: Path, four: Left) -> None:
     whole(four, "to a pipeline")
     assert (folder / "output-4.txt").read_text().count(
-        "this run has tensor-parallel size 1, pipeline-parallel size 2"
+        "this run has tensor-parallel size 1, sequence-parallel size 1, pipeline-parallel size 2"
     ) == 1
+
+
+def test_a_process_that_needs_nothing_of_the_state_goes_on(folder: Path, four: Left, two: Left) -> None:
+    """An engine without errors: a process asks for nothing but measurements, which at another size are not its own."""
+    whole(four, "dense")
+    whole(two, "two of dense")
+    output = (folder / "output-2.txt").read_text()
+    assert output.count("iter_0000003 was written by 4 data-parallel processes") == 3, "and twice with errors"
+
+
+def test_gradients_of_another_unit_or_of_other_parts_drop_the_state_with_one_line(folder: Path, four: Left) -> None:
+    for name in ("without sequence", "to sums over tokens"):
+        for result in whole(four, name):
+            assert all(torch.isfinite(parameter).all() for parameter in result["parameters"].values())
+    output = (folder / "output-4.txt").read_text()
+    assert output.count("this run has tensor-parallel size 2, sequence-parallel size 1") == 1
+    assert output.count("and so in the unit of gradients: the EDGC state starts anew") == 1
 
 
 @pytest.mark.parametrize("how", REFUSED)
@@ -207,15 +231,15 @@ def test_state_can_be_left_behind(later: Left) -> None:
 
 @pytest.fixture(scope="module")
 def kinds(folder: Path) -> Left:
-    """Asynchronous saves of which one is kept, and non-persistent ones; each run is resumed after its third step."""
+    """Saves of which one is kept, and non-persistent ones; each run is resumed after its third step."""
     kept, again = folder / "kept", folder / "kept again"
-    asynchronous = ["--save-interval", 1, "--save-retain-interval", 3, "--async-save", "--verify-integrity"]
+    checked = ["--save-interval", 1, "--save-retain-interval", 3, "--verify-integrity"]
     rarely = ["--save-interval", 100]
     passing = ["--non-persistent-save-interval", 3, "--non-persistent-ckpt-type", "global", *rarely]
     runs = [
-        case("asynchronous", 5, *asynchronous, "--save", kept),
+        case("kept", 5, *checked, "--save", kept),
         {
-            **case("asynchronous resumed", 5, *asynchronous, "--load", kept, "--save", again),
+            **case("kept resumed", 5, *checked, "--load", kept, "--save", again),
             "latest": [str(kept), 3],
         },
         case("passing", 5, "--save", folder / "passing", *passing),
@@ -241,11 +265,11 @@ LOCAL = find_spec("nvidia_resiliency_ext") is not None
 
 
 @pytest.mark.slow
-def test_an_asynchronous_save_holds_the_state_and_goes_when_megatron_removes_it(folder: Path, kinds: Left) -> None:
-    resumed_same(kinds, "asynchronous", "asynchronous resumed")
+def test_a_save_holds_the_state_and_goes_when_megatron_removes_it(folder: Path, kinds: Left) -> None:
+    resumed_same(kinds, "kept", "kept resumed")
     kept = {path.relative_to(folder / "kept").parts for path in (folder / "kept").rglob("*")}
     assert {parts[0] for parts in kept} == {"iter_0000003", "iter_0000005", "latest_checkpointed_iteration.txt"}
-    # Megatron's own files alone, which it writes in the background
+    # Megatron's own files alone
     assert {parts[1] for parts in kept if len(parts) > 1 and not parts[1].endswith(".distcp")} == {
         ".metadata",
         "metadata.json",

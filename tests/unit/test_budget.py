@@ -753,6 +753,14 @@ def test_a_plan_says_how_many_times_its_budget_a_step_gets(noise: float, relief:
     assert under_test.decide(20).relief == relief
 
 
+def test_a_stage_that_is_never_compressed_says_so_after_a_resume() -> None:
+    before = controller()
+    before.decide(10)
+    after = controller(excluded=(1,))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.plan.reasons == ("budget", "never compressed") and after.plan.ranks[1] is None
+
+
 def test_a_loss_that_rises_while_the_host_sums_takes_no_bytes() -> None:
     under_test = controller(trials=Trials(200, 1.0, False, by_host=True))
     reliefs = []

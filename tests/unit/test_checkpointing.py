@@ -26,7 +26,7 @@ def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
 
     settings = settings or EDGCConfig()
     usual = {
-        "args": Namespace(),
+        "args": Namespace(calculate_per_token_loss=False),
         "requested": settings,
         "config": settings,
         "keys": [],
@@ -40,7 +40,13 @@ def index_of(config: EDGCConfig, **parts: Any) -> Any:
     """Of a checkpoint of a run with these settings."""
     from megatron.edgc.checkpoint.index import REQUESTED_SETTINGS, RESOLVED, Index
 
-    usual = {"iteration": 7, "parallel": {}, "engine": config.engine, "requested": config.subset(REQUESTED_SETTINGS)}
+    usual = {
+        "iteration": 7,
+        "parallel": {},
+        "per_token": False,
+        "engine": config.engine,
+        "requested": config.subset(REQUESTED_SETTINGS),
+    }
     usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
     return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
 

@@ -120,7 +120,8 @@ class CheckpointHooks:
         if not sharded:
             resume = _on_all_processes(lambda: resumed(entry, self.run, _folder(found)))
         if resume is not None:
-            dropped = _on_all_processes(lambda: resume.load(entry["state"]))
+            # Megatron leaves out a dict that is empty, as that of a process without errors is at another size
+            dropped = _on_all_processes(lambda: resume.load(entry.get("state", {})))
             resume.warn_of_losses(messages=any(all_gather_objects(dropped)))
         self.on_loaded(found[0].get("iteration", 0))
         return found

@@ -69,6 +69,7 @@ class Index:
 
     iteration: int  # steps that are in the checkpoint
     parallel: dict[str, int]  # ``parallel_sizes``
+    per_token: bool  # whether gradients are sums over tokens, which Megatron divides after the reduction
     engine: str  # as given
     requested: dict[str, Any]
     resolved: dict[str, Any]
@@ -124,6 +125,7 @@ def gathered_index(
         index = Index(
             iteration=iteration,
             parallel=parallel_sizes(run.args),
+            per_token=bool(run.args.calculate_per_token_loss),
             engine=run.requested.engine,
             requested=run.requested.subset(REQUESTED_SETTINGS),
             resolved=run.controller.config.subset(RESOLVED),
@@ -158,9 +160,11 @@ def _mean_bytes(counts: Sequence[tuple[str, RunBytes]]) -> dict[str, RunBytes]:
 
 
 def parallel_sizes(args: Namespace) -> dict[str, int]:
-    """The sizes that decide which parameters, and which parts of them, a process holds."""
+    """The sizes that decide which parameters, and which parts of them and of their gradients, a process holds."""
     return {
         "tensor": args.tensor_model_parallel_size,
+        # with it the gradients of what tensor ranks have alike are parts, which Megatron adds up after the reduction
+        "sequence": args.tensor_model_parallel_size if args.sequence_parallel else 1,
         "pipeline": args.pipeline_model_parallel_size,
         "virtual pipeline": args.virtual_pipeline_model_parallel_size or 1,
         "expert": args.expert_model_parallel_size,

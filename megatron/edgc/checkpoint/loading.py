@@ -56,6 +56,12 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
             f"{in_words(parallel_sizes(run.args))}: its state starts anew"
         )
         return None
+    if index.per_token != bool(run.args.calculate_per_token_loss):
+        warn(
+            f"{name} and this run differ in --calculate-per-token-loss, and so in the unit of gradients: the EDGC "
+            "state starts anew"
+        )
+        return None
     usable = RestorableState.of(index, run)
     # What a probe of the link decided then and now may differ; errors are good for any engine.
     if not usable.same_engine:
