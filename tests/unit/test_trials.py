@@ -185,23 +185,25 @@ def test_another_way_of_compressing_is_no_change_of_the_link_until_a_trial_has_s
     assert under_test.observe(seconds(host=1.6), 0.9, ByteCount()) == pytest.approx(0.6)
 
 
-def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() -> None:
+def with_a_link_timed_anew() -> Trials:
+    """Of a resumed run after a trial in which compressed steps took 0.8 s."""
     before = trials()
     for iteration in (100, 200):
         window(before, iteration, 0.2, 0.8, 1.0)
     again = Trials(ITERATIONS, 5.0, overlapped=False)
     again.load_state_dict(before.state_dict(), timed_anew=True)
+    return again
+
+
+def test_a_resumed_run_that_has_timed_its_link_waits_for_its_own_reductions() -> None:
+    again = with_a_link_timed_anew()
     assert again.host_seconds == 5.0
     assert again.observe(seconds(compressed=1.0), 0.9, ByteCount()) == 0.0
 
 
 def test_a_link_that_was_timed_anew_has_not_changed_since() -> None:
     """Steps of before the resume are of the old one: the times that were taken now know the difference."""
-    before = trials()
-    for iteration in (100, 200):
-        window(before, iteration, 0.2, 0.8, 1.0)
-    again = Trials(ITERATIONS, 5.0, overlapped=False)
-    again.load_state_dict(before.state_dict(), timed_anew=True)
+    again = with_a_link_timed_anew()
     assert again.observe(seconds(compressed=6.2), 6.0, ByteCount()) == 0.0
     assert again.due, "which of both is faster there is not known"
 
