@@ -11,7 +11,6 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
-from edgc.observe.moments import mean_of_finite
 from edgc.observe.window import (
     Boundary,
     MessageWindow,
@@ -20,6 +19,7 @@ from edgc.observe.window import (
     median_or_nan,
 )
 from edgc.plan.controller import Controller
+from edgc.plan.loss_watch import mean_loss
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.stages import StageKey, StageKind
 from edgc.timing import Spans
@@ -63,14 +63,8 @@ class ProcessWindow:
             messages=[MessageWindow.merge(boundaries[key]) for key in sorted(boundaries)],
             bytes=RunBytes.mean([process.bytes for process in processes]),
             sent_by_host=fmean(process.sent_by_host for process in processes),
-            loss=_loss([process.loss for process in processes]),
+            loss=mean_loss([process.loss for process in processes]),
         )
-
-
-def _loss(losses: Sequence[float]) -> float:
-    """The mean over the processes that have a finite loss; infinite if all that know theirs have none, NaN of none."""
-    known = [loss for loss in losses if not math.isnan(loss)]
-    return math.inf if known and not any(map(math.isfinite, known)) else mean_of_finite(known)
 
 
 class WindowExchange:
@@ -119,7 +113,7 @@ class WindowExchange:
         in.
         """
         driver = self.driver
-        steps, loss = driver.take_window(), driver.mean_loss()
+        steps, loss = driver.take_window(), driver.window_loss()
         decide = driver.closes_window(completed - 1) and steps.count > 0  # after a window's end nothing is new
         seconds = median_or_nan(self.backward.take_seconds())
         windows = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.stage import Stage
-from edgc.plan.loss_watch import mean_loss
+from edgc.plan.loss_watch import window_loss
 from edgc.plan.rank_plan import RankPlan, Summing
 from edgc.plan.stages import StageKey
 
@@ -171,9 +171,9 @@ class StepDriver:
         """Of this window so far. They are kept, and saved, with what a reducer has seen."""
         return self.stages[0].reducers[0].observer.measurements.losses
 
-    def mean_loss(self) -> float:
-        """Of this window so far (``edgc.plan.loss_watch.mean_loss``). Waits for the device."""
-        return mean_loss([float(loss) for loss in self._losses])
+    def window_loss(self) -> float:
+        """Of this window so far (``edgc.plan.loss_watch.window_loss``). Waits for the device."""
+        return window_loss([float(loss) for loss in self._losses])
 
     def take_window(self) -> WindowSteps:
         """The steps since the last call."""

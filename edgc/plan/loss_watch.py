@@ -10,11 +10,19 @@ LEAST_LOSSES = 4  # of a window: in healthy runs of small models means of fewer 
 
 
 def mean_loss(losses: Sequence[float]) -> float:
-    """The mean of the losses of a window that are finite; infinite if none is, NaN of too few losses."""
+    """The mean of those that are finite. NaN is a loss that is not known. Infinite if none of the known ones is finite,
+    NaN if none is known.
+    """
+    known = [loss for loss in losses if not math.isnan(loss)]
+    finite = [loss for loss in known if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else math.inf if known else math.nan
+
+
+def window_loss(losses: Sequence[float]) -> float:
+    """``mean_loss`` of the steps of a window, all of which are known; NaN of too few."""
     if len(losses) < LEAST_LOSSES:
         return math.nan
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return math.fsum(finite) / len(finite) if finite else math.inf
+    return mean_loss([loss if math.isfinite(loss) else math.inf for loss in losses])
 
 
 class LossWatch:

@@ -5,7 +5,7 @@
 import math
 
 from edgc.plan.by_volume.guard import MOST_FOR_LOSS, TOO_LITTLE, Guard
-from edgc.plan.loss_watch import LOSS_RISES, RECENT_WINDOWS, LossWatch, mean_loss
+from edgc.plan.loss_watch import LOSS_RISES, RECENT_WINDOWS, LossWatch, window_loss
 
 
 def test_relief_doubles_while_too_little_arrives_and_halves_once_enough_does() -> None:
@@ -67,6 +67,6 @@ def test_a_window_without_any_finite_loss_is_no_end_of_a_rise() -> None:
 
 
 def test_the_mean_loss_of_a_window_is_of_finite_ones_and_of_enough_of_them() -> None:
-    assert mean_loss([1.0, 3.0, math.nan, math.inf]) == 2.0
-    assert mean_loss([math.nan] * 4) == math.inf
-    assert math.isnan(mean_loss([1.0, 2.0, 3.0]))
+    assert window_loss([1.0, 3.0, math.nan, math.inf]) == 2.0
+    assert window_loss([math.nan] * 4) == math.inf
+    assert math.isnan(window_loss([1.0, 2.0, 3.0]))

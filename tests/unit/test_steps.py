@@ -89,13 +89,13 @@ def test_replicas_are_compared_at_a_windows_end_and_where_a_rank_is_new(monkeypa
 def test_losses_are_noted_as_they_are_when_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, observer = Steps(monkeypatch).driver, GradientObserver([], EDGCConfig())
     driver.stages = [SimpleNamespace(reducers=[SimpleNamespace(observer=observer)])]  # type: ignore[list-item]
-    assert math.isnan(driver.mean_loss())
+    assert math.isnan(driver.window_loss())
     told = torch.zeros(1, requires_grad=True)
     for loss in (2.0, 4.0, math.inf):
         told.data.fill_(loss)
         driver.note_loss(told)  # whose memory the caller uses again
     driver.note_loss(6.0)
-    assert driver.mean_loss() == 4.0
+    assert driver.window_loss() == 4.0
     assert observer.measurements.state_dict()["losses"] == [2.0, 4.0, math.inf, 6.0], "a checkpoint has them"
     with pytest.raises(ValueError, match="a loss of shape .2,.: must be one number"):
         driver.note_loss(torch.ones(2))
