@@ -1,5 +1,6 @@
 """What a reduction costs on this link: timed on scratch buffers before training, or computed from a bandwidth."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +166,11 @@ class _Scratch:
         return self._fastest(reduce)
 
     def _fastest(self, work: Callable[[], None]) -> float:
-        return min(_seconds(work, self.groups, self.communicator, self.device) for _ in range(1 + REPETITIONS))
+        def bound() -> None:
+            for group in self.groups:
+                group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
+
+        return fastest(work, self.communicator, self.device, bound)
 
 
 class _Group:
@@ -191,17 +196,26 @@ class _Group:
         return overlap.start(reduction, memory=self.reducer.router.memory(self.gradients))
 
 
-def _seconds(
-    work: Callable[[], None], groups: Sequence[_Group], communicator: Communicator, device: torch.device
+def fastest(
+    work: Callable[[], object],
+    communicator: Communicator,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
 ) -> float:
-    for group in groups:
-        group.flat.clamp_(-1, 1)  # sums of sums of sums would overflow
-    run_to_end(communicator.all_reduce(torch.zeros(1, device=device)))  # start together
-    synchronise(device)
-    start = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - start
+    """Seconds of the fastest of a few repetitions of ``work``, which all processes of the group begin together.
+
+    ``before``: what is done before each one, and not timed.
+    """
+    seconds = math.inf
+    for _ in range(1 + REPETITIONS):
+        before()
+        run_to_end(communicator.all_reduce(torch.zeros(1, device=device)))
+        synchronise(device)
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds
 
 
 def synchronise(device: torch.device) -> None:

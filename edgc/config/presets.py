@@ -3,9 +3,10 @@
 from typing import Any
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
-# equalised, errors of which a half waits after the first part of the run, a short warm-up in few bits, and gradients
-# rounded on their way from stage to stage. What they say of embeddings and other parameters, and of how matrices share
-# a rank, holds where ranks are given or set by entropy. Evidence: docs/frontier, docs/convergence.md.
+# equalised, errors of which a half waits after the first part of the run, a short warm-up in few bits, gradients
+# rounded on their way from stage to stage, and weights of 16 bits gathered in 8. What they say of embeddings and other
+# parameters, and of how matrices share a rank, holds where ranks are given or set by entropy. Evidence: docs/frontier,
+# docs/convergence.md.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 8,
@@ -13,6 +14,7 @@ _FRONT = {
     "whole_error_fraction": 0.4,
     "allocation": "waterfill",
     "learning_rate_power": 0.7,
+    "param_wire": "auto:int8",
 }
 _EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "dense_wire": "int8", "pp": "auto:int8"}
 _FEWER_BYTES = {"compress_embeddings": True, "dense_wire": "int4", "pp": "auto:int4"}

@@ -27,7 +27,7 @@ def with_effect(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         void.add("pp")
     void |= _of_other_engines(engine)
     if engine == "dense":
-        void.add("dense_wire")
+        void |= {"dense_wire", "param_wire"}
     elif (known := ENGINES.get(engine.partition(":")[0])) is not None and known.keeps_errors:
         void.add("equalise")
     return {name: value for name, value in preset.items() if name not in void}

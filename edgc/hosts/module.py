@@ -534,12 +534,12 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
     refused = {
         "pp": not config.pipeline.messages.optional,
         "fuse_embedding_sync": config.pipeline.fuse_embedding_sync,
-        "param_wire": config.formats.param_wire is not None,
+        "param_wire": not config.formats.weights.optional,
     }
     for name, asked in refused.items():
         if asked:
             raise ConfigError(f"{flag(name)} = {config.flat()[name]}: a data-parallel module has no such messages")
-    return config.replace(pp="off", fuse_embedding_sync=False)
+    return config.replace(pp="off", param_wire="off", fuse_embedding_sync=False)
 
 
 def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:

@@ -18,6 +18,7 @@ from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
 from edgc.plan.times.comm_cost import StageCost
+from edgc.plan.times.gather_times import GatherTimes
 
 
 class Reporter:
@@ -55,12 +56,14 @@ class Reporter:
         message_costs: Mapping[int, StageCost] | None = None,
         embedding_bytes: int | None = None,
         embedding_apart: str = "",
+        weight_times: GatherTimes | None = None,
     ) -> None:
         """What is compressed, what stays dense and why.
 
         ``messages``: how those between stages are, if any; ``message_costs``: by the stage that sends them;
         ``embedding_bytes``: of the gradient of a tied embedding whose copies the host itself sums, if there is one;
-        ``embedding_apart``: why EDGC cannot sum them.
+        ``embedding_apart``: why EDGC cannot sum them; ``weight_times``: by which it was decided whether updated weights
+        are rounded, None where nothing was.
         """
         pipeline = self.config.pipeline
         self._before, self._unbudgeted = replace(self._before, by_host=plan.starts_by_host), plan.rounds
@@ -70,6 +73,8 @@ class Reporter:
             lines.append(wording.embedding_line(embedding_bytes, embedding_apart))
         if messages is not None:
             lines.append(wording.messages_line(pipeline.messages.which, messages))
+        if weight_times is not None or self.config.formats.weights.format is not None:
+            lines.append(wording.weights_line(self.config.formats.weights.format, weight_times))
         self._print(lines)
         apart = None if embedding_bytes is None else "apart"
         self.events.write(
@@ -82,6 +87,7 @@ class Reporter:
             stages=[stage.to_event() for stage in plan.stages],
             messages=None if messages is None else {"engine": messages.engine, **messages.ranks.resolved},
             message_costs={str(sender): asdict(cost) for sender, cost in (message_costs or {}).items()},
+            weight_times=None if weight_times is None else asdict(weight_times),
             versions={
                 "edgc": __version__,
                 "python": platform.python_version(),

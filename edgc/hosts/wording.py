@@ -15,6 +15,7 @@ from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
 from edgc.plan.stages import StagePlan
+from edgc.plan.times.gather_times import GatherTimes
 
 
 def start_lines(plan: RunPlan, gradient_bytes: int) -> list[str]:
@@ -40,6 +41,17 @@ def messages_line(which: str, messages: EDGCConfig) -> str:
     else:
         how = "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
     return f"{what} between stages: {how}"
+
+
+def weights_line(name: str | None, times: GatherTimes | None) -> str:
+    """How updated weights travel. ``name``: the format of their differences; None: whole. ``times``: of both ways."""
+    how = "whole, by Megatron" if name is None else f"differences in {name}"
+    if times is None:
+        return f"updated weights: {how}"
+    return (
+        f"updated weights: {how}; the largest bucket took {1e3 * times.whole:.2f} ms whole, "
+        f"{1e3 * times.rounded:.2f} ms rounded"
+    )
 
 
 def _policy(plan: RunPlan) -> str:

@@ -1,8 +1,8 @@
 """The data-parallel seam: EDGC's reduction in place of the all-reduce of Megatron's bucket groups."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import batched, pairwise
+from itertools import batched
 from typing import Any
 
 import torch
@@ -27,17 +27,15 @@ from edgc.comm.collectives import (
     Traffic,
     Work,
     all_reduce_bytes,
-    interleave,
     run_to_end,
 )
 from edgc.comm.overlap import Handle, Overlap
-from edgc.comm.weight_gather import gather_differences
-from edgc.comm.wire import Wire
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
 from edgc.hosts.units import Unit, Units
 from edgc.specs import ShardBounds, shard_bounds
 from edgc.timing import Spans
+from megatron.edgc.weights import WeightGather, parts_of
 
 
 class StageReductions:
@@ -155,7 +153,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
     grad_reduce_handle: Any  # of either kind
     param_gather_handle: Any
     edgc_sums: StageReductions
-    edgc_weights: "WeightGather"
+    edgc_weights: WeightGather
     edgc_names: dict[torch.nn.Parameter, str]
 
     @classmethod
@@ -163,7 +161,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         cls,
         group: _ParamAndGradBucketGroup,
         sums: StageReductions,
-        weights: "WeightGather",
+        weights: WeightGather,
         names: dict[torch.nn.Parameter, str],
     ) -> "EDGCBucketGroup":
         """Turn one of Megatron's bucket groups into an EDGC one, in place."""
@@ -250,7 +248,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             super().start_param_sync(force_sync=force_sync)
             return
         all_shards = [shard_buffer(bucket.param_data, processes) for bucket in self.buckets]
-        gather = weights.gather(all_shards, [_parts(bucket, processes) for bucket in self.buckets])
+        gather = weights.gather(all_shards, [parts_of(bucket, processes) for bucket in self.buckets])
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = self.edgc_sums.overlap.start(gather, reads=lambda: weights.before or ())
         else:
@@ -303,41 +301,6 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
             for parameter, (start, end) in bucket.param_to_index.items()
             if parameter in self.edgc_names
         }
-
-
-class WeightGather:
-    """How the weights of one bucket group are gathered, and what that sends; ``host`` counts Megatron's own way."""
-
-    def __init__(self, communicator: Communicator, host: Traffic, wire: Wire | None):
-        self.communicator = communicator
-        self.host = host
-        self.wire = wire
-        self.before: list[Tensor] | None = None  # own shards of all buckets as the others have them; None: not known
-
-    def gather(
-        self, all_shards: Sequence[Sequence[Tensor]], all_parts: Sequence[Sequence[Sequence[int]]]
-    ) -> Exchange[None]:
-        """Gather the differences of all buckets at once."""
-        assert self.before is not None and self.wire is not None
-        yield from interleave(
-            [
-                gather_differences(shards, parts, old, self.wire, self.communicator)
-                for shards, parts, old in zip(all_shards, all_parts, self.before, strict=True)
-            ]
-        )
-        # With experts Megatron gathers everything once for each of two optimizers, the second time only their updates.
-        self.before = [shards[self.communicator.process].clone() for shards in all_shards]
-
-
-def _parts(bucket: _ParamAndGradBucket, processes: int) -> list[list[int]]:
-    """The lengths of the pieces of parameters, and of gaps, in each process's shard of a bucket."""
-    size = bucket.param_data.numel() // processes
-    ends = {end for ends in bucket.param_to_index.values() for end in ends}
-    cuts = sorted(ends | {process * size for process in range(processes + 1)})
-    parts: list[list[int]] = [[] for _ in range(processes)]
-    for start, end in pairwise(cuts):
-        parts[start // size].append(end - start)
-    return parts
 
 
 def process_group(group: _ParamAndGradBucketGroup) -> dist.ProcessGroup:

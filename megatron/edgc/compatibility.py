@@ -168,10 +168,13 @@ def check_ddp(ddp_config: Any, args: Namespace) -> None:
         )
 
 
-def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
-    """Raise ``ConfigError`` if updated weights are to travel in a format that this run cannot use."""
-    if config.formats.param_wire is None:
-        return
+def rounds_weights(config: EDGCConfig, args: Namespace) -> bool:
+    """Whether updated weights may travel as differences in few bits. Raises ``ConfigError`` where they cannot but are
+    asked to.
+    """
+    weights = config.formats.weights
+    if weights.format is None:
+        return False
     needs = {
         "--use-distributed-optimizer, whose weights are gathered": args.use_distributed_optimizer,
         "--bf16 or --fp16, whose optimizer keeps unrounded weights": args.bf16 or args.fp16,
@@ -182,8 +185,9 @@ def check_param_wire(config: EDGCConfig, args: Namespace) -> None:
         "weights that are not in fp8 or fp4": not (args.fp8_param_gather or args.fp4_param_gather),
     }
     missing = [need for need, met in needs.items() if not met]
-    if missing:
+    if missing and not weights.optional:
         raise ConfigError(f"--edgc-param-wire = {config.formats.param_wire}: needs {'; '.join(missing)}")
+    return not missing
 
 
 def compresses_messages(config: EDGCConfig, args: Namespace, model_config: Any = None) -> bool:

@@ -35,6 +35,7 @@ from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan, plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, slowest
 from edgc.plan.times.comm_cost import StageCost
+from edgc.plan.times.gather_times import GatherTimes
 from edgc.stacking import all_finite
 from edgc.timing import Spans
 from megatron.edgc.checkpoint.hooks import CheckpointHooks
@@ -44,10 +45,10 @@ from megatron.edgc.compatibility import (
     check_ddp,
     check_megatron,
     check_options,
-    check_param_wire,
     compresses_messages,
     embedding_apart,
     fuses_embedding,
+    rounds_weights,
 )
 from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.messages import p2p_communicator
@@ -78,7 +79,8 @@ class Session:
         self.args = args
         if args.train_iters:  # else Megatron can only count them once it knows its batch sizes
             config.check_run(args.train_iters)
-        check_param_wire(config, args)
+        if not rounds_weights(config, args):
+            config = config.replace(param_wire="off")
         fused, with_messages = fuses_embedding(config, args), compresses_messages(config, args)
         if not with_messages:
             config = config.replace(pp="off")
@@ -117,6 +119,7 @@ class Session:
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
         self.config, self.keys = plan.config, plan.keys
+        weight_times = self._time_weights()
         sent_back = self._message_costs(device)
         messages_plan = plan_messages(self.config, self.args, sent_back)
         for line in (*plan.warnings, *filter(None, [messages_plan.warning])):
@@ -147,7 +150,9 @@ class Session:
         )
         apart = self.stages[0].embedding
         embedding_bytes = None if apart is None else apart.nbytes
-        self.reporter.start(plan, messages_plan.settings, sent_back, embedding_bytes, embedding_apart(self.args))
+        self.reporter.start(
+            plan, messages_plan.settings, sent_back, embedding_bytes, embedding_apart(self.args), weight_times
+        )
         if controller is not None:
             warn_of_budget(controller)
         self._install_checkpoints()
@@ -254,6 +259,22 @@ class Session:
         senders = sorted({sender for costs in found for sender in costs})
         worst = {sender: slowest([costs.get(sender) for costs in found]) for sender in senders}
         return {sender: cost for sender, cost in worst.items() if cost is not None}
+
+    def _time_weights(self) -> GatherTimes | None:
+        """Decide whether updated weights are rounded where that is left to their times; these times. The same on every
+        process, for all stages: the slowest one counts.
+        """
+        weights, gbps = self.config.formats.weights, self.config.ranks.link_gbps
+        if weights.format is None or not weights.optional:
+            return None
+        found = all_gather_objects(self.stages[0].gather_times(weights.format, gbps))
+        known = [times for times in found if times is not None]
+        if not known:
+            self.config = self.config.replace(param_wire="off")
+            return None
+        slowest = GatherTimes(max(one.whole for one in known), max(one.rounded for one in known))
+        self.config = self.config.replace(param_wire=weights.format if slowest.rounding_pays else "off")
+        return slowest
 
     def _timed_backward(self, device: torch.device) -> Spans:
         """Timed backward passes of the micro-batches of measured iterations."""

@@ -24,9 +24,11 @@ from edgc.hosts.units import MAX_UNITS, MIN_UNIT_BYTES, Unit, Units, cut, cut_sh
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.stages import StageKey, StageKind
+from edgc.plan.times.gather_times import GatherTimes
 from edgc.specs import Parameter, shard_bounds
-from megatron.edgc.bucket_groups import EDGCBucketGroup, StageReductions, WeightGather, process_group, sum_bytes
+from megatron.edgc.bucket_groups import EDGCBucketGroup, StageReductions, process_group, sum_bytes
 from megatron.edgc.embedding import COPIES, TIED, TiedEmbedding, copies_bytes, tied_copy
+from megatron.edgc.weights import WeightGather, gather_times
 
 Names = dict[torch.nn.Parameter, str]
 WORDS = "embedding.word_embeddings.weight"
@@ -91,6 +93,7 @@ class MegatronStage(Stage):
         self.embedding = embedding
         self.named = named
         self.groups: list[EDGCBucketGroup] = []
+        self.param_wire = "off"  # the format in which updated weights travel
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -118,7 +121,6 @@ class MegatronStage(Stage):
 
     def attach(self, config: EDGCConfig, overlap: Overlap, step: Callable[[], Step], run: Run) -> None:
         """Take over the collectives of every bucket group."""
-        param_wire = None if config.formats.param_wire is None else wire(config.formats.param_wire)
         communicator = Communicator(self.process_group, self.traffic)
         units = []
         for parameters in self.units_of_parameters:
@@ -127,8 +129,21 @@ class MegatronStage(Stage):
         self.units = Units(units)
         sums = StageReductions(self.units, communicator, self.spans, overlap, step, run.reruns)
         for one in self.named:
-            weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_by_host, param_wire)
+            weights = WeightGather(Communicator(self.process_group, self.weights), self.weights_by_host)
             self.groups.append(EDGCBucketGroup.attach(one.group, sums, weights, one.names))
+        self.gather_weights(config.formats.param_wire)
+
+    def gather_times(self, name: str, gbps: float | None) -> GatherTimes | None:
+        """What gathering the largest bucket's weights takes (``megatron.edgc.weights``). Every process calls this."""
+        return gather_times(
+            [bucket for one in self.named for bucket in one.group.buckets], name, self.process_group, gbps
+        )
+
+    def gather_weights(self, name: str) -> None:
+        """Gather updated weights in this format from now on, or, if it is ``off``, as Megatron does."""
+        self.param_wire = name
+        for group in self.groups:
+            group.edgc_weights.wire = None if name == "off" else wire(name)
 
     def end_step(self) -> None:
         """Megatron's sum of a tied embedding's two copies is sent beside the buckets."""

@@ -4,10 +4,10 @@
 
 RUNS.json holds a list of {"name": ..., "arguments": [...]}, perhaps with "full_rank": true, with "latest": [folder,
 iteration] to go on from an earlier checkpoint than the last, with "slow_stage": the pipeline stage whose messages are
-late, with "break_even": the largest rank at which messages take no longer, with "message_seconds": how long rounded
-ones take where others take 1 s, or with "unit_bytes": of gradients that are worth a reduction of their own. Rank r
-leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A run that fails leaves its traceback
-instead.
+late, with "break_even": the largest rank at which messages take no longer, with "message_seconds" or "gather_seconds":
+how long rounded messages, or weights, take where others take 1 s, or with "unit_bytes": of gradients that are worth a
+reduction of their own. Rank r leaves FOLDER/NAME-r.pt with its parameters, losses and what ``Watch`` found. A run that
+fails leaves its traceback instead.
 """
 
 import gc
@@ -50,6 +50,7 @@ from edgc.compress import lowrank, spikes  # noqa: E402
 from edgc.compress.message_sender import MessageFormat, MessageSender  # noqa: E402
 from edgc.compress.reducer import GradientReducer  # noqa: E402
 from edgc.plan.times.comm_cost import LinearCost, StageCost  # noqa: E402
+from edgc.plan.times.gather_times import GatherTimes  # noqa: E402
 from megatron.edgc.messages.costs import message_shape  # noqa: E402
 from megatron.edgc.messages.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402
@@ -256,6 +257,9 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
     if "message_seconds" in case:
         cost = StageCost(LinearCost(case["message_seconds"], 0.0), 1.0, 1.0)
         patch.setattr(training, "message_costs", lambda *args: {1: cost})
+    if "gather_seconds" in case:
+        times = GatherTimes(1.0, case["gather_seconds"])
+        patch.setattr(megatron.edgc.stages, "gather_times", lambda *args: times)
     if "break_even" in case:
         patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])
     if "unit_bytes" in case:
@@ -334,6 +338,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "stages": [] if session is None else [str(key) for key in session.keys],
         "elements": sum(parameter.numel() for parameter in parameters().values()),
         "state_bytes": sum(reducer.state.bytes() for stage in stages for reducer in stage.reducers),
+        "param_wire": "off" if session is None else session.stages[0].param_wire,
         "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
         "bytes": [
             size for count in (counts.gradients, counts.weights, counts.messages) for size in (count.sent, count.host)

@@ -1,5 +1,11 @@
-"""The all-gather of updated weights as rounded differences, over three gloo ranks."""
+"""The all-gather of updated weights as rounded differences, over three gloo ranks; when Megatron runs send them."""
 
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,7 +13,10 @@ from torch import Tensor
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import GROUP, wire
+from edgc.plan.times.gather_times import GatherTimes
 from tests.distributed.gloo import run_on_ranks
+from tests.distributed.megatron_runs import TINY_GPT
+from tests.distributed.modes import results
 
 RANKS, SHARD, STEPS = 3, 300, 40
 PARTS = [[300], [5, 290, 5], [150, 150]]
@@ -63,3 +72,67 @@ def test_what_a_parameter_becomes_does_not_depend_on_its_neighbours() -> None:
     for small, large in run_on_ranks(beside, 2):
         assert torch.equal(small, large)
         assert float((small - torch.linspace(-1, 1, 64)).abs().max()) < 0.1
+
+
+def times(rank: int) -> list[GatherTimes | None]:
+    """Of the larger bucket in 16 bits: computed, timed; and of none in 16 bits."""
+    from megatron.edgc.weights import gather_times
+
+    assert dist.group.WORLD is not None
+    small, large, exact = (
+        Namespace(param_data=torch.zeros(size, dtype=dtype), param_to_index={"weight": (0, size - 4)})
+        for size, dtype in ((1024, torch.bfloat16), (4096, torch.bfloat16), (8192, torch.float32))
+    )
+    group, buckets = dist.group.WORLD, [exact, small, large]
+    return [
+        gather_times(buckets, "int8", group, 0.008),
+        gather_times(buckets, "int8", group, None),
+        gather_times([exact], "int8", group, 0.008),
+    ]
+
+
+def test_a_gather_is_computed_or_timed_for_the_largest_bucket_in_16_bits() -> None:
+    for computed, timed, nothing in run_on_ranks(times, 2):
+        assert computed is not None and timed is not None and nothing is None
+        # a half of 4096 values over a megabyte a second: 2 bytes each, or 1 and a scale in fp16 for each 128
+        assert computed.whole == pytest.approx(2048 * 2e-6)
+        assert computed.rounded == pytest.approx(2048 * (1 + 2 / 128) * 1e-6)
+        assert 0 < timed.whole < timed.rounded < 10, "for so few values computing is all"
+
+
+def test_rounding_has_to_be_clearly_faster() -> None:
+    assert GatherTimes(1.0, 0.75).rounding_pays and not GatherTimes(1.0, 0.76).rounding_pays
+
+
+@pytest.mark.slow
+def test_presets_round_weights_where_that_saves_time_and_a_resumed_run_goes_on_so(tmp_path: Path) -> None:
+    base = [*TINY_GPT, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer")]
+    base += shlex.split("--train-iters 4 --ckpt-format torch --edgc --edgc-preset balanced --edgc-window 2")
+    low_rank = ["--edgc-static-rank", "8"]
+    folder = str(tmp_path / "checkpoint")
+
+    def case(name: str, rounded: float | None, *more: str) -> dict[str, Any]:
+        known = {} if rounded is None else {"gather_seconds": rounded}
+        return {"name": name, "arguments": [*base, *more], **known}
+
+    runs = [
+        case("fast", 0.5, *low_rank, "--save", folder, "--save-interval", "2"),
+        {**case("resumed", 2.0, *low_rank, "--load", folder), "latest": [folder, 2]},
+        case("slow", 2.0, *low_rank),
+        case("asked", 2.0, *low_rank, "--edgc-param-wire", "int8"),
+        case("refused", 0.5, *low_rank, "--edgc-param-wire", "off"),
+        case("dense", 0.5, "--edgc-engine", "dense"),
+        case("timed", None, *low_rank),
+    ]
+    left = results(runs, tmp_path)
+    for result in (one for run in left.values() for one in run):
+        assert "failed" not in result, result["failed"]
+    assert {one["param_wire"] for name in ("fast", "resumed", "asked") for one in left[name]} == {"int8"}
+    assert {one["param_wire"] for name in ("slow", "refused", "dense") for one in left[name]} == {"off"}
+    assert len({one["param_wire"] for one in left["timed"]}) == 1, "whatever it is, all agree"
+    for name, run in left.items():
+        for one in run:
+            sent, host = one["bytes"][2:4]
+            assert sent < 0.7 * host if name in ("fast", "asked") else name in ("resumed", "timed") or sent == host
+    for saved, resumed in zip(left["fast"], left["resumed"], strict=True):
+        assert all(torch.equal(saved["parameters"][name], resumed["parameters"][name]) for name in saved["parameters"])

@@ -48,6 +48,7 @@ def index_of(config: EDGCConfig, **parts: Any) -> Any:
         "requested": config.subset(REQUESTED_SETTINGS),
     }
     usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
+    usual["weights"] = dict.fromkeys(("requested", "resolved"), config.formats.param_wire)
     return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
 
 
@@ -59,18 +60,22 @@ def resume(run: Any, index: Any) -> Any:
     return Resume(run, usable, "/checkpoints/iter_0000007")
 
 
-def test_a_checkpoint_of_a_resumed_run_holds_the_ranks_in_force_not_those_of_its_own_probe(
+def test_a_checkpoint_of_a_resumed_run_holds_what_is_in_force_and_not_what_its_own_probe_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron.edgc.checkpoint import index as checkpoint_index
 
     in_force = SimpleNamespace(config=EDGCConfig.of(rmin=16, rmax=64))
-    run = run_state(EDGCConfig(), config=EDGCConfig.of(rmin=12, rmax=48), controller=in_force)
+    layers = StageKey(StageKind.LAYERS, 0)
+    stage = SimpleNamespace(key=layers, param_wire="int8", byte_counts=lambda: RunBytes())
+    asked = EDGCConfig.of(param_wire="auto:int8")
+    run = run_state(asked, config=EDGCConfig.of(rmin=12, rmax=48), controller=in_force, stages=[stage])
     monkeypatch.setattr(checkpoint_index, "gather_objects", lambda value: [value])
     monkeypatch.setattr(checkpoint_index, "broadcast_object", lambda value: value)
     monkeypatch.setattr(checkpoint_index, "parallel_sizes", lambda args: {})
     index = checkpoint_index.gathered_index(run, 7, [{}, None], {})
     assert (index["resolved"]["rmin"], index["resolved"]["rmax"]) == (16, 64)
+    assert index["weights"] == {"requested": "auto:int8", "resolved": "int8"}
     # by which a run that is resumed with another link knows that these ranks are not for it
     assert index["requested"]["link_gbps"] is None
 
@@ -154,6 +159,34 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
     said = capsys.readouterr().out
     assert ("messages between stages go on as in iter_0000007" in said) == (kept == (None, 0))
     assert said.endswith("uncompressed stay gradients from stage 2 to 1\n") or not said
+
+
+@pytest.mark.parametrize(
+    ("asked_before", "asked_now", "before", "now", "goes_on"),
+    [
+        ("auto:int8", "auto:int8", "int8", "off", True),
+        ("auto:int8", "auto:int8", "off", "int8", True),
+        ("auto:int8", "auto:int8", "off", "off", False),
+        ("int8", "auto:int8", "int8", "off", False),  # what the link says was not asked then
+        ("auto:int8", "off", "int8", "off", False),
+    ],
+)
+def test_a_resumed_run_gathers_weights_as_before_and_not_as_it_is_timed(
+    asked_before: str, asked_now: str, before: str, now: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+
+    said: list[str] = []
+    gathered: list[str] = []
+    stage = SimpleNamespace(gather_weights=gathered.append)
+    config = EDGCConfig.of(param_wire=now)
+    run = run_state(EDGCConfig.of(param_wire=asked_now), config=config, stages=[stage])
+    own = resume(run, index_of(EDGCConfig(), weights={"requested": asked_before, "resolved": before}))
+    monkeypatch.setattr(checkpoint_loading, "warn", said.append)
+    own._resume_weights()
+    assert gathered == ([before] if goes_on else [])
+    line = f"updated weights go on as in iter_0000007, whatever was timed now: --edgc-param-wire {before}"
+    assert said == ([line] if goes_on else [])
 
 
 @pytest.mark.parametrize(("before", "now"), [(True, False), (False, True), (True, True)])

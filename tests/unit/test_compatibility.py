@@ -221,7 +221,9 @@ def test_messages_that_cannot_be_compressed_are_no_reason_to_take_one_data_paral
 def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespace) -> None:
     config = EDGCConfig.of(param_wire="int8")
     fitting = {"use_distributed_optimizer": True, "bf16": True, "fp16": False}
-    compatibility.check_param_wire(config, Namespace(**{**vars(arguments), **fitting}))
+    optional = EDGCConfig.of(param_wire="auto:int8")
+    for one in (config, optional):
+        assert compatibility.rounds_weights(one, Namespace(**{**vars(arguments), **fitting}))
     for change, said in (
         ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
         ({"bf16": False}, "--bf16 or --fp16"),
@@ -231,8 +233,8 @@ def test_weights_in_few_bits_need_unrounded_ones_beside_them(arguments: Namespac
     ):
         unfit = Namespace(**{**vars(arguments), **fitting, **change})
         with pytest.raises(ConfigError, match=f"--edgc-param-wire = int8: needs .*{said}"):
-            compatibility.check_param_wire(config, unfit)
-        compatibility.check_param_wire(EDGCConfig(), unfit)
+            compatibility.rounds_weights(config, unfit)
+        assert not any(compatibility.rounds_weights(one, unfit) for one in (optional, EDGCConfig()))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ from edgc.engines import ENGINES, engine_class
         ({"kernels": "fused", "engine": "int4"}, r"--edgc-study kernels = fused: the engine int4 has no rank"),
         ({"preset": "best"}, r"--edgc-preset = best: must be one of paper, safe, balanced, fast"),
         ({"engine": "magic"}, r"--edgc-engine = magic"),
+        ({"param_wire": "int3"}, r"--edgc-param-wire = int3: must be off, or one of fp8, int8, "),
+        ({"param_wire": "auto"}, r"--edgc-param-wire = auto: must be off, or one of fp8, int8, "),
         ({"wire": "int7"}, r"--edgc-wire = int7: must be one of fp32, bf16"),
         ({"engine": "dense", "dense_wire": "int8"}, r"--edgc-dense-wire = int8: the engine dense sums in fp32"),
         ({"engine": "dense", "rest_wire": "int4"}, r"--edgc-rest-wire = int4: the engine dense sums in fp32"),
@@ -216,6 +218,7 @@ def test_the_dense_engine_leaves_out_what_a_preset_rounds() -> None:
     config = EDGCConfig.from_preset("balanced", engine="dense")
     assert (config.engine, config.ranks.volume) == ("dense", None)
     assert (config.formats.dense_wire, config.formats.rest_wire) == ("fp32", "fp32")
+    assert (config.formats.param_wire, EDGCConfig.from_preset("balanced").formats.param_wire) == ("off", "auto:int8")
 
 
 def test_a_preset_leaves_out_what_an_engine_does_not_read() -> None:

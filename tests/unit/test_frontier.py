@@ -649,7 +649,12 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     changed = LIST.replace("--edgc-static-rank 8", "--edgc-preset fast")
     trial = load_list(written(tmp_path, changed)).trials[-1]
     arguments = trial.arguments()
-    assert changes.preset(arguments) == PRESETS["fast"] and changes.preset(arguments[:-2]) == {}
+    whole = {name: value for name, value in PRESETS["fast"].items() if name != "param_wire"}
+    assert changes.preset(arguments) == whole and changes.preset(arguments[:-2]) == {}
+    # what it says of gathered weights matters where weights in 16 bits are gathered, and no flag says it
+    gathers = [*arguments, "--bf16", "--use-distributed-optimizer"]
+    assert changes.preset(gathers) == PRESETS["fast"]
+    assert changes.preset([*gathers, "--edgc-param-wire", "off"]) == changes.preset(gathers[:-1]) == whole
     # what a preset says of messages between stages does not matter where a flag says it, nor without a pipeline
     assert changes.preset(["--pipeline-model-parallel-size", "2", "--edgc-preset", "paper"])
     assert changes.preset(["--edgc-preset", "paper"]) == {}
@@ -658,19 +663,19 @@ def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkey
     for void in (["--edgc-engine", "dense"], ["--edgc-static-rank", "8"], ["--edgc-volume", "8"]):
         assert "pp" not in changes.preset([*pipeline, *void])
     # what only a volume uses does not matter where there is none
-    assert changes.preset([*arguments, "--edgc-volume", "12"]) == PRESETS["fast"]
+    assert changes.preset([*arguments, "--edgc-volume", "12"]) == whole
     for void in (["--edgc-static-rank", "8"], ["--edgc-engine", "int4"], ["--edgc-rmin", "4"]):
-        assert set(PRESETS["fast"]) - set(changes.preset([*arguments, *void])) == {"learning_rate_power"}
-    gradients = {name: value for name, value in PRESETS["fast"].items() if not name.startswith("pp")}
+        assert set(whole) - set(changes.preset([*arguments, *void])) == {"learning_rate_power"}
+    gradients = {name: value for name, value in whole.items() if not name.startswith("pp")}
     assert changes.preset([*arguments, "--edgc-pp", "off"]) == gradients
     assert changes.preset(["--edgc-preset", "fast"]) == gradients
     assert not training.finished(trial)
     trial.folder.mkdir(parents=True)
     try:
-        today = {"preset": PRESETS["fast"]}
+        today = {"preset": whole}
         others = {"preset": PRESETS["safe"]}, {"arguments": ["--other"]}, {"changes": 0}, {"commit": "abc1234+"}
         for kept in (today, *others):
-            record = {"arguments": arguments, "preset": PRESETS["fast"], "changes": len(changes.CHANGES), **kept}
+            record = {"arguments": arguments, "preset": whole, "changes": len(changes.CHANGES), **kept}
             (trial.folder / training.COMMAND).write_text(json.dumps(record))
             assert training.finished(trial) == (kept is today)
     finally:
@@ -748,7 +753,8 @@ def test_a_report_is_made_of_the_results_kept_and_trains_nothing(
     assert outdated["before"] == f"only factors scaled, {changes_since}, {of_volumes}"
     uniform = kept(third, flags="--edgc-allocation uniform", engine="powersgd", changes=len(changes.CHANGES) - 1)
     assert page_lines([third], [uniform])[0]["before"] == "", "its ranks are not shared out"
-    today = kept(third, preset_settings=PRESETS["fast"], engine="powersgd", changes=len(changes.CHANGES))
+    meaning = changes.preset(third.arguments())
+    today = kept(third, preset_settings=meaning, engine="powersgd", changes=len(changes.CHANGES))
     assert old(page_lines([third], [today])[0]) == ""
     shutil.rmtree(kept_in)
     record_result(kept_in, lines[0])

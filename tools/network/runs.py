@@ -65,6 +65,7 @@ MODES = {
     "overlapped": Mode("--overlap-grad-reduce"),
     "distributed optimizer": Mode("--use-distributed-optimizer"),
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
+    "distributed optimizer, weights in bf16": Mode("--use-distributed-optimizer --bf16"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
     "four workers": Mode("", replicas=4),
     "two racks of two workers": Mode("", replicas=4, sharing=2),
@@ -77,6 +78,7 @@ _BEGUN = "--edgc-warmup-fraction 0.025 --edgc-study entropy_stability=9 --edgc-r
 _EIGHT_BITS = "--edgc-basis-wire int8 --edgc-wire int8 --edgc-rest-wire int8 --edgc-dense-wire int8"
 CONTENDERS = {
     "dense": "--edgc-engine dense",
+    "dense-bf16-sums": "--edgc-engine dense --grad-reduce-in-bf16",  # Megatron's own, of models in bf16 alone
     "bf16": "--edgc-engine bf16 --edgc-warmup-fraction 0.025",
     "int8": "--edgc-engine int8 --edgc-dense-wire int8 --edgc-warmup-fraction 0.025",
     "int4": "--edgc-engine int4 --edgc-dense-wire int8 --edgc-warmup-fraction 0.025",
@@ -90,6 +92,8 @@ CONTENDERS = {
     "safe": "--edgc-preset safe",
     "balanced": "--edgc-preset balanced",
     "balanced-low-rank": "--edgc-preset balanced --edgc-rmax 1024",  # whatever the probe says
+    "balanced-whole-weights": "--edgc-preset balanced --edgc-param-wire off",  # gathered as Megatron does
+    "balanced-int4-weights": "--edgc-preset balanced --edgc-param-wire int4",
     "fast": "--edgc-preset fast",
 }
 

@@ -154,6 +154,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
 
     Without what it says of messages between stages, and of a tied embedding on two of them, if there are none or a flag
     says it, or if no entropy sets the ranks that they would follow. Without what only a volume uses, if there is none.
+    Without the format of gathered weights, unless weights in 16 bits are gathered and no flag says it.
     """
     names = [value for flag, value in pairwise(arguments) if flag == "--edgc-preset"]
     meaning = PRESETS[names[-1]] if names else {}
@@ -168,4 +169,7 @@ def preset(arguments: Sequence[str]) -> dict[str, Any]:
         void |= OF_A_VOLUME
     if not pipeline or embedding & set(arguments):
         void.add("fuse_embedding_sync")
+    rounds_weights = "--use-distributed-optimizer" in arguments and {"--bf16", "--fp16"} & set(arguments)
+    if not rounds_weights or "param_wire" in given or given.get("engine") == "dense":
+        void.add("param_wire")
     return {name: value for name, value in meaning.items() if name not in void}

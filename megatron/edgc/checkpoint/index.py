@@ -76,6 +76,7 @@ class Index:
     stages: list[str]  # of the plan, their ids
     controller: dict[str, Any]
     messages: SavedMessages | None  # None: nothing sets their ranks
+    weights: dict[str, str]  # how updated ones travel: ``param_wire`` as requested, and as resolved
     replicas: int  # how many processes have left something of the same messages unsent; 0: none compresses any
     bytes: dict[str, RunBytes]  # so far: the mean over the processes, by a stage's id, and of messages
     saved: dict[str, SavedStage]  # by ``stage_key``
@@ -132,6 +133,7 @@ def gathered_index(
             stages=[key.id for key in run.keys],
             controller=of_gradients,
             messages=_saved_messages(run, of_messages),
+            weights={"requested": run.requested.formats.param_wire, "resolved": run.stages[0].param_wire},
             replicas=0 if run.messages is None else dist.get_world_size(replica_group()),
             bytes=_mean_bytes([count for _, counts in everywhere for count in counts]),
             saved={key: one for described, _ in everywhere for key, one in described.items()},

@@ -116,6 +116,7 @@ class Resume:
                 "on, what its last window had measured does not"
             )
         dropped = self._load_messages(state)
+        self._resume_weights()
         self._resume_messages()
         self._resume_gradients()
         return dropped
@@ -152,6 +153,17 @@ class Resume:
             return False
         messages.restore_bytes(self.index.bytes.get(MESSAGES, RunBytes()).messages)
         return bool(messages.directions or (own is not None and own["senders"]))
+
+    def _resume_weights(self) -> None:
+        """How updated weights travel, where both runs left that to their links."""
+        run, kept = self.run, self.index.weights
+        if kept["requested"] != run.requested.formats.param_wire or kept["resolved"] == run.config.formats.param_wire:
+            return
+        warn(
+            f"updated weights go on as in {self.name}, whatever was timed now: {flag('param_wire')} {kept['resolved']}"
+        )
+        for stage in run.stages:
+            stage.gather_weights(kept["resolved"])
 
     def _resume_gradients(self) -> None:
         """The controller of gradients."""
