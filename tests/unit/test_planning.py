@@ -376,6 +376,22 @@ def test_updated_weights_are_gathered_once_in_16_bits(training: Training) -> Non
     assert gathers == pytest.approx([sent * 8 / 10e9] * 4, rel=1e-3)
 
 
+def test_presets_round_gathered_weights_where_that_is_faster(training: Training) -> None:
+    scatters = replace(training, scatters=True)
+    balanced = next(one for one in CONTENDERS if one.name == "balanced")
+    for gbps, pays in ((10.0, True), (3000.0, False)):
+        steps = [
+            predict(scatters, one, costs(training), scatters.apart(gbps)).step
+            for one in (balanced, replace(balanced, weights=""))
+        ]
+        gathers = [next(span.seconds for span in step.spans if span.kind == "gather") for step in steps]
+        # a byte for each value, and a scale for each 128; vectors fill no group
+        assert gathers[0] == pytest.approx((1 + 2 / 128) / 2 * gathers[1] if pays else gathers[1], rel=2e-3)
+        assert (steps[0].seconds < steps[1].seconds) == pays
+        computing = [sum(span.seconds for span in step.spans if span.kind == "compress") for step in steps]
+        assert (computing[0] > computing[1]) == pays
+
+
 def test_presets_round_messages_between_stages_where_that_is_faster(training: Training) -> None:
     found = costs(training)
     balanced = next(one for one in CONTENDERS if one.name == "balanced")

@@ -196,6 +196,7 @@ def _stage_needs(
     import torch
 
     from edgc.comm.collectives import all_reduce_bytes
+    from edgc.comm.wire import wire
     from edgc.compress.probe import sent_bytes
     from edgc.plan.run import Run
     from edgc.plan.selection import select
@@ -239,6 +240,8 @@ def _stage_needs(
         own = layers.at_rank(None if never else rank)
         return own + (summed_apart if embedding is None else embedding.at_rank(rank))
 
+    rounded = config.formats.weights.format
+    per_weight = (2.0 if half else 4.0) if rounded is None else wire(rounded).bytes_per_value()
     dense = sent(parameters.values(), copies, run).host + tied_bytes
     summed_apart = 0.0 if fused is not None else tied_bytes
     return StageNeeds(
@@ -248,12 +251,13 @@ def _stage_needs(
         gradients=elements * gradient,
         optimizer=elements * (12 if half else 8) // owners,
         activations=activations,
-        edgc=_state(list(parameters.values()), config, ranks, repeatable(args)),
+        edgc=_state(list(parameters.values()), config, ranks, repeatable(args))
+        + (0 if rounded is None else 2 * elements // copies),  # the own shard as the others have it
         sent={
             "dense": dense,
             **{str(rank): at(rank) for rank in ranks},
         },
-        gathered=elements * (2 if half else 4) * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
+        gathered=elements * per_weight * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
         messages=messages,
     )
 

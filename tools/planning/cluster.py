@@ -19,6 +19,7 @@ from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.gather_times import GatherTimes
 from edgc.plan.times.link_times import MAX_TIME_RATIO, worth_rounding
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement, StageLinks
@@ -393,7 +394,7 @@ def _chunks(flags: argparse.Namespace) -> int:
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
     counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``; ``messages``:
-    the method that rounds gradients between stages, if any.
+    the method that rounds gradients between stages, if any; ``weights``: the one that rounds gathered weights.
     """
 
     name: str
@@ -403,13 +404,21 @@ class Contender:
     rank: int | None = None
     volume: float = 1.0
     messages: str = ""
+    weights: str = ""
 
 
 def _preset(name: str) -> Contender:
-    """One with a volume, which rounds gradients between stages."""
+    """One with a volume, which rounds gradients between stages, and gathered weights."""
     own = PRESETS[name]
-    messages = own["pp"].partition(":")[2]
-    return Contender(name, f"--edgc-preset {name}", method="balanced", volume=own["volume"], messages=messages)
+    messages, weights = (own[setting].partition(":")[2] for setting in ("pp", "param_wire"))
+    return Contender(
+        name,
+        f"--edgc-preset {name}",
+        method="balanced",
+        volume=own["volume"],
+        messages=messages,
+        weights=weights,
+    )
 
 
 FP32_FACTORS = "paper"  # a method whose sums are all-reduces in fp32, not in few bits
@@ -577,6 +586,7 @@ def predict(
         units = _dense(sent, training.scatters) if rank is None else units_of(compressing, rank)
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
+    gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
@@ -590,10 +600,13 @@ def predict(
             activations=training.message_bytes,
             gradients=gradients,
             units=units,
-            gathered=whole / 4 if training.scatters else 0,  # once, in 16 bits
+            gathered=gathered,
+            rounding_weights=rounding_weights,
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
         )
-        for place, (own, (gradients, rounding)) in enumerate(zip(links, sends, strict=True))
+        for place, (own, (gradients, rounding), (gathered, rounding_weights)) in enumerate(
+            zip(links, sends, gathers, strict=True)
+        )
     ]
     step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
     return Prediction(contender, slowest.gbps, rank, step, sent)
@@ -607,6 +620,20 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
     values = plain / 2 / rounding.elements
     sent, seconds = plain / 2 * rounding.per_value, values * rounding.at(NO_RANK)
     if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
+        return plain, 0.0
+    return sent, seconds
+
+
+def _gather(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:
+    """Bytes of updated weights that come back, and seconds of rounding them, if that is worth it."""
+    if not training.scatters:
+        return 0.0, 0.0
+    plain = training.dense_bytes / 4  # once, in 16 bits
+    if rounding is None:
+        return plain, 0.0
+    # of a sum in so few bits, which encodes and decodes more
+    sent, seconds = plain / 2 * rounding.per_value, training.reduced_elements / rounding.elements * rounding.at(NO_RANK)
+    if not GatherTimes(link.seconds(plain), seconds + link.seconds(sent)).rounding_pays:
         return plain, 0.0
     return sent, seconds
 

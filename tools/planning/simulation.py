@@ -59,8 +59,9 @@ class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
     ``units``: reductions, in the order in which backward passes complete them. ``gathered``: bytes of updated weights
-    that come back. ``link``: its own; ``before``: that to the stage before; of reductions ``ring``, ``once`` and
-    ``direct`` (``tools.planning.placement.StageLinks``), if they are others.
+    that come back, and ``rounding_weights`` seconds of computing for it. ``link``: its own; ``before``: that to the
+    stage before; of reductions ``ring``, ``once`` and ``direct`` (``tools.planning.placement.StageLinks``), if they are
+    others.
     """
 
     forward: float
@@ -70,6 +71,7 @@ class StageTimes:
     gradients: float = 0.0
     units: tuple[Unit, ...] = ()
     gathered: float = 0.0
+    rounding_weights: float = 0.0
     optimizer: float = 0.0
     before: Link | None = None
     ring: Link | None = None
@@ -178,7 +180,9 @@ def simulate(
         end = _reduced(step, stage, times, last if overlapped else [], free[stage], beside)
         step.spans.append(Span(stage, "optimizer", end, end + times.optimizer))
         if times.gathered:
-            begin = end + times.optimizer
+            begin = end + times.optimizer + times.rounding_weights
+            if times.rounding_weights:
+                step.spans.append(Span(stage, "compress", begin - times.rounding_weights, begin))
             step.spans.append(Span(stage, "gather", begin, begin + times.over("once").seconds(times.gathered)))
     return step
 
