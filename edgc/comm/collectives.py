@@ -280,7 +280,7 @@ class Communicator:
         own_sum, gathered = yield from self._sum_rounded(message, wire, generator)
         with record_function("edgc/round"):
             total, share = wire.unrotated.decode(gathered), wire.unrotated.decode(message)
-            share[self.process] += total[self.process] - own_sum
+            share[self.process].add_(total[self.process] - own_sum)
             total, share = wire.restored(total), wire.restored(share)
         return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
 

@@ -28,6 +28,7 @@ GROUP = 128
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
+_TINY = torch.finfo(torch.bfloat16).tiny
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Wire:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
         groups = self.rotated(values).view(rows, -1, GROUP)
         scale = self._scale(groups)
-        # a group of zeros has scale 0; its codes do not matter
-        scaled = groups / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+        # that of a group of zeros may be 0; its codes do not matter
+        scaled = groups / (scale.clamp_min(_TINY) if self.bits in _NORMAL_STEP else scale)
         if self.floating:
             codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
         else:
@@ -131,9 +132,10 @@ class Wire:
             norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
             return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
         # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
-        largest = torch.amax(groups.abs(), dim=-1, keepdim=True)
+        largest = _largest(groups)
         last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
-        return torch.mul(largest, 1.004 / last, out=torch.empty_like(largest, dtype=torch.bfloat16))
+        least = _tiny(groups.device)  # above 0, and lost beside a scale of anything that counts
+        return torch.add(least, largest, alpha=1.004 / last, out=torch.empty_like(largest, dtype=torch.bfloat16))
 
     def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         if self.stochastic and self.bits >= 4:
@@ -155,6 +157,20 @@ class Wire:
             step = (magnitude.view(torch.int32) & _EXPONENT).view(torch.float32) * numbers.eps
             scaled = torch.floor(scaled / step + _drawn(_UNIFORM, scaled, generator)) * step
         return scaled.to(_FLOATS[self.bits])
+
+
+@functools.cache
+def _tiny(device: torch.device) -> Tensor:
+    """0-dimensional."""
+    return torch.tensor(_TINY, dtype=torch.float32, device="cpu").to(device)
+
+
+def _largest(groups: Tensor) -> Tensor:
+    """(..., 128) -> the largest magnitudes (..., 1): a CPU is faster in two operations, a GPU in one."""
+    if on_cpu(groups):
+        return torch.amax(groups.abs(), dim=-1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(groups, math.inf, dim=-1, keepdim=True)
+    return norms
 
 
 def _less(codes: Tensor, centre: float) -> Tensor:

@@ -315,10 +315,10 @@ def test_entropy_is_that_of_gradients_without_their_loss_scale() -> None:
 
 
 def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(work: Any, groups: Any, *rest: Any) -> float:
-        return 1 + 0.01 * max(groups[0].reducer.router.ranks.values(), default=0)
+    def seconds(scratch: Any, work: Any) -> float:
+        return 1 + 0.01 * max(scratch.groups[0].reducer.router.ranks.values(), default=0)
 
-    monkeypatch.setattr(probe, "_seconds", seconds)
+    monkeypatch.setattr(probe._Scratch, "_fastest", seconds)
     cost = probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, RUN)
     assert (cost.compressed.intercept, cost.compressed.slope) == pytest.approx((1, 0.01))
     assert cost.host_seconds == 1
@@ -331,14 +331,14 @@ def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch
 def test_the_probe_times_rounding_with_a_volume(
     volume: float | None, scatters: bool, timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(work: Any, groups: Any, *rest: Any) -> float:
-        reducer = groups[0].reducer
+    def seconds(scratch: Any, work: Any) -> float:
+        reducer = scratch.groups[0].reducer
         if reducer.router.formats:
             assert not reducer.router.ranks and reducer.router.formats == {MATRIX.name: "int4", "bias": "int8"}
             return 0.25
         return 1 + 0.01 * max(reducer.router.ranks.values(), default=0)
 
-    monkeypatch.setattr(probe, "_seconds", seconds)
+    monkeypatch.setattr(probe._Scratch, "_fastest", seconds)
     selection = Selection((MATRIX,), (SkippedParameter(Parameter("bias", (32,)), "one-dimensional"),))
     given = {"preset": "safe", "volume": volume} if volume else {"preset": "paper"}
     config = EDGCConfig.from_preset(**given)
@@ -542,7 +542,7 @@ def test_the_probe_reduces_as_training_will(scatters: bool, monkeypatch: pytest.
         return reduce(self, gradients, iteration, loss_scale, shards)
 
     monkeypatch.setattr(GradientReducer, "reduce", noted)
-    monkeypatch.setattr(probe, "_seconds", lambda work, *rest: work() or 1.0)
+    monkeypatch.setattr(probe, "fastest", lambda work, *rest: work() or 1.0)
     cost = probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, replace(RUN, scatters=scatters))
     assert cost.host_seconds == (0.5 if scatters else 1.0) and set(whole) == {not scatters}
 

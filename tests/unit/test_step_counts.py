@@ -60,9 +60,10 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
     paper, balanced = (count_step(stage, config, [64]) for config in (PAPER, BALANCED_RANKS))
     assert paper.launches <= 1_150 and balanced.launches <= 2_000
     assert paper.collectives <= 9 and balanced.collectives <= 15
+    assert count_step(stage, ROUNDED["int4"], (NO_RANK,)).launches <= 2_000
     # no two matrices of a unit have one shape and one rank; the target is missed
     mixed = count_step(stage, BALANCED_RANKS, [48, 64, 80, 96])
-    assert mixed.launches <= 2_700 and mixed.collectives <= 15
+    assert mixed.launches <= 2_600 and mixed.collectives <= 15
     assert not dist.is_initialized()
 
 

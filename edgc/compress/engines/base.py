@@ -47,12 +47,12 @@ class Engine:
 @dataclass(frozen=True)
 class Sums:
     """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in. An engine
-    that is ``exact`` gives no shares.
+    that is ``exact`` gives no shares. ``finite``: None where the sums themselves tell.
     """
 
     sums: Sequence[Tensor]
     shares: Sequence[Tensor]
-    finite: Tensor
+    finite: Tensor | None = None
 
 
 class Elementwise(Engine, ABC):

@@ -14,7 +14,6 @@ from edgc.compress.engines.base import Elementwise, Sums
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
-from edgc.stacking import all_finite
 
 
 class Rounding(Elementwise):
@@ -46,15 +45,14 @@ class Rounding(Elementwise):
         """The sums of fp32 tensors of any shape."""
         if self.exact:  # then nothing is left of this process, and nobody asks for its share
             sums = yield from communicator.sum_alone(tensors, self.wire)
-            return Sums(sums, [], all_finite(sums))
+            return Sums(sums, [])
         sums, shares = yield from communicator.sum(tensors, self.wire, self._generator)
-        return Sums(sums, shares, all_finite(sums))
+        return Sums(sums, shares)
 
     def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
         """``sum``, of which process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
         sums, shares = yield from communicator.sum_shards(shards, self.wire, self._generator)
-        finite = all_finite(sums) if sums else torch.ones((), dtype=torch.bool, device=self.device)
-        return Sums(sums, [share for shard in shares for share in shard], finite)
+        return Sums(sums, [share for shard in shares for share in shard])
 
     def shards_pay(self, sizes: Sequence[int]) -> bool:
         """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""

@@ -13,7 +13,7 @@ from edgc.compress.engines.rounding import Rounding
 from edgc.compress.equaliser import squared_norms
 from edgc.compress.routes.base import ReductionContext, Route
 from edgc.specs import MatrixSpec
-from edgc.stacking import batches
+from edgc.stacking import all_finite, batches
 
 # Values that are rounded and sent at once: that takes several times their memory. Of very many, a twelfth: fewer
 # messages.
@@ -63,13 +63,13 @@ class ElementwiseRoute(Route):
             listed = list(self.matrices.values())
             _subtract(listed, result.shares, list(self.errors.values()))
             torch._foreach_copy_(listed, list(result.sums))
-            self.finite = result.finite
+            self.finite = all_finite(listed) if result.finite is None else result.finite
             return
         by_process = self._pieces_of_processes()
         sizes = [_size(pieces) for pieces in by_process]
         self.sharded = bool(sizes) and engine.shards_pay(sizes)
         whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
-        finite = []
+        summed: list[Tensor] = []
         for portion in _portions(by_process if self.sharded else whole, portion_of(_size(whole[0]))):
             values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
             own = values[communicator.process if self.sharded else 0]
@@ -83,9 +83,9 @@ class ElementwiseRoute(Route):
                 _subtract([one for part in values for one in part], result.shares, errors)
             if own and own[0] is not result.sums[0]:  # else it was summed in place
                 torch._foreach_copy_(own, list(result.sums))
-            finite.append(result.finite)
+            summed += own
             del result  # memory for the next portion
-        self.finite = torch.stack(finite).all()
+        self.finite = all_finite(summed) if summed else self.finite.to(self.engine.device)
 
     def _pieces_of_processes(self) -> "list[list[Piece]]":
         """What each process needs of the sums; nothing if all need all."""
