@@ -13,7 +13,8 @@ that file, and the figures go to a JSON file of its name.
   NCCL, CUDA and the allocator take comes on top.
 - bytes of a step: those that one process sends for its stage's gradients: Megatron's reduction, and low rank in the
   formats of the method at each rank, each with the sum of a tied embedding between the first and the last stage; and
-  beside them the distributed optimizer's updated weights and the messages to other stages, as Megatron sends them.
+  beside them the messages to other stages, as Megatron sends them, and the distributed optimizer's updated weights: as
+  Megatron gathers them and, after an ``or``, as EDGC does where rounding them saves time.
 """
 
 import multiprocessing

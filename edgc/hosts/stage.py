@@ -77,7 +77,7 @@ class Stage:
             reduce_seconds=median_or_nan(self.spans.take_seconds()),
             micro_backward_seconds=micro_backward_seconds,
             bytes=counted - self._window_start,
-            state_bytes=sum(reducer.state.bytes() for reducer in self.reducers),
+            state_bytes=self.state_bytes(),
             spikes=sum(float(m.spikes) for m in measurements),
             largest_spike=max((float(m.largest_spike) for m in measurements), default=0.0),
             energies={name: values for m in measurements for name, values in m.mean_energies().items()},
@@ -87,6 +87,10 @@ class Stage:
         )
         self._window_start = counted
         return window
+
+    def state_bytes(self) -> int:
+        """Memory of what a process keeps from step to step."""
+        return sum(reducer.state.bytes() for reducer in self.reducers)
 
     def _entropy(self, measurements: Sequence[Measurements]) -> float:
         """The mean over measured iterations, and over units by the number of their entries; NaN if there is none."""

@@ -49,7 +49,7 @@ def weights_line(name: str | None, times: GatherTimes | None) -> str:
     if times is None:
         return f"updated weights: {how}"
     return (
-        f"updated weights: {how}; the largest bucket took {1e3 * times.whole:.2f} ms whole, "
+        f"updated weights: {how}; the largest bucket takes {1e3 * times.whole:.2f} ms whole, "
         f"{1e3 * times.rounded:.2f} ms rounded"
     )
 

@@ -111,8 +111,8 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if choice.compresses or choice.tries:
         warnings += _too_short(config, run, choice.compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
-    if run.alone:  # the host's own sum and gather over one process change nothing; rounding would
-        config = config.replace(dense_wire="fp32", param_wire="off")
+    if run.alone:  # the host's own sum over one process changes nothing; rounding would
+        config = config.replace(dense_wire="fp32")
     return RunPlan(config, stages, choice.compresses, warnings, choice.tries, choice.rounds, choice.link_times)
 
 

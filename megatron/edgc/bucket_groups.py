@@ -35,7 +35,7 @@ from edgc.hosts.steps import Step
 from edgc.hosts.units import Unit, Units
 from edgc.specs import ShardBounds, shard_bounds
 from edgc.timing import Spans
-from megatron.edgc.weights import WeightGather, parts_of
+from megatron.edgc.weights import WeightGather, parts_of, travel_rounded
 
 
 class StageReductions:
@@ -261,8 +261,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
     def keep_weights(self) -> None:
         """Remember, before the optimizer's step, the own shards as the other processes have them."""
         weights = self.edgc_weights
-        # parameters in fp32 are the optimizer's own: they must not be rounded
-        if weights.wire is not None and all(bucket.param_data.dtype != torch.float32 for bucket in self.buckets):
+        if weights.wire is not None and travel_rounded(self):
             shards = [shard_buffer(bucket.param_data, weights.communicator.world_size) for bucket in self.buckets]
             weights.before = [each[weights.communicator.process].clone() for each in shards]
 

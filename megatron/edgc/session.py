@@ -262,19 +262,15 @@ class Session:
 
     def _time_weights(self) -> GatherTimes | None:
         """Decide whether updated weights are rounded where that is left to their times; these times. The same on every
-        process, for all stages: the slowest one counts.
+        process. Experts follow the layers around them.
         """
         weights, gbps = self.config.formats.weights, self.config.ranks.link_gbps
         if weights.format is None or not weights.optional:
             return None
-        found = all_gather_objects(self.stages[0].gather_times(weights.format, gbps))
-        known = [times for times in found if times is not None]
-        if not known:
-            self.config = self.config.replace(param_wire="off")
-            return None
-        slowest = GatherTimes(max(one.whole for one in known), max(one.rounded for one in known))
-        self.config = self.config.replace(param_wire=weights.format if slowest.rounding_pays else "off")
-        return slowest
+        times = GatherTimes.slowest(all_gather_objects(self.stages[0].gather_times(weights.format, gbps)))
+        pays = times is not None and times.rounding_pays
+        self.config = self.config.replace(param_wire=weights.format if pays else "off")
+        return times
 
     def _timed_backward(self, device: torch.device) -> Spans:
         """Timed backward passes of the micro-batches of measured iterations."""

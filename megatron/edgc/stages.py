@@ -135,15 +135,18 @@ class MegatronStage(Stage):
 
     def gather_times(self, name: str, gbps: float | None) -> GatherTimes | None:
         """What gathering the largest bucket's weights takes (``megatron.edgc.weights``). Every process calls this."""
-        return gather_times(
-            [bucket for one in self.named for bucket in one.group.buckets], name, self.process_group, gbps
-        )
+        return gather_times([one.group for one in self.named], name, self.process_group, gbps)
 
     def gather_weights(self, name: str) -> None:
         """Gather updated weights in this format from now on, or, if it is ``off``, as Megatron does."""
         self.param_wire = name
         for group in self.groups:
             group.edgc_weights.wire = None if name == "off" else wire(name)
+
+    def state_bytes(self) -> int:
+        """With the own shards of the weights as the others have them."""
+        kept = [shard for group in self.groups for shard in group.edgc_weights.before or ()]
+        return super().state_bytes() + sum(shard.nbytes for shard in kept)
 
     def end_step(self) -> None:
         """Megatron's sum of a tied embedding's two copies is sent beside the buckets."""

@@ -5,9 +5,14 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, shard_buffer
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    shard_buffer,
+)
 from torch import Tensor
 
+from edgc.arithmetic import own_arithmetic
 from edgc.comm.collectives import Communicator, Exchange, Traffic, interleave, run_to_end
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import Wire, wire
@@ -53,18 +58,23 @@ def parts_of(bucket: _ParamAndGradBucket, processes: int) -> list[list[int]]:
     return parts
 
 
+def travel_rounded(group: _ParamAndGradBucketGroup) -> bool:
+    """Whether its weights may. Those in fp32 are the optimizer's own: they must not be rounded."""
+    return all(bucket.param_data.dtype != torch.float32 for bucket in group.buckets)
+
+
 def gather_times(
-    buckets: Sequence[_ParamAndGradBucket], name: str, group: dist.ProcessGroup, gbps: float | None
+    groups: Sequence[_ParamAndGradBucketGroup], name: str, group: dist.ProcessGroup, gbps: float | None
 ) -> GatherTimes | None:
-    """What gathering the largest of these buckets takes: timed on scratch copies, or computed for links of ``gbps``
-    Gbit/s. None where there is nothing in 16 bits.
+    """What gathering the largest bucket that may be rounded takes: timed on scratch copies, as large as that bucket and
+    what it is gathered into, or computed of its bytes alone for links of ``gbps`` Gbit/s. None if there is none.
 
     ``name``: of the format of differences. Every process of the group must call this at the same time.
     """
-    in_16_bits = [bucket.param_data for bucket in buckets if bucket.param_data.itemsize == 2]
-    if not in_16_bits:
+    buckets = [bucket for one in groups if travel_rounded(one) for bucket in one.buckets]
+    if not buckets:
         return None
-    bucket = max(buckets, key=lambda one: one.param_data.numel() if one.param_data.itemsize == 2 else 0)
+    bucket = max(buckets, key=lambda one: one.param_data.numel())
     communicator, form = Communicator.uncounted(group), wire(name)
     if gbps is not None:
         seconds = bucket.param_data.numel() * (1 - 1 / communicator.world_size) * 8 / (gbps * 1e9)
@@ -76,7 +86,8 @@ def gather_times(
     def timed(exchange: Callable[[], Exchange[object]]) -> float:
         return fastest(lambda: run_to_end(exchange()), communicator, weights.device)
 
-    return GatherTimes(
-        timed(lambda: communicator.all_gather(before)),
-        timed(lambda: gather_differences(shards, parts, before, form, communicator)),
-    )
+    with own_arithmetic(weights.device):  # as in training
+        return GatherTimes(
+            timed(lambda: communicator.all_gather(before)),
+            timed(lambda: gather_differences(shards, parts, before, form, communicator)),
+        )

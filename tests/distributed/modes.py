@@ -221,8 +221,8 @@ FULL_RANK = shlex.split(  # as in dense training no error of a spike is scaled d
     "--edgc --edgc-preset paper --edgc-static-rank 64 --edgc-window 2 --edgc-warmup-fraction 0 "
     "--edgc-study spike_limit=inf"
 )
-# The preset would round messages between stages: modes that do it say so.
-COMPRESSED = shlex.split("--edgc --edgc-pp off --edgc-window 2 --edgc-warmup-fraction 0.25")
+# The preset would round messages between stages and gathered weights by their times: modes that do it say so.
+COMPRESSED = shlex.split("--edgc --edgc-pp off --edgc-param-wire off --edgc-window 2 --edgc-warmup-fraction 0.25")
 LOW_RANK = shlex.split("--edgc-static-rank 8")
 
 

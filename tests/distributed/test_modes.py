@@ -47,7 +47,7 @@ def test_a_mode(seen: dict[str, Seen], name: str) -> None:
     assert one.resumed_same
     assert one.ratio > 2 if MODES[name].reduces else one.ratio == 0
     assert (MODES[name].pp != "off") == (one.message_ratio > 1.01)
-    assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)
+    assert ("param-wire" in MODES[name].edgc) == (one.param_ratio > 1.5)  # those with a format; all others say off
 
 
 def test_experts_are_a_stage_of_the_plan_and_model_chunks_are_not(seen: dict[str, Seen]) -> None:

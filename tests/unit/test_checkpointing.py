@@ -162,17 +162,24 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
 
 
 @pytest.mark.parametrize(
-    ("asked_before", "asked_now", "before", "now", "goes_on"),
+    ("asked_before", "asked_now", "before", "now", "link", "goes_on"),
     [
-        ("auto:int8", "auto:int8", "int8", "off", True),
-        ("auto:int8", "auto:int8", "off", "int8", True),
-        ("auto:int8", "auto:int8", "off", "off", False),
-        ("int8", "auto:int8", "int8", "off", False),  # what the link says was not asked then
-        ("auto:int8", "off", "int8", "off", False),
+        ("auto:int8", "auto:int8", "int8", "off", None, True),
+        ("auto:int8", "auto:int8", "off", "int8", None, True),
+        ("auto:int8", "auto:int8", "off", "off", None, False),
+        ("int8", "auto:int8", "int8", "off", None, False),  # what the link says was not asked then
+        ("auto:int8", "off", "int8", "off", None, False),
+        ("auto:int8", "auto:int8", "off", "int8", 1.0, False),  # this run's link is given
     ],
 )
 def test_a_resumed_run_gathers_weights_as_before_and_not_as_it_is_timed(
-    asked_before: str, asked_now: str, before: str, now: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+    asked_before: str,
+    asked_now: str,
+    before: str,
+    now: str,
+    link: float | None,
+    goes_on: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron.edgc.checkpoint import loading as checkpoint_loading
 
@@ -180,7 +187,7 @@ def test_a_resumed_run_gathers_weights_as_before_and_not_as_it_is_timed(
     gathered: list[str] = []
     stage = SimpleNamespace(gather_weights=gathered.append)
     config = EDGCConfig.of(param_wire=now)
-    run = run_state(EDGCConfig.of(param_wire=asked_now), config=config, stages=[stage])
+    run = run_state(EDGCConfig.of(param_wire=asked_now, link_gbps=link), config=config, stages=[stage])
     own = resume(run, index_of(EDGCConfig(), weights={"requested": asked_before, "resolved": before}))
     monkeypatch.setattr(checkpoint_loading, "warn", said.append)
     own._resume_weights()

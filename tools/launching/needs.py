@@ -28,8 +28,8 @@ VOCABULARY = 50257  # GPT-2's byte-pair encoding
 class StageNeeds:
     """A GPU of one pipeline stage. Memory in bytes.
 
-    Bytes of a step: ``sent`` for gradients by rank, ``dense`` for Megatron's own; ``gathered`` of updated weights and
-    ``messages`` to other stages.
+    Bytes of a step: ``sent`` for gradients by rank, ``dense`` for Megatron's own; of updated weights ``gathered`` by
+    Megatron and ``gathered_by_edgc``, in the format of its settings; ``messages`` to other stages.
     """
 
     layers: int
@@ -41,6 +41,7 @@ class StageNeeds:
     edgc: int
     sent: dict[str, float]
     gathered: float
+    gathered_by_edgc: float
     messages: float
 
     @property
@@ -241,7 +242,8 @@ def _stage_needs(
         return own + (summed_apart if embedding is None else embedding.at_rank(rank))
 
     rounded = config.formats.weights.format
-    per_weight = (2.0 if half else 4.0) if rounded is None else wire(rounded).bytes_per_value()
+    per_weight = 2.0 if half else 4.0
+    from_others = elements * (copies - 1) / copies if args.use_distributed_optimizer else 0.0  # of the weights
     dense = sent(parameters.values(), copies, run).host + tied_bytes
     summed_apart = 0.0 if fused is not None else tied_bytes
     return StageNeeds(
@@ -257,7 +259,8 @@ def _stage_needs(
             "dense": dense,
             **{str(rank): at(rank) for rank in ranks},
         },
-        gathered=elements * per_weight * (copies - 1) / copies if args.use_distributed_optimizer else 0.0,
+        gathered=from_others * per_weight,
+        gathered_by_edgc=from_others * (per_weight if rounded is None else wire(rounded).bytes_per_value()),
         messages=messages,
     )
 

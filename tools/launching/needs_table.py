@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.launching.needs import Needs
+from tools.launching.needs import Needs, StageNeeds
 from tools.shared.markdown import header, row
 
 TOLERANCE = 0.01  # between a model's size and its name
@@ -31,23 +31,28 @@ def table(found: Needs) -> str:
     ]
     for number, stage in enumerate(found.stages, start=1):
         memory = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.edgc, stage.memory)
-        dense, others = stage.sent["dense"], stage.gathered + stage.messages
+        dense, whole = stage.sent["dense"], stage.sent["dense"] + stage.gathered + stage.messages
+        others = stage.gathered_by_edgc + stage.messages
         cells = [number, stage.layers, f"{stage.parameters / 1e6:,.0f} M", *(f"{part / GIB:.1f}" for part in memory)]
         cells.append(f"{dense / 1e6:,.0f}")
         cells += [
             f"{stage.sent[rank] / 1e6:,.0f} ({dense / max(stage.sent[rank], 1):.1f}x, in all "
-            f"{(dense + others) / max(stage.sent[rank] + others, 1):.1f}x)"
+            f"{whole / max(stage.sent[rank] + others, 1):.1f}x)"
             for rank in ranks
         ]
-        lines.append(row([*cells, f"{stage.gathered / 1e6:,.0f}, {stage.messages / 1e6:,.0f}"]))
+        lines.append(row([*cells, f"{_weights(stage)}, {stage.messages / 1e6:,.0f}"]))
     most = max(stage.memory for stage in found.stages) / GIB
     room = f" of {found.memory_gib:g} GiB ({most / found.memory_gib:.0%})" if found.memory_gib else ""
     lines += ["", f"Most of a GPU's memory: {most:.1f} GiB{room}."]
     if found.parallel["pipeline"] > 1:
         lines[-1] += f" Messages to each neighbouring stage: {found.message_bytes / 1e6:,.0f} MB a step and direction."
     mean = {key: sum(stage.sent[key] for stage in found.stages) / len(found.stages) for key in ("dense", ranks[0])}
-    others = sum(stage.gathered + stage.messages for stage in found.stages) / len(found.stages)
-    fewer, in_all = mean["dense"] / max(mean[ranks[0]], 1), (mean["dense"] + others) / max(mean[ranks[0]] + others, 1)
+    by_megatron, by_edgc = (
+        sum(gathered + stage.messages for stage, gathered in zip(found.stages, column, strict=True)) / len(found.stages)
+        for column in zip(*((stage.gathered, stage.gathered_by_edgc) for stage in found.stages), strict=True)
+    )
+    fewer = mean["dense"] / max(mean[ranks[0]], 1)
+    in_all = (mean["dense"] + by_megatron) / max(mean[ranks[0]] + by_edgc, 1)
     lines[-1] += (
         f" Mean of all GPUs at rank {ranks[0]}: {fewer:.1f}x fewer bytes of gradients "
         f"({fewer * 2 / found.gradient_bytes:.1f}x than bf16 ones), {in_all:.1f}x in all."
@@ -60,6 +65,12 @@ def table(found: Needs) -> str:
             f"{seconds[1]:.3f} s at rank {ranks[0]}."
         )
     return "\n".join(lines)
+
+
+def _weights(stage: StageNeeds) -> str:
+    """MB of updated weights: as Megatron gathers them and, where EDGC rounds them, as it does."""
+    whole, rounded = (f"{size / 1e6:,.0f}" for size in (stage.gathered, stage.gathered_by_edgc))
+    return whole if stage.gathered == stage.gathered_by_edgc else f"{whole} or {rounded}"
 
 
 def misnamed(found: Needs) -> str | None:

@@ -1,5 +1,6 @@
 """What gathering updated weights takes, in the two ways that the distributed optimizer has."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgc.plan.times.link_times import MAX_TIME_RATIO
@@ -11,6 +12,12 @@ class GatherTimes:
 
     whole: float
     rounded: float
+
+    @classmethod
+    def slowest(cls, found: Iterable["GatherTimes | None"]) -> "GatherTimes | None":
+        """The longest times of all processes, each way by itself; None where no process has any."""
+        known = [one for one in found if one is not None]
+        return cls(max(one.whole for one in known), max(one.rounded for one in known)) if known else None
 
     @property
     def rounding_pays(self) -> bool:

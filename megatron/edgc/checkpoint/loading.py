@@ -155,9 +155,12 @@ class Resume:
         return bool(messages.directions or (own is not None and own["senders"]))
 
     def _resume_weights(self) -> None:
-        """How updated weights travel, where both runs left that to their links."""
+        """How updated weights travel, where both runs left that to their links, or to the same given one."""
         run, kept = self.run, self.index.weights
-        if kept["requested"] != run.requested.formats.param_wire or kept["resolved"] == run.config.formats.param_wire:
+        then, now = kept["requested"], run.requested.formats.param_wire
+        if (then, self.index.requested["link_gbps"]) != (now, run.requested.ranks.link_gbps):
+            return
+        if kept["resolved"] == run.config.formats.param_wire:
             return
         warn(
             f"updated weights go on as in {self.name}, whatever was timed now: {flag('param_wire')} {kept['resolved']}"
