@@ -4,9 +4,9 @@ from typing import Any
 
 # What safe, balanced and fast share: a volume for the whole run, several warm-started factors used in turn, gradients
 # equalised, errors of which a half waits after the first part of the run, a short warm-up in few bits, gradients
-# rounded on their way from stage to stage, and weights of 16 bits gathered in 8. What they say of embeddings and other
-# parameters, and of how matrices share a rank, holds where ranks are given or set by entropy. Evidence: docs/frontier,
-# docs/convergence.md.
+# rounded on their way from stage to stage, and weights of 16 bits gathered in fewer. What they say of embeddings and
+# other parameters, and of how matrices share a rank, holds where ranks are given or set by entropy. Evidence:
+# docs/frontier, docs/convergence.md.
 _FRONT = {
     "equalise": True,
     "basis_cycle": 8,
@@ -14,9 +14,15 @@ _FRONT = {
     "whole_error_fraction": 0.4,
     "allocation": "waterfill",
     "learning_rate_power": 0.7,
+}
+_EIGHT_BITS = {
+    "basis_wire": "int8",
+    "wire": "int8",
+    "rest_wire": "int8",
+    "dense_wire": "int8",
+    "pp": "auto:int8",
     "param_wire": "auto:int8",
 }
-_EIGHT_BITS = {"basis_wire": "int8", "wire": "int8", "rest_wire": "int8", "dense_wire": "int8", "pp": "auto:int8"}
 _FEWER_BYTES = {"compress_embeddings": True, "dense_wire": "int4", "pp": "auto:int4"}
 PRESETS: dict[str, dict[str, Any]] = {
     # as published; which messages the paper means is our choice: docs/reproduction.md
@@ -28,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "basis_wire": "int5",
         "wire": "int5",
         "rest_wire": "int6",
+        "param_wire": "auto:int8",
         "warmup_fraction": 0.025,
         "volume": 24.0,
     },
@@ -37,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "basis_wire": "int6+int4",
         "wire": "int4",
         "rest_wire": "int4",
+        "param_wire": "auto:int4",
         "warmup_fraction": 0.01,
         "volume": 48.0,
     },
