@@ -29,7 +29,7 @@ fetch() { # package, and a folder that shows that it has been unpacked
     (cd "$folder" && apt-get download --quiet --quiet "$1")
     dpkg-deb --extract "$folder"/*.deb "$folder/unpacked"
     mkdir -p "$(dirname "$texts/$2")"
-    mv "$(find "$folder/unpacked" -type d -path "*/$3" | head -n 1)" "$texts/$2"
+    mv -T "$(find "$folder/unpacked" -type d -path "*/$3" | head -n 1)" "$texts/$2"
     rm -r "$folder"
 }
 

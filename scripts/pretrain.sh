@@ -52,15 +52,13 @@ if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     container=(--container-image "$CONTAINER_IMAGE" --container-workdir "$root"
         --container-mounts "${CONTAINER_MOUNTS:-$root:$root}")
     python=${PYTHON:-python}
-elif [[ -z ${PYTHON:-}${DRY_RUN:-} ]]; then
-    bash scripts/setup_env.sh
 fi
 planner=("$python") # runs what needs no more than Python
-if [[ -n ${DRY_RUN:-} ]]; then
+if [[ -n ${DRY_RUN:-} || -z ${PYTHON:-}${CONTAINER_IMAGE:-} ]]; then # nothing is installed, or not yet
     for candidate in "$python" .venv/bin/python python3 python ''; do
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 9))' &>/dev/null && break
     done
-    [[ -n $candidate ]] || die "DRY_RUN needs Python 3.9 or later: neither python3 nor python is one"
+    [[ -n $candidate ]] || die "needs Python 3.9 or later: neither python3 nor python is one"
     planner=("$candidate")
 elif [[ -n ${CONTAINER_IMAGE:-} ]]; then
     planner=(srun --nodes 1 --ntasks 1 "${container[@]}" "$python")
@@ -93,6 +91,7 @@ eval "$settings"
 [[ -n ${DRY_RUN:-} ]] || ((${SLURM_STEP_ID:-4294967295} > 4294967200)) ||
     die "started inside srun: start it in salloc, or submit it with sbatch"
 if [[ -z ${DRY_RUN:-} ]]; then
+    [[ -n ${PYTHON:-}${CONTAINER_IMAGE:-} ]] || bash scripts/setup_env.sh
     on_each_node=()
     [[ -n ${SLURM_JOB_ID:-} ]] && on_each_node=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 "${container[@]}")
     facts=$("${on_each_node[@]}" "$python" tools/preflight.py --facts "${arguments[@]}") || true # who is missing comes below

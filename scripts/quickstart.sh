@@ -19,6 +19,9 @@ case "$*" in
     *) printf 'quickstart: error: %s: only --quick is known\n' "$*" >&2 && exit 2 ;;
 esac
 bash scripts/setup_env.sh
+mkdir -p -- "$run"
+exec 9>"$run/lock" # held by the trainings, too
+flock --nonblock 9 || { printf 'quickstart: error: %s: another start is under way there\n' "$run" >&2 && exit 2; }
 python=.venv/bin/python
 data=runs/data/stdlib
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore

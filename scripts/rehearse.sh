@@ -14,7 +14,10 @@ bash scripts/setup_env.sh
 python=.venv/bin/python
 run=runs/rehearsal
 export MODEL=tiny DATA=$run/data/stdlib CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
-rm -rf -- "$run"
+mkdir -p -- "$run"
+exec 9>"$run/lock" # held by the trainings, too
+flock --nonblock 9 || { printf 'rehearse: error: %s: another rehearsal is under way\n' "$run" >&2 && exit 2; }
+rm -rf -- "${run:?}"/*/ "$run"/*.*
 mkdir -p -- "$run/paper" "$run/balanced"
 say() { printf 'rehearse: %s\n' "$*"; }
 
@@ -36,12 +39,14 @@ RUN=$run/paper quietly "$run/dense.out" bash scripts/pretrain_gpt2_12b_baseline.
 say "as the paper has it, stopped after iteration 50"
 RUN=$run/paper "${twin[@]}" >"$run/paper.out" 2>&1 &
 script=$!
+trap 'kill -TERM "$script"; wait; exit 143' INT TERM HUP # else the training would go on alone
 until (($(cat -- "$run/paper/edgc/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0) >= 50)); do
     kill -0 "$script" || { tail -n 20 -- "$run/paper.out" >&2 && exit 1; }
     sleep 0.2
 done
 kill -TERM "$script"
 wait "$script" || true
+trap - INT TERM HUP
 tail -n 1 -- "$run/paper.out"
 RUN=$run/paper quietly "$run/paper.out" "${twin[@]}"
 grep -E '^edgc: (checkpoints|resuming|finished)' -- "$run/paper.out" | uniq

@@ -12,7 +12,7 @@ import platform
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,25 @@ def evaluate(args: Namespace) -> bool:
     tasks, missing = available(manager, tasks)
     if not tasks:
         return False
-    results = {name: run(folder, tasks, manager, args) for name, folder in models.items()}
+    args.output.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written ends the command here
+    results: dict[str, Any] = {}
+    for name, folder in models.items():
+        results[name] = run(folder, tasks, manager, args)
+        done = {known: models[known] for known in results}
+        page = write_results(args, done, tasks, missing, results)  # after each: the next model may fail
+    print(page)
+    print(f"written: {args.output / 'zero_shot.md'}, {args.output / 'zero_shot.json'}")
+    return True
+
+
+def write_results(
+    args: Namespace,
+    models: Mapping[str, Path],
+    tasks: Sequence[str],
+    missing: Mapping[str, str],
+    results: Mapping[str, Any],
+) -> str:
+    """Write both files of what lm_eval has given for these models; the page."""
     summary = {
         "models": {name: {"folder": str(folder), "export": read_record(folder)} for name, folder in models.items()},
         "tasks": tasks,
@@ -129,12 +147,9 @@ def evaluate(args: Namespace) -> bool:
         "machine": device_name(args.device == "cuda"),
     }
     page = markdown(summary)
-    args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / "zero_shot.json", summary, default=str)
     write(args.output / "zero_shot.md", page.encode())
-    print(page)
-    print(f"written: {args.output / 'zero_shot.md'}, {args.output / 'zero_shot.json'}")
-    return True
+    return page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         done = evaluate(parser.parse_args(argv))
-    except EvaluationError as error:
+    except (EvaluationError, OSError) as error:
         say_error("evaluate", error)
         return 2
     if not done:
