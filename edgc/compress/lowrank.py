@@ -100,6 +100,11 @@ def _completing_columns(rows: int, rank: int, device: torch.device) -> Tensor:
     return (random_factor(rows, rank, torch.device("cpu"), "completion") / math.sqrt(rows)).to(device)
 
 
+def forget_shapes() -> None:
+    """Free the columns that are kept for shapes so far: a probe has had larger ranks than training will."""
+    _completing_columns.cache_clear()
+
+
 def sorted_basis(factor: Tensor, orthonormalise: Callable[[Tensor], Tensor] = orthonormalise) -> tuple[Tensor, Tensor]:
     """Orthonormal basis of the columns of ``factor`` (... x n x rank, rank <= n), strongest first, and their norms.
 

@@ -48,15 +48,25 @@ def pays(rank: int, rows: int, cols: int, min_saving: float) -> bool:
     return rank <= min(rows, cols) / 2 and saving(rank, rows, cols) >= min_saving
 
 
-def largest_rank(matrices: Iterable[MatrixSpec], min_saving: float) -> int:
-    """The largest rank, in multiples of 4, at which at least one matrix pays; 0 if none does at 4."""
+def largest_rank(matrices: Iterable[MatrixSpec], min_saving: float, share: float = 0.0) -> int:
+    """The largest rank, in multiples of 4, at which those matrices that pay hold ``share`` of all elements, and at
+    least one does; 0 if none does at 4.
+    """
 
     def largest(rows: int, cols: int) -> int:
         ranks = range(RANK_MULTIPLE, min(rows, cols) + 1, RANK_MULTIPLE)
         # each rank below one that pays pays, too
         return RANK_MULTIPLE * bisect_left(ranks, True, key=lambda rank: not pays(rank, rows, cols, min_saving))
 
-    return max((largest(*shape) for shape in {(matrix.rows, matrix.cols) for matrix in matrices}), default=0)
+    elements: Counter[tuple[int, int]] = Counter()
+    for matrix in matrices:
+        elements[matrix.rows, matrix.cols] += matrix.elements
+    needed = share * elements.total()
+    for rank, own in sorted(((largest(*shape), own) for shape, own in elements.items()), reverse=True):
+        needed -= own
+        if needed <= 0:
+            return rank
+    return 0
 
 
 def select(parameters: Iterable[Parameter], config: EDGCConfig, min_rank: int | None = None) -> Selection:

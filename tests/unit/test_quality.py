@@ -4,7 +4,7 @@ Conservation sees nothing of this: an engine that sends noise conserves all that
 between what today's code reaches and what it reaches with the mechanism broken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.observe.fidelity import Fidelity
+from edgc.plan.allocation import uniform_ranks
 from edgc.plan.run import Run
-from edgc.plan.selection import Selection, SkippedParameter
+from edgc.plan.selection import Selection, SkippedParameter, select
 from edgc.specs import MatrixSpec, Parameter
 
 MATRIX = MatrixSpec("w", 128, 256)
@@ -322,6 +323,31 @@ def test_the_probe_fits_times_to_their_own_ranks(monkeypatch: pytest.MonkeyPatch
     cost = probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, RUN)
     assert (cost.compressed.intercept, cost.compressed.slope) == pytest.approx((1, 0.01))
     assert cost.host_seconds == 1
+
+
+@pytest.mark.parametrize("preset", ["paper", "safe", "balanced"])
+def test_the_probe_times_ranks_at_which_the_same_matrices_are_in_low_rank(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"square": (64, 64), "wide": (64, 256), "tall": (256, 64), "small": (16, 16), "long": (512, 128)}
+    parameters = [Parameter(name, shape) for name, shape in shapes.items()]
+    config = EDGCConfig.from_preset(preset)
+
+    def sent(ranks: Mapping[str, int]) -> float:
+        return sum(rank * sum(shapes[name]) for name, rank in ranks.items())
+
+    def seconds(scratch: Any, work: Any) -> float:
+        work()  # also at ranks above the sides of a matrix
+        return sent(scratch.reducers[0].router.ranks)
+
+    monkeypatch.setattr(probe._Scratch, "_fastest", seconds)
+    cost = probe.probe([select(parameters, config)], config, communicator(), CPU, RUN)
+    for rank in (8, 16, 24):
+        known = sent(uniform_ranks([one.spec for one in parameters], rank, 2.0))
+        if config.ranks.volume is not None:
+            known = sent(dict.fromkeys(shapes, rank))
+        # a twentieth of the elements goes in and out of uniform ranks
+        assert cost.compressed.at(rank) == pytest.approx(known, rel=0.001 if config.ranks.volume else 0.1)
 
 
 @pytest.mark.parametrize(

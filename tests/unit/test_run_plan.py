@@ -403,6 +403,14 @@ def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_no
         of_layers, (of_embedding,) = (messages.parameters(stage) for stage in plan.stages)
         assert len(of_layers) == count and of_embedding.price == pytest.approx(price)
         assert of_embedding.size(SendRounded("int4"), messages.bytes_per_value) == pytest.approx(price * 512 * 64 / 2)
+    # where the host scatters, rounded sums of layers send half; both stages need all of this one
+    scatters = replace(RUN, scatters=True)
+    messages = sizes({"int4": 0.25}, run=scatters)
+    plan = plan_run(config, scatters, [[layers, tied]])
+    (of_layer,), (of_embedding,) = (messages.parameters(stage) for stage in plan.stages)
+    assert of_layer.size(SendRounded("int4"), messages.bytes_per_value) == pytest.approx(64 * 256 / 4)
+    whole = 2 * (7 / 8) / (3 / 4) * 512 * 64 / 2
+    assert of_embedding.size(SendRounded("int4"), messages.bytes_per_value) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

@@ -49,15 +49,17 @@ class PartialSend:
 class PlannedParameter:
     """A parameter, and what it costs to send it.
 
-    ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes. ``energy``: of an entry of its
-    gradient, over that of the mean entry of all. ``current``: how it travels now; None before compression has begun.
-    ``row_evenness``: how alike its rows are (1: all alike), as far as the guess of ``directions`` knows.
+    ``directions``, ``rows``: None where that way is no choice. ``price``: of its bytes; ``rounded_price``: times it
+    where they are rounded. ``energy``: of an entry of its gradient, over that of the mean entry of all. ``current``:
+    how it travels now; None before compression has begun. ``row_evenness``: how alike its rows are (1: all alike), as
+    far as the guess of ``directions`` knows.
     """
 
     matrix: MatrixSpec
     directions: PartialSend | None = None
     rows: PartialSend | None = None
     price: float = 1.0
+    rounded_price: float = 1.0
     rounding: RoundingNoise = RoundingNoise()
     energy: float = 1.0
     current: Choice | None = None
@@ -97,7 +99,7 @@ class PlannedParameter:
     def size(self, choice: Choice, bytes_per_value: Mapping[str, float]) -> float:
         """Bytes of a message, times the price."""
         if isinstance(choice, SendRounded):
-            return self.price * self.elements * bytes_per_value[choice.format]
+            return self.price * self.rounded_price * self.elements * bytes_per_value[choice.format]
         size = self._partial_send(choice).size(choice.parts(self.matrix))
         if isinstance(choice, SendRows) and self.directions is not None:
             size += self.directions.size(choice.rank)

@@ -31,6 +31,8 @@ class ReductionSizes:
         if self.run.alone and stage.key.kind is StageKind.LAYERS:
             return []
         price, found = self.price(stage.key.kind), []
+        # the two stages of a tied embedding need all of its sum
+        rounded_price = 1 / self.run.rounded_share if stage.key.kind is StageKind.EMBEDDING else 1.0
         for one in stage.selection.matrices:
             spectrum = EnergySpectrum(min(one.rows, one.cols), STEEPNESS_OF_DIRECTIONS)
             directions = PartialSend(spectrum, self.factors(one))
@@ -39,7 +41,7 @@ class ReductionSizes:
             # and what queries and keys need would wait.
             if one.embedding:
                 rows = PartialSend(EnergySpectrum(one.rows, STEEPNESS_OF_ROWS), *self.rows(one), self.row_format)
-            found.append(PlannedParameter(one, directions, rows, price))
+            found.append(PlannedParameter(one, directions, rows, price, rounded_price))
         others = [parameter for parameter, _ in stage.selection.others if parameter.elements]
         return found + [PlannedParameter(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
