@@ -105,7 +105,7 @@ def test_a_gather_is_computed_or_timed_for_the_largest_bucket_that_may_be_rounde
 
 
 def test_rounding_has_to_be_clearly_faster_in_the_longest_times_of_each_way() -> None:
-    assert GatherTimes(1.0, 0.75).rounding_pays and not GatherTimes(1.0, 0.76).rounding_pays
+    assert GatherTimes(1.0, 0.90).rounding_pays and not GatherTimes(1.0, 0.92).rounding_pays
     assert GatherTimes.slowest([GatherTimes(1.0, 0.1), None, GatherTimes(0.5, 0.8)]) == GatherTimes(1.0, 0.8)
     assert GatherTimes.slowest([None, None]) is None
 
