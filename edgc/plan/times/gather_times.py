@@ -21,5 +21,5 @@ class GatherTimes:
 
     @property
     def rounding_pays(self) -> bool:
-        """Whether rounding takes clearly less time. Between two steps it has the processor to itself, as it was timed."""
+        """Whether rounding takes clearly less time. Between steps it has the processor to itself, as it was timed."""
         return MESSAGE_GAIN * self.rounded <= self.whole
