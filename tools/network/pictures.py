@@ -19,6 +19,14 @@ COLORS = {
     "paper": ORANGE,
     "balanced": VERMILION,
 }
+# the contender in whose colour one is drawn, and the style of its line
+VARIANTS = {
+    "bf16": ("bf16", "--"),
+    "powersgd-int8": ("powersgd-int8", "--"),
+    "dense-bf16-sums": ("dense", "--"),
+    "balanced-whole-weights": ("balanced", "--"),
+    "balanced-int4-weights": ("balanced", ":"),
+}
 
 SMOOTH = 4  # windows, of whose losses the mean is drawn
 
@@ -87,13 +95,13 @@ def picture(points: Sequence[Point]) -> bytes:
                 steps_at[3 * max(limited)] = steps_at.pop(math.inf)
             if rates := sorted(steps_at):
                 steps = [steps_at[rate] for rate in rates]
-                style = "--" if contender in ("bf16", "powersgd-int8") else "-"
-                axes.plot(rates, steps, style, marker="o", color=COLORS.get(contender, "black"), label=contender)
+                like, style = VARIANTS.get(contender, (contender, "-"))
+                axes.plot(rates, steps, style, marker="o", color=COLORS.get(like, "black"), label=contender)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("Mbit/s of each link (right: no limit)")
         axes.set_ylabel("s a step")
-        axes.set_title(f"{mode}, code of {own[0].commit}" if own else mode)
+        axes.set_title(f"{mode},\ncode of {own[0].commit}" if own else mode)
         tidy(axes)
         if own:
             axes.legend(fontsize=8)
