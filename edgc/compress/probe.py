@@ -24,8 +24,8 @@ from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import shard_bounds
 
 REPETITIONS = 3
-# Of the elements of a stage's matrices, the share that is in low rank at every rank that is timed. With fewer of them at
-# some ranks the times would lie on no line. Not tuned.
+# Of the elements of a stage's matrices, the share that is in low rank at every rank that is timed. With fewer of them
+# at some ranks the times would lie on no line. Not tuned.
 SHARE_IN_LOW_RANK = 0.9
 BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
 
