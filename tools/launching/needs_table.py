@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from tools.launching.needs import Needs, StageNeeds
 from tools.shared.markdown import header, row
 
@@ -47,10 +49,8 @@ def table(found: Needs) -> str:
     if found.parallel["pipeline"] > 1:
         lines[-1] += f" Messages to each neighbouring stage: {found.message_bytes / 1e6:,.0f} MB a step and direction."
     mean = {key: sum(stage.sent[key] for stage in found.stages) / len(found.stages) for key in ("dense", ranks[0])}
-    by_megatron, by_edgc = (
-        sum(gathered + stage.messages for stage, gathered in zip(found.stages, column, strict=True)) / len(found.stages)
-        for column in zip(*((stage.gathered, stage.gathered_by_edgc) for stage in found.stages), strict=True)
-    )
+    by_megatron = fmean(stage.gathered + stage.messages for stage in found.stages)
+    by_edgc = fmean(stage.gathered_by_edgc + stage.messages for stage in found.stages)
     fewer = mean["dense"] / max(mean[ranks[0]], 1)
     in_all = (mean["dense"] + by_megatron) / max(mean[ranks[0]] + by_edgc, 1)
     lines[-1] += (
