@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc.arithmetic import on_cpu
+
 SMALL_TENSOR = 2**18  # values of which a copy costs less than a launch or two: a megabyte
 BATCH_ELEMENTS = 2**22  # values of small tensors that are handled at once
 
@@ -136,5 +138,7 @@ def _of_like_ranks(*lists: Sequence[Tensor]) -> list[list[int]]:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
+    if all(on_cpu(tensor) for tensor in tensors):  # a CPU is slow to find such a norm
+        return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors]).isfinite().all()
     largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
     return (largest < math.inf).all()  # NaN is not

@@ -39,7 +39,7 @@ class Product:
 
         Rounding may leave a little below 0.
         """
-        rows = ((self.left @ (self.right @ self.right.mT)) * self.left).sum(dim=-1)
+        rows = (((self.right @ self.right.mT) @ self.left.mT) * self.left.mT).sum(dim=-2)  # as the left factor lies
         cols = ((self.left.mT @ self.left @ self.right) * self.right).sum(dim=-2)
         return rows, cols
 

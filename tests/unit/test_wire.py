@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from edgc.comm import bit_packing
 from edgc.comm import wire as wire_module
 from edgc.comm.bit_packing import pack, unpack
 from edgc.comm.wire import GROUP, WIRES, Wire, wire
@@ -52,8 +51,6 @@ def test_the_operations_that_a_gpu_does_give_the_same_bits(
 
     on_cpu = there_and_back()
     monkeypatch.setattr(wire_module, "on_cpu", lambda tensor: False)
-    monkeypatch.setattr(bit_packing, "_folds", lambda tensor: False)
-    monkeypatch.setattr(bit_packing, "_MANY_BYTES", 2**16)  # in several parts
     assert all(torch.equal(one, other) for one, other in zip(there_and_back(), on_cpu, strict=True))
 
 
