@@ -12,6 +12,7 @@ from edgc.arithmetic import on_cpu
 
 SMALL_TENSOR = 2**18  # values of which a copy costs less than a launch or two: a megabyte
 BATCH_ELEMENTS = 2**22  # values of small tensors that are handled at once
+LIKE_RANKS = 64  # columns of zeros that cost a GPU less than further launches
 
 
 def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -76,12 +77,11 @@ def map_stacked(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[
 
 
 def map_padded(function: Callable[..., Any], *lists: Sequence[Tensor]) -> list[Any]:
-    """``map_stacked`` of (n x rank) factors that is called once for all of equal lengths n and of like ranks.
+    """``map_stacked`` of (n x rank) factors that is called once for all of a group of ``by_like_rank``.
 
-    Tensors get columns of zeros up to the most in their list, which for the first one is at most twice as many as they
-    have. The caller must cut off what these columns have added.
+    Tensors get columns of zeros up to the most in their list. The caller must cut off what these columns have added.
     """
-    return _mapped(function, _of_like_ranks(*lists), _padded, lists)
+    return _mapped(function, by_like_rank(*lists), padded, lists)
 
 
 def _mapped(
@@ -104,8 +104,8 @@ def _mapped(
     return results
 
 
-def _padded(tensors: Sequence[Tensor]) -> Tensor:
-    """(n x columns) tensors as one (count, n, most columns)."""
+def padded(tensors: Sequence[Tensor]) -> Tensor:
+    """(n x columns) tensors as one (count, n, most columns), with zeros in the columns that they do not have."""
     columns = [tensor.shape[1] for tensor in tensors]
     if min(columns) == max(columns):
         return stacked(tensors)
@@ -116,10 +116,11 @@ def _padded(tensors: Sequence[Tensor]) -> Tensor:
     return padded.mT
 
 
-def _of_like_ranks(*lists: Sequence[Tensor]) -> list[list[int]]:
-    """Places at which the tensors of all lists have equal lengths, and of the first list ranks within a factor of two.
+def by_like_rank(*lists: Sequence[Tensor]) -> list[list[int]]:
+    """Places at which the tensors of all lists have equal lengths, and those of the first list like numbers of columns.
 
-    Each place list is in order, as of ``by_shape``.
+    In a group these are at most twice as many as the fewest, and at most ``LIKE_RANKS`` more. Each group is in order,
+    as of ``by_shape``.
     """
     by_lengths: dict[Any, list[int]] = defaultdict(list)
     for index, tensors in enumerate(zip(*lists, strict=True)):
@@ -129,7 +130,7 @@ def _of_like_ranks(*lists: Sequence[Tensor]) -> list[list[int]]:
         ranks = {index: lists[0][index].shape[1] for index in indices}
         most = 0
         for index in sorted(indices, key=lambda place: -ranks[place]):
-            if not most or 2 * ranks[index] < most:
+            if not most or most - ranks[index] > min(ranks[index], LIKE_RANKS):
                 most = ranks[index]
                 groups.append([])
             groups[-1].append(index)

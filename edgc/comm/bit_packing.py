@@ -17,15 +17,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     count, length = _codes_and_bytes(bits)
-    low, rest = torch.split(codes.view(len(codes), count, -1), [length, count - length], dim=1)
-    word = rest
+    low, word = torch.split(codes.view(len(codes), count, -1), [length, count - length], dim=1)
     if count - length > 1:
-        shifts = _multiples(bits, count - length, torch.int16, codes.device)
-        word = (rest.to(torch.int16) << shifts).sum(1, True, dtype=torch.int16)
+        word = (word << _multiples(bits, count - length, torch.int16, codes.device)).sum(1, True, dtype=torch.int16)
     if length > 1:
         word = word >> _multiples(8 - bits, length, word.dtype, codes.device)
-    # what lies above the bits that a byte takes does not outlast the multiplication
-    return torch.add(low, word.to(torch.uint8), alpha=2**bits).view(len(codes), -1)
+    packed = torch.empty_like(low, memory_format=torch.contiguous_format)
+    # what of a word lies above the bits that a byte takes is lost on the way into the byte
+    return torch.add(low, word, alpha=2**bits, out=packed).view(len(codes), -1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -33,14 +32,22 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     count, length = _codes_and_bytes(bits)
+    mask = 2**bits - 1
     parts = packed.reshape(len(packed), length, -1)
-    low, word = parts & (2**bits - 1), parts >> bits
+    if length == 1:  # the high bits are a word already
+        codes = (parts >> _multiples(bits, count, torch.uint8, packed.device)).bitwise_and_(mask)
+        return codes.view(len(packed), -1)
+    codes = parts.new_empty(len(packed), count, parts.shape[-1])
+    low, rest = torch.split(codes, [length, count - length], dim=1)
+    torch.bitwise_and(parts, mask, out=low)
     wide = torch.int16 if count - length > 1 else torch.uint8
-    if length > 1:
-        word = (word.to(wide) << _multiples(8 - bits, length, wide, packed.device)).sum(1, True, dtype=wide)
-    if count - length > 1:
-        word = (word >> _multiples(bits, count - length, wide, packed.device)).bitwise_and_(2**bits - 1).to(torch.uint8)
-    return torch.cat([low, word], dim=1).view(len(packed), -1)
+    pieces = (parts >> bits) << _multiples(8 - bits, length, wide, packed.device)
+    if count - length == 1:
+        torch.sum(pieces, 1, keepdim=True, dtype=wide, out=rest)
+    else:
+        word = pieces.sum(1, True, dtype=wide) >> _multiples(bits, count - length, wide, packed.device)
+        torch.bitwise_and(word, mask, out=rest)
+    return codes.view(len(packed), -1)
 
 
 def _codes_and_bytes(bits: int) -> tuple[int, int]:

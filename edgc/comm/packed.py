@@ -45,11 +45,16 @@ def pack_all(
 
     ``generator`` draws the stochastic rounding of each tensor from its own one of the ``seeds``.
     """
+    groups = by_shape(tensors)
+    rows = [stacked([tensors[index] for index in indices]).flatten(1) for indices in groups]
+    rows = [in_groups(one) if wire.scaled else one for one in rows]
+    if generator is None:
+        encoded = wire.encode_all(rows)
+    else:
+        draws = [RowDraws(generator, [seeds[index] for index in indices]) for indices in groups]
+        encoded = [wire.encode(one, own) for one, own in zip(rows, draws, strict=True)]
     packed: dict[int, Packed] = {}
-    for indices in by_shape(tensors):
-        rows = stacked([tensors[index] for index in indices]).flatten(1)
-        draws = None if generator is None else RowDraws(generator, [seeds[index] for index in indices])
-        messages = wire.encode(in_groups(rows) if wire.scaled else rows, draws)
+    for indices, messages in zip(groups, encoded, strict=True):
         for index, message in zip(indices, messages.unbind(), strict=True):
             packed[index] = Packed.restored(message.unsqueeze(0), tensors[index].shape, wire)
     return [packed[index] for index in range(len(tensors))]
@@ -60,13 +65,14 @@ def unpack_all(several: Sequence[Packed]) -> list[Tensor]:
     values: dict[int, Tensor] = {}
     for wire in dict.fromkeys(packed.wire for packed in several):
         indices = [index for index, packed in enumerate(several) if packed.wire == wire]
-        if wire.exact:  # there is nothing to decode
-            rows = [wire.decode(several[index].message)[0] for index in indices]
-        else:
-            rows = map_stacked(wire.decode, [several[index].message[0] for index in indices])
-        for index, row in zip(indices, rows, strict=True):
-            shape = several[index].shape
-            values[index] = row[: shape.numel()].view(shape)
+        messages = [several[index].message[0] for index in indices]
+        # of fp32 there is nothing to decode, and so nothing to bring together
+        groups = [[place] for place in range(len(messages))] if wire.exact else by_shape(messages)
+        decoded = wire.decode_all([stacked([messages[place] for place in places]) for places in groups])
+        for places, rows in zip(groups, decoded, strict=True):
+            for place, row in zip(places, rows.unbind(), strict=True):
+                shape = several[indices[place]].shape
+                values[indices[place]] = row[: shape.numel()].view(shape)
     return [values[index] for index in range(len(several))]
 
 

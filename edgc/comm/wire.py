@@ -24,6 +24,7 @@ from edgc.comm.bit_packing import pack, unpack
 from edgc.seeding import stable_seed
 
 GROUP = 128
+TOGETHER = 2**24  # values of several tensors that are rounded in one operation, at most: 64 MB in fp32
 # Step in units of the root mean square that loses least of normal values, by bits.
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
@@ -70,39 +71,72 @@ class Wire:
 
         ``generator`` draws the stochastic rounding.
         """
-        rows = values.shape[0]
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
         if not self.scaled:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
-        rotated = self.rotated(values)
-        groups = rotated.view(rows, -1, GROUP)
-        scale = self._scale(groups)
-        # that of a group of zeros may be 0; its codes do not matter
-        divisor = scale.clamp_min(_TINY) if self.bits in _NORMAL_STEP else scale
-        scaled = groups / divisor if rotated is values else groups.div_(divisor)
-        if self.floating:
-            codes = self._numbers(scaled, generator).view(rows, -1).view(torch.uint8)
-        else:
-            codes = pack(self._codes(scaled, generator).view(rows, -1), self.bits)
-        return torch.cat([codes, scale.view(rows, -1).view(torch.uint8)], dim=1)
+        return self._message(*self._rounded(values, generator))
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
-        rows = message.shape[0]
         if self.bits == 32:
             return message.view(torch.float32)
         if not self.scaled:
             return message.view(torch.bfloat16).float()
-        groups = message.shape[1] // self.message_bytes(GROUP)
+        return self._values(*self._parts(message))
+
+    def encode_all(self, several: Sequence[Tensor]) -> list[Tensor]:
+        """``encode`` of each, without stochastic rounding: small ones at once but for packing."""
+        if not self.scaled or sum(values.numel() for values in several) > TOGETHER:
+            return [self.encode(values) for values in several]
+        lengths = [values.numel() // GROUP for values in several]
+        numbers, scale = self._rounded(torch.cat([values.reshape(1, -1) for values in several], dim=1))
+        parts = zip(*(torch.split(one, lengths, dim=1) for one in (numbers, scale)), strict=True)
+        return [
+            self._message(*(one.view(len(values), -1, one.shape[-1]) for one in part))
+            for values, part in zip(several, parts, strict=True)
+        ]
+
+    def decode_all(self, several: Sequence[Tensor]) -> list[Tensor]:
+        """``decode`` of each: small ones at once but for unpacking."""
+        if not self.scaled or 8 * sum(message.numel() for message in several) > self.bits * TOGETHER:
+            return [self.decode(message) for message in several]
+        parts = [self._parts(message) for message in several]
+        numbers, scale = (torch.cat([one.view(-1, one.shape[-1]) for one in side]) for side in zip(*parts, strict=True))
+        lengths = [len(own) * own.shape[1] * GROUP for own, _ in parts]
+        values = torch.split(self._values(numbers.unsqueeze(0), scale.unsqueeze(0))[0], lengths)
+        return [one.view(len(message), -1) for one, message in zip(values, several, strict=True)]
+
+    def _rounded(
+        self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None
+    ) -> tuple[Tensor, Tensor]:
+        """(rows, n) -> codes or numbers (rows, groups, 128) and bf16 scales (rows, groups, 1)."""
+        rotated = self.rotated(values)
+        groups = rotated.view(len(values), -1, GROUP)
+        scale = self._scale(groups)
+        # that of a group of zeros may be 0; its codes do not matter
+        divisor = scale.clamp_min(_TINY) if self.bits in _NORMAL_STEP else scale
+        scaled = groups / divisor if rotated is values else groups.div_(divisor)
+        return (self._numbers if self.floating else self._codes)(scaled, generator), scale
+
+    def _message(self, numbers: Tensor, scale: Tensor) -> Tensor:
+        """What ``_rounded`` has given, as bytes (rows, bytes)."""
+        rows = len(numbers)
+        flat = numbers.view(rows, -1)
+        packed = flat.view(torch.uint8) if self.floating else pack(flat, self.bits)
+        return torch.cat([packed, scale.view(rows, -1).view(torch.uint8)], dim=1)
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of ``_message``."""
+        rows, groups = len(message), message.shape[1] // self.message_bytes(GROUP)
         packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
-        scales = scale.contiguous().view(torch.bfloat16).unsqueeze(-1)
-        if self.floating:
-            values = packed.contiguous().view(_FLOATS[self.bits]).view(rows, groups, GROUP).float().mul_(scales)
-        else:
-            codes = unpack(packed, self.bits).view(rows, groups, GROUP)
-            values = _less(codes, self._centre).mul_(scales)
-        return self.restored(values.view(rows, -1))
+        numbers = packed.contiguous().view(_FLOATS[self.bits]) if self.floating else unpack(packed, self.bits)
+        return numbers.view(rows, groups, GROUP), scale.contiguous().view(torch.bfloat16).unsqueeze(-1)
+
+    def _values(self, numbers: Tensor, scale: Tensor) -> Tensor:
+        """The inverse of ``_rounded``, up to rounding."""
+        values = numbers.float() if self.floating else _less(numbers, self._centre)
+        return self.restored(values.mul_(scale).view(len(numbers), -1))
 
     @property
     def unrotated(self) -> "Wire":

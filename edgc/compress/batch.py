@@ -1,13 +1,14 @@
 """The matrices of one low-rank exchange as an engine sees them, and their products with factors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from edgc.arithmetic import on_cpu
 from edgc.compress.lowrank import Product
-from edgc.stacking import by_shape, map_stacked, stacked, stacked_view
+from edgc.stacking import by_like_rank, by_shape, padded, stacked, stacked_view
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,24 @@ class Batch(Mapping[str, Operand]):
         return Batch({name: operand.T for name, operand in self.items()})
 
     def multiplied_by(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """factor (r x m) @ M of each pair: (r x n). Pairs of equal shapes are one operation."""
-        matrices = [operand.matrix for operand in self.values()]
-        divided = _where_known(
-            torch.div, factors, [operand.scales and operand.scales[0].T for operand in self.values()]
-        )
-        products = list(divided)
-        for indices in by_shape(divided, matrices):
-            indices.sort(key=lambda index: matrices[index].storage_offset())  # a view cannot run backwards
-            view = stacked_view([matrices[index] for index in indices])
-            if view is None:  # not worth a copy of whole matrices
-                parts = [divided[index] @ matrices[index] for index in indices]
-            else:
-                parts = list(torch.bmm(stacked([divided[index] for index in indices]), view).unbind(0))
-            for index, part in zip(indices, parts, strict=True):
-                products[index] = part
-        return _where_known(torch.div, products, [operand.scales and operand.scales[1] for operand in self.values()])
+        """factor (r x m) @ M of each pair: (r x n), several at once (``_alike``)."""
+        operands = list(self.values())
+        matrices = [operand.matrix for operand in operands]
+        products = list(factors)
+        for scaled in (True, False):
+            own = [index for index, operand in enumerate(operands) if (operand.scales is not None) == scaled]
+            for places in _alike([factors[index].T for index in own], [matrices[index].T for index in own]):
+                indices = sorted((own[place] for place in places), key=lambda index: matrices[index].storage_offset())
+                joined = padded([factors[index].T for index in indices]).mT
+                scales = [operands[index].scales for index in indices]
+                if scaled:
+                    joined = joined / stacked([rows.T for rows, _ in filter(None, scales)])
+                product = _product(joined, [matrices[index] for index in indices])
+                if scaled:
+                    product = product / stacked([cols for _, cols in filter(None, scales)])
+                for index, part in zip(indices, product.unbind(), strict=True):
+                    products[index] = part[: len(factors[index])]
+        return products
 
     def restored(self, left: Sequence[Tensor], *rights: Sequence[Tensor]) -> list[dict[str, Product]]:
         """Approximations of the gradients, by name, for each list of right factors (r x n) with the left ones (m x r).
@@ -69,11 +72,16 @@ class Batch(Mapping[str, Operand]):
         The factors' products approximate M.
         """
         rows, cols = ([operand.scales and operand.scales[side] for operand in self.values()] for side in (0, 1))
-        scaled_left = _where_known(torch.mul, left, rows)
+        scaled_left = _scaled(left, rows)
+        scaled_rights = _scaled(
+            [factor.T for right in rights for factor in right], [None if scale is None else scale.T for scale in cols] * len(rights)
+        )
         found = []
-        for right in rights:
-            scaled_right = _where_known(torch.mul, right, cols)
-            products = map(Product, scaled_left, scaled_right)
+        for start in range(0, len(scaled_rights), len(left)):
+            products = (
+                Product(one, other.T)
+                for one, other in zip(scaled_left, scaled_rights[start : start + len(left)], strict=True)
+            )
             found.append(
                 {
                     name: product.T if operand.transposed else product
@@ -83,13 +91,30 @@ class Batch(Mapping[str, Operand]):
         return found
 
 
-def _where_known(
-    function: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor], scales: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """The function of each tensor and its scales, those of equal shapes at once; without scales the tensor itself."""
+def _alike(columns: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[int]]:
+    """Places of factors (length x r) to be handled at once: those of equal shapes, on a GPU also those of like ranks."""
+    group = by_shape if all(on_cpu(factor) for factor in columns) else by_like_rank
+    return group(columns, *others)
+
+
+def _product(factors: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """(count, r, m) times (m x n) each: (count, r, n)."""
+    view = stacked_view(matrices)
+    if view is not None:
+        return torch.bmm(factors, view)
+    product = factors.new_empty(*factors.shape[:2], matrices[0].shape[1])  # no copy of whole matrices
+    for factor, matrix, place in zip(factors.unbind(), matrices, product.unbind(), strict=True):
+        torch.mm(factor, matrix, out=place)
+    return product
+
+
+def _scaled(columns: Sequence[Tensor], scales: Sequence[Tensor | None]) -> list[Tensor]:
+    """Factors (length x r) times scales (length x 1), several at once; without scales the factor itself."""
     known = [index for index, scale in enumerate(scales) if scale is not None]
-    results = list(tensors)
-    changed = map_stacked(function, [tensors[index] for index in known], [s for s in scales if s is not None])
-    for index, result in zip(known, changed, strict=True):
-        results[index] = result
+    results = list(columns)
+    own, of_own = [columns[index] for index in known], [scale for scale in scales if scale is not None]
+    for places in _alike(own):
+        product = padded([own[place] for place in places]) * stacked([of_own[place] for place in places])
+        for place, part in zip(places, product.unbind(), strict=True):
+            results[known[place]] = part[:, : own[place].shape[1]]
     return results
