@@ -137,6 +137,16 @@ def by_like_rank(*lists: Sequence[Tensor]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
+def subtract_all(tensors: Sequence[Tensor], others: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """tensor - other of each pair, into ``out``."""
+    for indices in batches(tensors):
+        if len(indices) == 1:  # in one pass over what may be large
+            torch.sub(tensors[indices[0]], others[indices[0]], out=out[indices[0]])
+        else:
+            torch._foreach_copy_([out[index] for index in indices], [tensors[index] for index in indices])
+            torch._foreach_sub_([out[index] for index in indices], [others[index] for index in indices])
+
+
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
     if all(on_cpu(tensor) for tensor in tensors):  # a CPU is slow to find such a norm

@@ -1,7 +1,7 @@
 """Codes of a few bits as bytes without padding bits, and back. Pure functions of tensors.
 
-So many codes fill so many whole bytes: 8 codes of 5 bits fill 5. A row of n codes is taken as 8 parts of n/8 codes. Each
-of the first 5 parts gives the low bits of n/8 bytes. The other 3 parts give 15 bits in a word, of which each of these
+So many codes fill so many whole bytes: 8 codes of 5 bits fill 5. A row of n codes is taken as 8 parts of n/8 codes. Of
+these, 5 parts give the low bits of n/8 bytes each. The other 3 give 15 bits in a word, of which each of these 5
 bytes takes 3 as its high bits. So every operation goes over long runs of memory, and none needs wide words.
 """
 

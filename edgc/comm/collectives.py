@@ -1,5 +1,6 @@
 """Collectives over one process group, counted. With ``objects`` the only user of ``torch.distributed`` in ``edgc``."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from edgc.comm.wire import GROUP, Wire, in_groups
+from edgc.stacking import subtract_all
 
 T = TypeVar("T")
 # Messages up to this size travel as one. A larger one would gain nothing by company, and joining copies.
@@ -37,25 +39,27 @@ class Message(Protocol):
 Exchange: TypeAlias = Generator[Message, None, T]
 
 
-def interleave(several: Sequence[Exchange[T]]) -> Exchange[list[T]]:
+def interleave(several: Sequence[Exchange[T]], as_one: bool = False) -> Exchange[list[T]]:
     """All these exchanges at once; their results. Messages of the same round travel together.
 
     Every process must call this with the same exchanges in the same order, as for the collectives themselves.
+    ``as_one``: also large messages of a kind are joined to one.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Message] = {}
 
     def advance(index: int) -> None:
+        waiting.pop(index, None)  # what it has brought belongs to the exchange alone, which may drop it
         try:
             waiting[index] = next(several[index])
         except StopIteration as end:
-            waiting.pop(index, None)
             results[index] = end.value
 
     for index in range(len(several)):
         advance(index)
     while waiting:
-        yield Coalesced(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
+        most = math.inf if as_one else COALESCED_BYTES
+        yield Coalesced(list(waiting.values()), most) if len(waiting) > 1 else next(iter(waiting.values()))
         for index in list(waiting):
             advance(index)
     return [results[index] for index in range(len(several))]
@@ -178,18 +182,22 @@ class ReduceScatter:
 
 
 class Coalesced:
-    """Messages that are under way at the same time, the small ones of a kind as one."""
+    """Messages that are under way at the same time, those of a kind with at most ``most`` bytes as one."""
 
-    def __init__(self, messages: Sequence[Message]):
+    def __init__(self, messages: Sequence[Message], most: float = COALESCED_BYTES):
+        self.most = most
         self.messages: list[Message] = []
         for message in messages:
-            self.messages += message.messages if isinstance(message, Coalesced) else [message]
+            if isinstance(message, Coalesced) and message.most == most:
+                self.messages += message.messages
+            else:
+                self.messages.append(message)
 
     def start(self) -> Work:
         kinds: dict[object, list[Collective]] = {}
         works: list[Work] = []
         for message in self.messages:
-            if isinstance(message, Collective) and message.tensor.nbytes <= COALESCED_BYTES:
+            if isinstance(message, Collective) and message.tensor.nbytes <= self.most:
                 kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
             else:
                 works.append(message.start())
@@ -277,12 +285,36 @@ class Communicator:
         message = self._rounded(tensors, wire, generator)
         shapes = [tensor.shape for tensor in tensors]
         del tensors  # memory for others, while messages are under way
-        own_sum, gathered = yield from self._sum_rounded(message, wire, generator)
+        received = yield from self.all_to_all(message)
+        own_sum, rounded = self._added_up(received, wire, generator)
+        del received
+        gathered = yield from self.all_gather(rounded[0])
         with record_function("edgc/round"):
-            total, share = wire.unrotated.decode(gathered), wire.unrotated.decode(message)
-            share[self.process].add_(total[self.process] - own_sum)
-            total, share = wire.restored(total), wire.restored(share)
+            total, share = wire.decode(gathered), self._share(message, own_sum, rounded, wire)
         return cut_joined(total, shapes, GROUP), cut_joined(share, shapes, GROUP)
+
+    def sum_in_place(
+        self,
+        tensors: Sequence[Tensor],
+        errors: Sequence[Tensor],
+        wire: Wire,
+        generator: torch.Generator | None = None,
+    ) -> Exchange[None]:
+        """``sum`` in the place of the tensors. What it does not hold of them goes into ``errors``, of their shapes.
+
+        It takes less memory: the errors are there before the second message leaves. The format is not fp32.
+        """
+        message = self._rounded(tensors, wire, generator)
+        shapes = [tensor.shape for tensor in tensors]
+        received = yield from self.all_to_all(message)
+        own_sum, rounded = self._added_up(received, wire, generator)
+        del received
+        subtract_all(tensors, cut_joined(self._share(message, own_sum, rounded, wire), shapes, GROUP), errors)
+        del message, own_sum
+        gathered = yield from self.all_gather(rounded[0])
+        with record_function("edgc/round"):
+            total = wire.decode(gathered)
+        torch._foreach_copy_(list(tensors), cut_joined(total, shapes, GROUP))
 
     def sum_alone(self, tensors: Sequence[Tensor], wire: Wire) -> Exchange[list[Tensor]]:
         """``sum`` without the shares. ``tensors`` may be overwritten, and one may be its own sum."""
@@ -296,7 +328,11 @@ class Communicator:
         message = self._rounded(tensors, wire)
         shapes = [tensor.shape for tensor in tensors]
         del tensors
-        _, gathered = yield from self._sum_rounded(message, wire)
+        received = yield from self.all_to_all(message)
+        del message
+        _, rounded = self._added_up(received, wire)
+        del received
+        gathered = yield from self.all_gather(rounded[0])
         with record_function("edgc/round"):
             total = wire.decode(gathered)
         return cut_joined(total, shapes, GROUP)
@@ -307,41 +343,61 @@ class Communicator:
         padding = -sum(map(len, parts)) % (GROUP * self.world_size)
         if padding:
             parts.append(parts[0].new_zeros(padding))
-        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+        copied = len(parts) > 1
+        joined = torch.cat(parts) if copied else parts[0]
         with record_function("edgc/round"):
-            return wire.encode(joined.view(self.world_size, -1), generator)
+            return wire.encode(joined.view(self.world_size, -1), generator, overwrite=copied)
 
-    def _sum_rounded(
-        self, message: Tensor, wire: Wire, generator: torch.Generator | None = None
-    ) -> Exchange[tuple[Tensor, Tensor]]:
-        """The sum of this process's own shard before it was rounded, in rotated values, and all shards."""
-        received = yield from self.all_to_all(message)
+    @staticmethod
+    def _added_up(received: Tensor, wire: Wire, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The sum of what all have sent of this process's shard, in rotated values, and the same as a message."""
         with record_function("edgc/round"):
             own_sum = wire.unrotated.decode(received).sum(dim=0)
-            rounded = wire.unrotated.encode(own_sum.unsqueeze(0), generator)
-        gathered = yield from self.all_gather(rounded[0])
-        return own_sum, gathered
+            return own_sum, wire.unrotated.encode(own_sum.unsqueeze(0), generator)
 
-    def sum_shards(
-        self, shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
-    ) -> Exchange[tuple[list[Tensor], list[list[Tensor]]]]:
-        """``sum``, of which process i gets only the sums of ``shards[i]``: the all-to-all alone, half the bytes.
+    def _share(self, message: Tensor, own_sum: Tensor, rounded: Tensor, wire: Wire) -> Tensor:
+        """What the sum holds of this process, with what the second rounding has changed of its own shard."""
+        with record_function("edgc/round"):
+            share = wire.unrotated.decode(message)
+            share[self.process].add_(wire.unrotated.decode(rounded)[0].sub_(own_sum))
+            return wire.restored(share)
 
-        Returns (this process's sums, shares of all that was put in). Shards are padded to the size of the largest one.
+    def sum_shards_in_place(
+        self,
+        shards: Sequence[Sequence[Tensor]],
+        errors: Sequence[Sequence[Tensor]],
+        wire: Wire,
+        generator: torch.Generator | None = None,
+    ) -> Exchange[None]:
+        """``sum_in_place``, of which process i gets only the sums of ``shards[i]``.
+
+        That takes the all-to-all alone: half the bytes. The errors are those of all shards. Shards are padded to the
+        size of the largest one.
         """
+        message = self._rounded_shards(shards, wire, generator)
+        received = yield from self.all_to_all(message)
+        with record_function("edgc/round"):
+            share = wire.decode(message)
+        for row, own, left in zip(share, shards, errors, strict=True):
+            subtract_all(own, cut_joined(row, [tensor.shape for tensor in own], GROUP), left)
+        del message, share
+        with record_function("edgc/round"):
+            total = wire.restored(wire.unrotated.decode(received).sum(dim=0))
+        own = shards[self.process]
+        if own:
+            torch._foreach_copy_(list(own), cut_joined(total, [tensor.shape for tensor in own], GROUP))
+
+    @staticmethod
+    def _rounded_shards(
+        shards: Sequence[Sequence[Tensor]], wire: Wire, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """This process's message: one row for each shard."""
         none = next(tensor for shard in shards for tensor in shard).new_empty(0)  # a shard may hold nothing
         flat = [torch.cat([none, *(in_groups(tensor.reshape(-1)) for tensor in shard)]) for shard in shards]
         length = max(map(len, flat))
         with record_function("edgc/round"):
             values = torch.stack([torch.nn.functional.pad(shard, (0, length - len(shard))) for shard in flat])
-            message = wire.encode(values, generator)
-            share = wire.decode(message)
-        received = yield from self.all_to_all(message)
-        with record_function("edgc/round"):
-            total = wire.restored(wire.unrotated.decode(received).sum(dim=0))
-        shapes = [[tensor.shape for tensor in shard] for shard in shards]
-        shares = [cut_joined(row, own, GROUP) for row, own in zip(share, shapes, strict=True)]
-        return cut_joined(total, shapes[self.process], GROUP), shares
+            return wire.encode(values, generator, overwrite=True)
 
 
 def cut_joined(joined: Tensor, shapes: Sequence[torch.Size], multiple: int = 1) -> list[Tensor]:

@@ -141,6 +141,7 @@ class Handle:
             begin = self._spans.mark() if self._spans is not None else None
             if self._work is not None:
                 self._work.wait()
+                self._work = None  # the memory of what was sent, if nobody else has it
             message = next(self._reduction, None)
             if message is None:
                 self._reduction = None

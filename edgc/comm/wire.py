@@ -29,6 +29,7 @@ TOGETHER = 2**24  # values of several tensors that are rounded in one operation,
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
 _FLOATS = {16: torch.float16, 8: torch.float8_e4m3fn}
 _EXPONENT = 0x7F800000  # where fp32 has it
+_LAST_BIT_IS_ONE = 1.5 * 2**23  # added to a small number in fp32, it leaves the nearest integer in the last bits
 _TINY = torch.finfo(torch.bfloat16).tiny
 
 
@@ -66,16 +67,18 @@ class Wire:
     def bytes_per_value(self) -> float:
         return self.message_bytes(GROUP) / GROUP
 
-    def encode(self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None) -> Tensor:
+    def encode(
+        self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None, overwrite: bool = False
+    ) -> Tensor:
         """fp32 (rows, n), n a multiple of 128 -> uint8 (rows, ``message_bytes(n)``).
 
-        ``generator`` draws the stochastic rounding.
+        ``generator`` draws the stochastic rounding. ``overwrite``: whether the values are not needed any more.
         """
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
         if not self.scaled:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
-        return self._message(*self._rounded(values, generator))
+        return self._message(*self._rounded(values, generator, overwrite))
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
@@ -90,7 +93,8 @@ class Wire:
         if not self.scaled or sum(values.numel() for values in several) > TOGETHER:
             return [self.encode(values) for values in several]
         lengths = [values.numel() // GROUP for values in several]
-        numbers, scale = self._rounded(torch.cat([values.reshape(1, -1) for values in several], dim=1))
+        joined = torch.cat([values.reshape(1, -1) for values in several], dim=1)
+        numbers, scale = self._rounded(joined, overwrite=True)
         parts = zip(*(torch.split(one, lengths, dim=1) for one in (numbers, scale)), strict=True)
         return [
             self._message(*(one.view(len(values), -1, one.shape[-1]) for one in part))
@@ -108,7 +112,7 @@ class Wire:
         return [one.view(len(message), -1) for one, message in zip(values, several, strict=True)]
 
     def _rounded(
-        self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None
+        self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rows, n) -> codes or numbers (rows, groups, 128) and bf16 scales (rows, groups, 1)."""
         rotated = self.rotated(values)
@@ -116,7 +120,7 @@ class Wire:
         scale = self._scale(groups)
         # that of a group of zeros may be 0; its codes do not matter
         divisor = scale.clamp_min(_TINY) if self.bits in _NORMAL_STEP else scale
-        scaled = groups / divisor if rotated is values else groups.div_(divisor)
+        scaled = groups.div_(divisor) if overwrite or rotated is not values else groups / divisor
         return (self._numbers if self.floating else self._codes)(scaled, generator), scale
 
     def _message(self, numbers: Tensor, scale: Tensor) -> Tensor:
@@ -176,15 +180,17 @@ class Wire:
         return torch.add(least, largest, alpha=1.004 / last, out=torch.empty_like(largest, dtype=torch.bfloat16))
 
     def _codes(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
+        """fp32 -> uint8 of the same shape, in the place of what is given."""
+        shift = _LAST_BIT_IS_ONE
         if self.stochastic and self.bits >= 4:
-            shifted = scaled.add_(self._centre).add_(_drawn(_UNIFORM, scaled, generator))
-        else:  # to the nearest, as integers cut off what is behind the point
-            shifted = scaled.add_(self._centre + 0.5)
-        if self.bits in _NORMAL_STEP:  # only there do values lie beyond the last code
-            shifted.clamp_(0, 2**self.bits - 1)
-        # Of values that are not finite they make any number: such a group
-        # has no finite scale. The bytes that it shares with other groups are wrong.
-        return (shifted.to(torch.int16) if on_cpu(shifted) else shifted).to(torch.uint8)  # a CPU is faster in two steps
+            scaled.add_(self._centre).add_(_drawn(_UNIFORM, scaled, generator)).floor_()
+        elif self.bits in _NORMAL_STEP:  # only there do values lie beyond the last code
+            scaled.add_(self._centre).clamp_(0, 2**self.bits - 1)
+        else:
+            shift += self._centre
+        # This rounds to the nearest, and of two to the even one. Of values that are not finite it makes any number:
+        # such a group has no finite scale, and the bytes that it shares with other groups are wrong.
+        return scaled.add_(shift).view(torch.int32).to(torch.uint8)
 
     def _numbers(self, scaled: Tensor, generator: "torch.Generator | RowDraws | None") -> Tensor:
         """fp32 -> fp16 or fp8 of the same shape."""

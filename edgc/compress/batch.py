@@ -74,7 +74,8 @@ class Batch(Mapping[str, Operand]):
         rows, cols = ([operand.scales and operand.scales[side] for operand in self.values()] for side in (0, 1))
         scaled_left = _scaled(left, rows)
         scaled_rights = _scaled(
-            [factor.T for right in rights for factor in right], [None if scale is None else scale.T for scale in cols] * len(rights)
+            [factor.T for right in rights for factor in right],
+            [None if scale is None else scale.T for scale in cols] * len(rights),
         )
         found = []
         for start in range(0, len(scaled_rights), len(left)):
@@ -92,7 +93,7 @@ class Batch(Mapping[str, Operand]):
 
 
 def _alike(columns: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[int]]:
-    """Places of factors (length x r) to be handled at once: those of equal shapes, on a GPU also those of like ranks."""
+    """Places of factors (length x r) to handle at once: those of equal shapes, on a GPU also those of like ranks."""
     group = by_shape if all(on_cpu(factor) for factor in columns) else by_like_rank
     return group(columns, *others)
 

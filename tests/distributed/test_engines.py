@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange, Traffic, run_to_end
 from edgc.comm.wire import FP32, GROUP, wire
-from edgc.compress.engines.base import Elementwise, Sums
+from edgc.compress.engines.base import Sums, Thinning
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
 from edgc.engines import ENGINES, EngineEntry
@@ -24,7 +24,7 @@ MATRICES = (MatrixSpec("tall", 48, 20), MatrixSpec("wide", 12, 40), MatrixSpec("
 CPU = torch.device("cpu")
 
 
-class Sixteenths(Elementwise):
+class Sixteenths(Thinning):
     """A new engine: every value travels as a multiple of 1/16."""
 
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:

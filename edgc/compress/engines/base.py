@@ -46,23 +46,25 @@ class Engine:
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in. An engine
-    that is ``exact`` gives no shares. ``finite``: None where the sums themselves tell.
-    """
+    """Over the group, ``shares`` add up to ``sums``; both in the order and the shapes of what was put in."""
 
     sums: Sequence[Tensor]
     shares: Sequence[Tensor]
-    finite: Tensor | None = None
+    finite: Tensor
 
 
 class Elementwise(Engine, ABC):
-    """An engine that rounds or leaves out single values or whole rows."""
+    """An engine that rounds single values, or leaves out values or whole rows."""
 
     exact = False  # whether sums are those of fp32, so that no errors are left
     equalised = True  # whether the equaliser's scales divide what is put in
 
     def begin(self, names: Sequence[str], iteration: int, process: int) -> None:
         """Seed what is drawn at random for the sums of these gradients, on this process of the group."""
+
+
+class Thinning(Elementwise):
+    """An engine that leaves out values or whole rows."""
 
     @abstractmethod
     def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:

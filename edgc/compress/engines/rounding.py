@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import Elementwise, Sums
+from edgc.compress.engines.base import Elementwise
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
@@ -41,18 +41,25 @@ class Rounding(Elementwise):
             # round in step.
             self._generator.manual_seed(stable_seed(self.config.seed, iteration, process, *names))
 
-    def sum(self, tensors: Sequence[Tensor], communicator: Communicator) -> Exchange[Sums]:
-        """The sums of fp32 tensors of any shape."""
-        if self.exact:  # then nothing is left of this process, and nobody asks for its share
-            sums = yield from communicator.sum_alone(tensors, self.wire)
-            return Sums(sums, [])
-        sums, shares = yield from communicator.sum(tensors, self.wire, self._generator)
-        return Sums(sums, shares)
+    def sum_in_place(
+        self, tensors: Sequence[Tensor], errors: Sequence[Tensor], communicator: Communicator
+    ) -> Exchange[None]:
+        """The sums of fp32 tensors of any shape take their place; ``errors`` get what the sums do not hold of them.
 
-    def sum_shards(self, shards: Sequence[Sequence[Tensor]], communicator: Communicator) -> Exchange[Sums]:
-        """``sum``, of which process i gets only the sums of ``shards[i]``; the shares are of all shards in a row."""
-        sums, shares = yield from communicator.sum_shards(shards, self.wire, self._generator)
-        return Sums(sums, [share for shard in shares for share in shard])
+        An ``exact`` engine leaves no errors.
+        """
+        if not self.exact:
+            yield from communicator.sum_in_place(tensors, errors, self.wire, self._generator)
+            return
+        sums = yield from communicator.sum_alone(tensors, self.wire)
+        if sums[0] is not tensors[0]:  # else it was summed in place
+            torch._foreach_copy_(list(tensors), sums)
+
+    def sum_shards_in_place(
+        self, shards: Sequence[Sequence[Tensor]], errors: Sequence[Sequence[Tensor]], communicator: Communicator
+    ) -> Exchange[None]:
+        """``sum_in_place``, of which process i gets only the sums of ``shards[i]``; the errors are those of all."""
+        yield from communicator.sum_shards_in_place(shards, errors, self.wire, self._generator)
 
     def shards_pay(self, sizes: Sequence[int]) -> bool:
         """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
-from edgc.compress.engines.base import Elementwise, Sums
+from edgc.compress.engines.base import Sums, Thinning
 from edgc.config import EDGCConfig
 from edgc.specs import MatrixSpec
 from edgc.stacking import all_finite
@@ -18,7 +18,7 @@ ROW_FORMAT = "int4"
 NORM_WIRE = wire("int8")  # of rows: they only choose
 
 
-class Rows(Elementwise):
+class Rows(Thinning):
     """Per matrix and step, over the processes i, with gradients and errors M_i (rows x columns):
 
     1. The norms of the rows of M_i are summed: a first message of a byte a row.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import FP32
-from edgc.compress.engines.base import Elementwise, Sums
+from edgc.compress.engines.base import Sums, Thinning
 from edgc.config import EDGCConfig
 from edgc.seeding import stable_seed
 from edgc.specs import MatrixSpec
@@ -17,7 +17,7 @@ from edgc.stacking import all_finite
 LARGEST_INDEX = 2**31 - 1  # in int32
 
 
-class Sparse(Elementwise, ABC):
+class Sparse(Thinning, ABC):
     """An engine that sends a share of the entries."""
 
     def __init__(self, matrices: Sequence[MatrixSpec], config: EDGCConfig, device: torch.device, share: str):

@@ -6,18 +6,18 @@ from itertools import pairwise, zip_longest
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import Exchange
+from edgc.comm.collectives import Exchange, interleave
 from edgc.comm.wire import GROUP
-from edgc.compress.engines.base import Elementwise
+from edgc.compress.engines.base import Elementwise, Thinning
 from edgc.compress.engines.rounding import Rounding
 from edgc.compress.equaliser import squared_norms
 from edgc.compress.routes.base import ReductionContext, Route
 from edgc.specs import MatrixSpec
-from edgc.stacking import all_finite, batches
+from edgc.stacking import all_finite, subtract_all
 
-# Values that are rounded and sent at once: that takes several times their memory. Of very many, a twelfth: fewer
-# messages.
-PORTION, MOST_PORTIONS = 2**22, 12
+# Values that are rounded at once: that takes several times their memory. Of very many, a ninth: fewer launches. What
+# they become is small, so that several portions travel as one message.
+PORTION, MOST_PORTIONS, JOINED_PORTIONS = 2**22, 9, 3
 
 
 class ElementwiseRoute(Route):
@@ -58,35 +58,42 @@ class ElementwiseRoute(Route):
     def _sum_in_place(self) -> Exchange[None]:
         """Sums take the place of the matrices, and errors that of ``errors``."""
         communicator, engine = self.context.communicator, self.engine
-        if not isinstance(engine, Rounding):
-            result = yield from engine.sum(list(self.matrices.values()), communicator)
+        if isinstance(engine, Thinning):
             listed = list(self.matrices.values())
-            _subtract(listed, result.shares, list(self.errors.values()))
+            result = yield from engine.sum(listed, communicator)
+            subtract_all(listed, result.shares, list(self.errors.values()))
             torch._foreach_copy_(listed, list(result.sums))
-            assert result.finite is not None  # sums of rounded values alone tell by themselves
             self.finite = result.finite
             return
+        assert isinstance(engine, Rounding)
         by_process = self._pieces_of_processes()
         sizes = [_size(pieces) for pieces in by_process]
         self.sharded = bool(sizes) and engine.shards_pay(sizes)
         whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
+        portions = list(_portions(by_process if self.sharded else whole, portion_of(_size(whole[0]))))
         summed: list[Tensor] = []
-        for portion in _portions(by_process if self.sharded else whole, portion_of(_size(whole[0]))):
-            values = [[self.matrices[name].view(-1)[start:stop] for name, start, stop in part] for part in portion]
-            own = values[communicator.process if self.sharded else 0]
-            if self.sharded:
-                result = yield from engine.sum_shards(values, communicator)
-            else:
-                result = yield from engine.sum(own, communicator)
-            if self.fed_back:
-                pieces = [piece for part in portion for piece in part]
-                errors = [self.errors[name].view(-1)[start:stop] for name, start, stop in pieces]
-                _subtract([one for part in values for one in part], result.shares, errors)
-            if own and own[0] is not result.sums[0]:  # else it was summed in place
-                torch._foreach_copy_(own, list(result.sums))
-            summed += own
-            del result  # memory for the next portion
+        # joining copies, and a sum in fp32 has no other copy
+        count = 1 if engine.exact else JOINED_PORTIONS
+        for start in range(0, len(portions), count):
+            exchanges = [self._sum_portion(engine, portion) for portion in portions[start : start + count]]
+            for own in (yield from interleave(exchanges, as_one=True)):
+                summed += own
         self.finite = all_finite(summed) if summed else self.finite.to(self.engine.device)
+
+    def _sum_portion(self, engine: Rounding, portion: "Sequence[Sequence[Piece]]") -> Exchange[list[Tensor]]:
+        """``_sum_in_place`` of pieces of matrices; where the sums are that this process needs."""
+        process = self.context.communicator.process
+        values, errors = ([self._views(tensors, part) for part in portion] for tensors in (self.matrices, self.errors))
+        if self.sharded:
+            yield from engine.sum_shards_in_place(values, errors, self.context.communicator)
+            return values[process]
+        yield from engine.sum_in_place(values[0], errors[0], self.context.communicator)
+        return values[0]
+
+    @staticmethod
+    def _views(tensors: Mapping[str, Tensor], pieces: "Sequence[Piece]") -> list[Tensor]:
+        """Nothing of tensors that are not there."""
+        return [tensors[name].view(-1)[start:stop] for name, start, stop in pieces if name in tensors]
 
     def _pieces_of_processes(self) -> "list[list[Piece]]":
         """What each process needs of the sums; nothing if all need all."""
@@ -100,16 +107,6 @@ class ElementwiseRoute(Route):
         return parts
 
 
-def _subtract(values: Sequence[Tensor], shares: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """values - shares, into ``out``."""
-    for indices in batches(values):
-        if len(indices) == 1:  # in one pass over what may be large
-            torch.sub(values[indices[0]], shares[indices[0]], out=out[indices[0]])
-        else:
-            torch._foreach_copy_([out[index] for index in indices], [values[index] for index in indices])
-            torch._foreach_sub_([out[index] for index in indices], [shares[index] for index in indices])
-
-
 Piece = tuple[str, int, int]  # of a flattened gradient: name, start, end
 
 
@@ -118,8 +115,8 @@ def _size(pieces: Sequence[Piece]) -> int:
 
 
 def portion_of(elements: int) -> int:
-    """How many of so many values are rounded and sent at once, at most."""
-    return max(-(-elements // (MOST_PORTIONS * PORTION)), 1) * PORTION
+    """How many of so many values are rounded at once, at most."""
+    return max(PORTION, -(-elements // (MOST_PORTIONS * GROUP)) * GROUP)
 
 
 def _portions(parts: Sequence[Sequence[Piece]], size: int) -> Iterator[list[list[Piece]]]:
