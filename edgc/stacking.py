@@ -104,16 +104,58 @@ def _mapped(
     return results
 
 
-def padded(tensors: Sequence[Tensor]) -> Tensor:
-    """(n x columns) tensors as one (count, n, most columns), with zeros in the columns that they do not have."""
+def map_columns(
+    function: Callable[[Tensor, Tensor], Tensor], factors: Sequence[Tensor], others: Sequence[Tensor]
+) -> list[Tensor]:
+    """What an elementwise function gives for each (n x rank) factor and its (n x 1) or (1 x 1) tensor."""
+    results = list(factors)
+    for places in alike(factors):
+        outcome = function(
+            padded([factors[place] for place in places], zeros=False), stacked([others[place] for place in places])
+        )
+        for place, part in zip(places, outcome.unbind(), strict=True):
+            results[place] = part[:, : factors[place].shape[1]]
+    return results
+
+
+def padded(tensors: Sequence[Tensor], zeros: bool = True) -> Tensor:
+    """(n x columns) tensors as one (count, n, most columns), with zeros in the columns that they do not have.
+
+    Without ``zeros`` these may hold anything: where the tensors are cut from one such tensor, nothing is copied.
+    """
     columns = [tensor.shape[1] for tensor in tensors]
     if min(columns) == max(columns):
         return stacked(tensors)
+    if not zeros and (view := _uncut(tensors, max(columns))) is not None:
+        return view
     # by columns, as factors lie in memory: then the copies are one operation
     padded = tensors[0].new_zeros(len(tensors), max(columns), tensors[0].shape[0])
     own = [place[:count] for place, count in zip(padded.unbind(0), columns, strict=True)]
     torch._foreach_copy_(own, [tensor.T for tensor in tensors])
     return padded.mT
+
+
+def _uncut(tensors: Sequence[Tensor], columns: int) -> Tensor | None:
+    """(n x ...) tensors as one (count, n, columns) view, if they are the first columns of parts of one tensor."""
+    view = stacked_view([tensor[:, :1] for tensor in tensors])
+    first = tensors[0]
+    if view is None or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    last = view.storage_offset() + sum(
+        (size - 1) * step
+        for size, step in zip((len(tensors), len(first), columns), (view.stride(0), *first.stride()), strict=True)
+    )
+    whole = first.untyped_storage().nbytes() // first.itemsize
+    return (
+        None
+        if last >= whole
+        else first.as_strided((len(tensors), len(first), columns), (view.stride(0), *first.stride()))
+    )
+
+
+def alike(factors: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[int]]:
+    """Places of (n x rank) factors to handle at once: those of equal shapes, on a GPU also those of like ranks."""
+    return (by_shape if all(on_cpu(factor) for factor in factors) else by_like_rank)(factors, *others)
 
 
 def by_like_rank(*lists: Sequence[Tensor]) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Collectives over one process group, counted. With ``objects`` the only user of ``torch.distributed`` in ``edgc``."""
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -15,7 +14,7 @@ from edgc.comm.wire import GROUP, Wire, in_groups
 from edgc.stacking import subtract_all
 
 T = TypeVar("T")
-# Messages up to this size travel as one. A larger one would gain nothing by company, and joining copies.
+# A larger sum in fp32 would gain nothing by company, and joining copies.
 COALESCED_BYTES = 4 * 2**20
 
 
@@ -39,11 +38,10 @@ class Message(Protocol):
 Exchange: TypeAlias = Generator[Message, None, T]
 
 
-def interleave(several: Sequence[Exchange[T]], as_one: bool = False) -> Exchange[list[T]]:
+def interleave(several: Sequence[Exchange[T]]) -> Exchange[list[T]]:
     """All these exchanges at once; their results. Messages of the same round travel together.
 
     Every process must call this with the same exchanges in the same order, as for the collectives themselves.
-    ``as_one``: also large messages of a kind are joined to one.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Message] = {}
@@ -58,8 +56,7 @@ def interleave(several: Sequence[Exchange[T]], as_one: bool = False) -> Exchange
     for index in range(len(several)):
         advance(index)
     while waiting:
-        most = math.inf if as_one else COALESCED_BYTES
-        yield Coalesced(list(waiting.values()), most) if len(waiting) > 1 else next(iter(waiting.values()))
+        yield Coalesced(list(waiting.values())) if len(waiting) > 1 else next(iter(waiting.values()))
         for index in list(waiting):
             advance(index)
     return [results[index] for index in range(len(several))]
@@ -131,6 +128,11 @@ class Collective(ABC):
     def __init__(self, communicator: "Communicator", tensor: Tensor):
         self.communicator, self.tensor = communicator, tensor
 
+    @property
+    def joins(self) -> bool:
+        """Whether it may travel with others of its kind. What is in few bits is small beside what it stands for."""
+        return True
+
     @abstractmethod
     def start(self) -> Work:
         """Send it."""
@@ -138,6 +140,10 @@ class Collective(ABC):
 
 class AllReduce(Collective):
     """The sum of (n,) tensors, in place."""
+
+    @property
+    def joins(self) -> bool:
+        return self.tensor.nbytes <= COALESCED_BYTES
 
     def start(self) -> Work:
         to = self.communicator
@@ -182,22 +188,18 @@ class ReduceScatter:
 
 
 class Coalesced:
-    """Messages that are under way at the same time, those of a kind with at most ``most`` bytes as one."""
+    """Messages that are under way at the same time, those of a kind as one where they allow it."""
 
-    def __init__(self, messages: Sequence[Message], most: float = COALESCED_BYTES):
-        self.most = most
+    def __init__(self, messages: Sequence[Message]):
         self.messages: list[Message] = []
         for message in messages:
-            if isinstance(message, Coalesced) and message.most == most:
-                self.messages += message.messages
-            else:
-                self.messages.append(message)
+            self.messages += message.messages if isinstance(message, Coalesced) else [message]
 
     def start(self) -> Work:
         kinds: dict[object, list[Collective]] = {}
         works: list[Work] = []
         for message in self.messages:
-            if isinstance(message, Collective) and message.tensor.nbytes <= self.most:
+            if isinstance(message, Collective) and message.joins:
                 kinds.setdefault((type(message), message.communicator, message.tensor.dtype), []).append(message)
             else:
                 works.append(message.start())

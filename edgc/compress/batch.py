@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.arithmetic import on_cpu
 from edgc.compress.lowrank import Product
-from edgc.stacking import by_like_rank, by_shape, padded, stacked, stacked_view
+from edgc.stacking import alike, map_columns, padded, stacked, stacked_view
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,15 @@ class Batch(Mapping[str, Operand]):
         return Batch({name: operand.T for name, operand in self.items()})
 
     def multiplied_by(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """factor (r x m) @ M of each pair: (r x n), several at once (``_alike``)."""
+        """factor (r x m) @ M of each pair: (r x n), several at once (``alike``)."""
         operands = list(self.values())
         matrices = [operand.matrix for operand in operands]
         products = list(factors)
         for scaled in (True, False):
             own = [index for index, operand in enumerate(operands) if (operand.scales is not None) == scaled]
-            for places in _alike([factors[index].T for index in own], [matrices[index].T for index in own]):
+            for places in alike([factors[index].T for index in own], [matrices[index].T for index in own]):
                 indices = sorted((own[place] for place in places), key=lambda index: matrices[index].storage_offset())
-                joined = padded([factors[index].T for index in indices]).mT
+                joined = padded([factors[index].T for index in indices], zeros=False).mT
                 scales = [operands[index].scales for index in indices]
                 if scaled:
                     joined = joined / stacked([rows.T for rows, _ in filter(None, scales)])
@@ -92,12 +91,6 @@ class Batch(Mapping[str, Operand]):
         return found
 
 
-def _alike(columns: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[int]]:
-    """Places of factors (length x r) to handle at once: those of equal shapes, on a GPU also those of like ranks."""
-    group = by_shape if all(on_cpu(factor) for factor in columns) else by_like_rank
-    return group(columns, *others)
-
-
 def _product(factors: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """(count, r, m) times (m x n) each: (count, r, n)."""
     view = stacked_view(matrices)
@@ -109,13 +102,11 @@ def _product(factors: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return product
 
 
-def _scaled(columns: Sequence[Tensor], scales: Sequence[Tensor | None]) -> list[Tensor]:
-    """Factors (length x r) times scales (length x 1), several at once; without scales the factor itself."""
+def _scaled(factors: Sequence[Tensor], scales: Sequence[Tensor | None]) -> list[Tensor]:
+    """Factors (n x rank) times scales (n x 1), several at once; without scales the factor itself."""
     known = [index for index, scale in enumerate(scales) if scale is not None]
-    results = list(columns)
-    own, of_own = [columns[index] for index in known], [scale for scale in scales if scale is not None]
-    for places in _alike(own):
-        product = padded([own[place] for place in places]) * stacked([of_own[place] for place in places])
-        for place, part in zip(places, product.unbind(), strict=True):
-            results[known[place]] = part[:, : own[place].shape[1]]
+    results = list(factors)
+    products = map_columns(torch.mul, [factors[index] for index in known], [one for one in scales if one is not None])
+    for index, product in zip(known, products, strict=True):
+        results[index] = product
     return results

@@ -3,7 +3,18 @@
 import torch
 from torch import Tensor
 
-from edgc.comm.collectives import COALESCED_BYTES, Collective, Exchange, Work, interleave, run_to_end
+from edgc.comm.collectives import (
+    COALESCED_BYTES,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Communicator,
+    Exchange,
+    Work,
+    interleave,
+    run_to_end,
+)
 
 
 class Note:
@@ -31,6 +42,12 @@ class Doubled(Collective):
         return Note([], "doubled")
 
 
+class DoubledAlone(Doubled):
+    """One that is not joined with others."""
+
+    joins = False
+
+
 def exchange(log: list[str], name: str, count: int) -> Exchange[str]:
     for number in range(count):
         yield Note(log, f"{name}{number}")
@@ -53,18 +70,18 @@ def test_messages_of_a_round_are_under_way_at_the_same_time() -> None:
     assert log == ["start a0", "start b0", "wait a0", "wait b0", "start a1", "wait a1"]
 
 
-def doubled(tensor: Tensor, communicator: object) -> Exchange[Tensor]:
-    message = Doubled(communicator, tensor)  # type: ignore[arg-type]
+def doubled(tensor: Tensor, communicator: object, kind: type[Doubled] = Doubled) -> Exchange[Tensor]:
+    message = kind(communicator, tensor)  # type: ignore[arg-type]
     yield message
     return message.result
 
 
-def test_small_messages_of_a_kind_travel_as_one() -> None:
-    """Also those that an interleave within an interleave asks for; not large ones, nor of another group or type."""
+def test_messages_of_a_kind_travel_as_one() -> None:
+    """Also those that an interleave within an interleave asks for; not of another group or type, nor large sums."""
     Doubled.sent.clear()
     one, other = object(), object()
     tensors = [torch.full((2, n), float(n)) for n in (3, 1, 5)]
-    large, integers = torch.ones(2, COALESCED_BYTES // 8 + 1), torch.ones(2, 4, dtype=torch.int64)
+    sums, integers = torch.ones(2, 7), torch.ones(2, 4, dtype=torch.int64)
 
     def within() -> Exchange[list[Tensor]]:
         return (yield from interleave([doubled(tensors[1], one), doubled(tensors[2], one)]))
@@ -74,7 +91,7 @@ def test_small_messages_of_a_kind_travel_as_one() -> None:
             [
                 doubled(tensors[0], one),
                 within(),
-                doubled(large, one),
+                doubled(sums, one, DoubledAlone),
                 doubled(integers, one),
                 doubled(tensors[0], other),
             ]  # type: ignore[list-item]
@@ -82,7 +99,14 @@ def test_small_messages_of_a_kind_travel_as_one() -> None:
         return [first, *inner, *others]
 
     found = run_to_end(flat())
-    for own, result in zip([*tensors, large, integers, tensors[0]], found, strict=True):
+    for own, result in zip([*tensors, sums, integers, tensors[0]], found, strict=True):
         torch.testing.assert_close(result, 2 * own)
         assert result.is_contiguous()
-    assert sorted(tuple(tensor.shape) for tensor in Doubled.sent) == [(2, 3), (2, 4), (2, 9), tuple(large.shape)]
+    assert sorted(tuple(tensor.shape) for tensor in Doubled.sent) == [(2, 3), (2, 4), (2, 7), (2, 9)]
+
+
+def test_only_large_sums_in_fp32_are_not_joined() -> None:
+    small, large = torch.empty(4, device="meta"), torch.empty(COALESCED_BYTES // 4 + 1, device="meta")
+    communicator: Communicator = None  # type: ignore[assignment]  # nothing is sent
+    for kind, joins in ((AllReduce, False), (AllGather, True), (AllToAll, True)):
+        assert kind(communicator, small).joins and kind(communicator, large).joins == joins

@@ -1,11 +1,14 @@
 """Tensors of equal shape handled at once."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from edgc import stacking
 from edgc.comm.packed import Packed, _chosen, choose_all, pack_all, unpack_all
 from edgc.comm.wire import WIRES, wire
-from edgc.stacking import map_padded, map_stacked, stacked, stacked_view
+from edgc.compress.batch import Batch, Operand
+from edgc.stacking import by_like_rank, map_padded, map_stacked, padded, stacked, stacked_view
 
 
 def layers(gap: int = 7) -> list[Tensor]:
@@ -111,3 +114,46 @@ def test_factors_of_like_ranks_are_padded_to_the_largest() -> None:
         rank = factor.shape[1]
         assert torch.equal(double[:, :rank], 2 * factor) and not double[:, rank:].any()
         assert first == other[0, 0]
+
+
+def test_columns_that_were_cut_off_are_found_again_without_a_copy() -> None:
+    whole = torch.randn(3, 6, 5)
+    cut = [part[:, :columns] for part, columns in zip(whole, (5, 2, 4), strict=True)]
+    assert padded(cut, zeros=False).data_ptr() == whole.data_ptr() and torch.equal(padded(cut, zeros=False), whole)
+    with_zeros = padded(cut)
+    assert with_zeros.data_ptr() != whole.data_ptr() and not with_zeros[1, :, 2:].any()
+    assert torch.equal(with_zeros[1, :, :2], cut[1])
+    # the last one has no fifth column behind it
+    at_the_end = [part[:, 1:][:, :columns] for part, columns in zip(whole, (4, 3, 3), strict=True)]
+    assert torch.equal(padded(at_the_end, zeros=False)[2, :, :3], at_the_end[2])
+    beyond = [whole.view(-1)[start : start + 6 * 4].view(6, 4)[:, :n] for start, n in ((0, 4), (33, 3), (66, 2))]
+    for one, own in zip(padded(beyond, zeros=False), beyond, strict=True):
+        assert torch.equal(one[:, : own.shape[1]], own)
+
+
+def test_factors_of_like_ranks_give_the_same_on_a_gpu_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections and products of a batch, with scales and without, in one buffer and not, of ranks 3 to 20."""
+    buffer = torch.randn(6 * 30 * 20)
+    matrices = {f"{place}": buffer[place * 600 :][:600].view(30, 20) for place in range(5)} | {
+        "odd": torch.randn(30, 20)
+    }
+    scales = {name: (torch.rand(30, 1) + 0.5, torch.rand(1, 20) + 0.5) for name in matrices if name != "1"}
+    ranks = dict(zip(matrices, (3, 5, 9, 20, 7, 12), strict=True))
+    left = [torch.randn(30, rank) for rank in ranks.values()]
+    right = [torch.randn(rank, 20) for rank in ranks.values()]
+
+    def found() -> list[Tensor]:
+        batch = Batch({name: Operand(matrix, scales.get(name)) for name, matrix in matrices.items()})
+        products = [*batch.multiplied_by([one.T for one in left]), *batch.T.multiplied_by(right)]
+        return products + [
+            factor
+            for by_name in batch.restored(left, right, right)
+            for one in by_name.values()
+            for factor in (one.left, one.right)
+        ]
+
+    alone = found()
+    monkeypatch.setattr(stacking, "on_cpu", lambda tensor: False)
+    assert len(by_like_rank(left)) == 3, "3 and 5; 7 to 12; 20"
+    for one, other in zip(found(), alone, strict=True):
+        assert one.shape == other.shape and torch.allclose(one, other, atol=1e-5)

@@ -58,12 +58,15 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
     """The targets are 2,000 launches and 24 messages: docs/bench/steps.md."""
     stage = Stage.of(model, None)
     paper, balanced = (count_step(stage, config, [64]) for config in (PAPER, BALANCED_RANKS))
-    assert paper.launches <= 1_150 and balanced.launches <= 2_000
-    assert paper.collectives <= 9 and balanced.collectives <= 15
-    assert count_step(stage, ROUNDED["int4"], (NO_RANK,)).launches <= 2_000
-    # no two matrices of a unit have one shape and one rank; the target is missed
+    assert paper.launches <= 1_150 and paper.collectives <= 9
+    # no two matrices of a unit have one shape and one rank
     mixed = count_step(stage, BALANCED_RANKS, [48, 64, 80, 96])
-    assert mixed.launches <= 2_600 and mixed.collectives <= 15
+    of_volume = count_step(stage, BALANCED_RANKS, [rank_of_volume(Selection(stage.matrices), BALANCED_RANKS, 24.0)])
+    for counts in (balanced, mixed, of_volume):
+        assert counts.launches <= 2_000 and counts.collectives <= 12, "four phases of three units"
+    for config in ROUNDED.values():
+        rounded = count_step(stage, config, (NO_RANK,))
+        assert rounded.launches <= 2_000 and rounded.collectives <= 24
     assert not dist.is_initialized()
 
 
@@ -71,8 +74,7 @@ def test_rounding_a_whole_stage_takes_more_messages_only_up_to_a_size() -> None:
     stage = Stage.of("gpt2_12.1b", None)
     twice = replace(stage, matrices=(*stage.matrices, *(replace(one, name=f"9{one.name}") for one in stage.matrices)))
     once, again = (count_step(one, ROUNDED["int8"], (NO_RANK,)) for one in (stage, twice))
-    assert once.collectives <= 75 and once.launches <= 2_000
-    assert again.collectives <= once.collectives + 6 and again.launches < 1.5 * once.launches
+    assert again.collectives <= once.collectives and again.launches < 1.5 * once.launches
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,7 +91,8 @@ def test_matrices_of_one_shape_and_rank_cost_few_launches_more_each() -> None:
         return count_step(Stage("small", matrices, 2), BALANCED_RANKS, ranks).launches
 
     assert launches(8, [16]) - launches(4, [16]) <= 4 * 8
-    assert launches(8, [12, 16]) > launches(8, [16]), "another rank is another shape"
+    assert launches(8, [6, 16]) > launches(8, [16]), "a rank less than half as high is another shape"
+    assert launches(8, [12, 16]) - launches(8, [16]) < launches(8, [6, 16]) - launches(8, [16]), "a like one is not"
 
 
 @pytest.mark.parametrize(

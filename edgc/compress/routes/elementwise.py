@@ -72,11 +72,10 @@ class ElementwiseRoute(Route):
         whole = [[(name, 0, matrix.numel()) for name, matrix in self.matrices.items()]]
         portions = list(_portions(by_process if self.sharded else whole, portion_of(_size(whole[0]))))
         summed: list[Tensor] = []
-        # joining copies, and a sum in fp32 has no other copy
-        count = 1 if engine.exact else JOINED_PORTIONS
+        count = 1 if engine.exact else JOINED_PORTIONS  # a sum in fp32 is not joined
         for start in range(0, len(portions), count):
             exchanges = [self._sum_portion(engine, portion) for portion in portions[start : start + count]]
-            for own in (yield from interleave(exchanges, as_one=True)):
+            for own in (yield from interleave(exchanges)):
                 summed += own
         self.finite = all_finite(summed) if summed else self.finite.to(self.engine.device)
 

@@ -14,7 +14,7 @@ from edgc.compress.engines.rows import Rows
 from edgc.compress.lowrank import Product, squared_norms_of
 from edgc.compress.routes.base import ReductionContext, Route
 from edgc.specs import MatrixSpec
-from edgc.stacking import map_stacked
+from edgc.stacking import map_columns
 
 
 class FactorRoute(Route):
@@ -94,7 +94,7 @@ class FactorRoute(Route):
         names = list(self.matrices)
         shares, sums = ([products[name] for name in names] for products in (factored.shares, factored.sums))
         excess = [self.excess[name].view(1, 1) for name in names]
-        divided = map_stacked(torch.div, [share.left for share in shares], excess)
+        divided = map_columns(torch.div, [share.left for share in shares], excess)
         gained = torch._foreach_mul([total.left for total in sums], gain)
         for index, (name, matrix) in enumerate(self.matrices.items()):
             with record_function("edgc/residual"):
