@@ -18,6 +18,8 @@ die() {
     exit 1
 }
 
+(($# == 0)) || die "error: $*: takes no arguments; it makes .venv beside scripts/, EDGC_PYTHON=PATH names the interpreter"
+
 # Print the real path of the interpreter $1; fail unless it runs (a pyenv shim may exist and not run), has wheels of
 # Megatron-core and can make a virtual environment.
 supported() {

@@ -52,6 +52,13 @@ def test_what_launches_is_imported_without_a_package() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-B", "-c", script], check=True)
 
 
+def test_a_package_that_is_not_installed_is_named_in_one_line() -> None:
+    for name in ("report", "export_hf", "preprocess_data"):
+        ran = subprocess.run([sys.executable, "-S", TOOLS / f"{name}.py"], capture_output=True, text=True)
+        assert ran.returncode == 1 and ran.stderr.count("\n") == 1, ran.stderr
+        assert re.match(rf"{name}: error: the package \w+ is not installed: bash scripts/setup_env.sh", ran.stderr)
+
+
 # One process for all, which imports torch once.
 HELP = """
 import runpy, sys
