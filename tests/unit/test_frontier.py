@@ -309,6 +309,23 @@ def test_a_later_run_of_a_trial_takes_its_lines_place(tmp_path: Path) -> None:
     assert [known["model"] for known in read_results(folder, ["other"])] == ["other"]
 
 
+def test_windows_lie_in_columns_and_come_back_as_they_were(tmp_path: Path) -> None:
+    def window(iteration: int, **more: Any) -> dict[str, Any]:
+        by_stage = [{"fc1": {"skewness": 0.1 * iteration}}, {"norm": {"skewness": 0.2}}]
+        return {"iteration": iteration, "ranks": [None, iteration], "statistics": by_stage, **more}
+
+    line = {**dict.fromkeys(IDENTITY, 1), "model": "m", "val_loss": 1.0, "commit": "c"}
+    alike = {**line, "name": "alike", "windows": [window(number) for number in range(20)]}
+    other = {**line, "name": "other", "windows": [window(1), window(2, fidelity=[{}])]}
+    without = {**line, "name": "without"}
+    for one in (alike, other, without):
+        record_result(tmp_path, one)
+    assert read_results(tmp_path, ["m"]) == [alike, other, without]
+    first, second, _ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert first["windows"]["columns"]["statistics"][1]["norm"]["skewness"] == [0.2] * 20
+    assert second["windows"] == other["windows"], "keys differ, so they stay as they are"
+
+
 def test_no_line_is_lost_where_two_lists_record_at_once(tmp_path: Path) -> None:
     script = (
         "import json, sys; from pathlib import Path; from tools.experiments.store import record_result\n"
