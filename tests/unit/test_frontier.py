@@ -821,3 +821,13 @@ def test_presets_of_older_lines_mean_what_todays_say() -> None:
     optimus = {"pp": "backward", "pp_rank": 16, "pp_epilogue_only": True, "static_rank": 128}
     assert changes.respelled_settings(optimus) == {"pp": "epilogue:powersgd:16", "static_rank": 128}
     assert changes.respelled_settings(PRESETS["fast"]) == PRESETS["fast"]
+
+
+def test_a_row_of_a_study_has_the_mean_of_its_seeds_and_the_interval() -> None:
+    iterations = np.array([10.0, 20.0, 30.0])
+    seeds = [(iterations, np.array(values)) for values in ([1.0, 0.0, 2.0], [3.0, 1.0, 2.0])]
+    both, first = (studies._trend("run", "stage 1", own) for own in (seeds, seeds[:1]))
+    assert both.startswith(
+        "| run | stage 1 | 2 | 2.000 ± 12.706 | 0.500 ± 6.353 (20, 20) | 2.000 ± 0.000 | +1.50 ± 6.35 |"
+    )
+    assert first.startswith("| run | stage 1 | 1 | 1.000 | 0.000 (20) | 2.000 | +2.00 |")

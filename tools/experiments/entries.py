@@ -37,6 +37,11 @@ class Interval:
         quantile = T_95[min(count, len(T_95)) - 1]
         return cls(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
 
+    def number(self, digits: int, sign: str = "") -> str:
+        """``-4.36 ± 0.10``; ``sign`` as in a format."""
+        width = f" ± {self.half_width:.{digits}f}" if math.isfinite(self.half_width) else ""
+        return f"{self.mean:{sign}.{digits}f}{width}"
+
     def percent(self) -> str:
         """``+0.25 % ± 0.10``."""
         width = f" ± {100 * self.half_width:.2f}" if math.isfinite(self.half_width) else ""

@@ -7,13 +7,13 @@ A study is a list of runs with the key ``study``; docs/frontier/lists.md says wh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.experiments.entries import Line, entries, key, line_label, old, percent, setting
+from tools.experiments.entries import Interval, Line, entries, key, line_label, old, percent, setting
 from tools.experiments.page import not_shown, provenance
 from tools.experiments.replay import WINDOWS, cases, compare, replays
 from tools.experiments.series import (
@@ -36,16 +36,20 @@ from tools.shared.markdown import header, row
 from tools.shared.pictures import GREY, panels, tidy, to_png
 
 Study = Callable[[Sequence[Line]], tuple[Figure, list[str]]]
+T = TypeVar("T")
+BySeed = dict[tuple[str, str], list[T]]  # by run and what of it is shown
 # a gap below this is what a user would accept: it decides the smallest rank that the study of ranks suggests
 ACCEPTED_GAP = 0.01
 QUARTERS = 4
 STYLES = "-", "--", "-.", ":"
 # what a reader can do with a page, and what its columns mean
+_BY_SEED = "Numbers are means over the seeds of a run, ± half the 95 % confidence interval where there are several."
 _OVER_A_RUN = (
     "With this page you can see how the entropy of gradients changes over a run, by pipeline stage and",
     "kind of layer. Entropies are in nats: the mean of a window. *Lowest* is the window with the least",
-    "entropy, and the iteration until which it went. *Correlation with the iteration* is positive where",
-    "entropy rises.",
+    "entropy, and the iteration until which it went, by seed. *Rise* is from there to the last window.",
+    "*Correlation with the iteration* is positive where entropy rises.",
+    _BY_SEED,
 )
 _AGREEMENT = (
     "*Correlation* and *largest difference* compare the entropies of both runs at all times. *Ranks,",
@@ -77,6 +81,7 @@ ABOUT: Mapping[str, tuple[str, ...]] = {
     "statistics": (
         "With this page you can see whether gradients are normal, by pipeline stage and kind of layer. The",
         "last column is the entropy by the Gaussian formula minus that of a histogram.",
+        _BY_SEED,
     ),
     "topology": (
         "With this page you can compare the paper's algorithm in pure data parallelism with that in a",
@@ -134,12 +139,12 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Entropy over the run, by stage and, where statistics were kept, by kind of layer."""
     by_layer = [(line, stage) for line in lines for stage in stages(line) if kinds(line, stage)]
     figure, places = _panels(2 if by_layer else 1)
-    table = header(["run", "of", "first window", "lowest (until)", "last window", "correlation with the iteration"])
+    found: BySeed[Series] = {}
     for line in lines:
         for stage in stages(line):
             entropies = trajectory(line, stage)
             places[0].plot(*entropies, label=f"{line_label(line, lines)} {stage_name(line, stage)}")
-            table.append(_trend(line_label(line, lines), stage_name(line, stage), entropies))
+            found.setdefault((line_label(line, lines), stage_name(line, stage)), []).append(entropies)
     places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
     places[0].legend(fontsize=6)
     of_kind = _KindLines()
@@ -147,7 +152,10 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         for kind in kinds(line, stage):
             entropies = statistic(line, stage, kind, "gaussian_entropy")
             places[1].plot(*entropies, **of_kind.style(line, stage, kind))
-            table.append(_trend(line_label(line, lines), f"{stage_name(line, stage)}, {kind}", entropies))
+            found.setdefault((line_label(line, lines), f"{stage_name(line, stage)}, {kind}"), []).append(entropies)
+    columns = ["run", "of", "seeds", "first window", "lowest (until)", "last window", "rise"]
+    table = header([*columns, "correlation with the iteration"])
+    table += [_trend(*what, several) for what, several in found.items()]
     if by_layer:
         places[1].set(xlabel="iteration", ylabel="entropy (nats)", title="by kind of layer")
         places[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -339,28 +347,27 @@ def _same_gradients(one: Line, other: Line) -> bool:
 def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Whether gradients are normal: moments, and the Gaussian formula against a histogram."""
     figure, places = _panels(3)
-    table = header(["run", "kind", "skewness", "excess kurtosis", "Gaussian minus histogram entropy (nats)"])
+    table = header(["run", "kind", "seeds", "skewness", "excess kurtosis", "Gaussian minus histogram entropy (nats)"])
     of_kind = _KindLines()
+    found: BySeed[list[Series]] = {}
     for line in lines:
         for stage in range(len(line["windows"][-1]["statistics"])):
             for kind in kinds(line, stage):
                 style = of_kind.style(line, stage, kind)
-                cells = []
                 gaussian = statistic(line, stage, kind, "gaussian_entropy")
                 histogram = statistic(line, stage, kind, "histogram_entropy")
                 excess = gaussian[0], gaussian[1] - histogram[1]
-                for axes, (iterations, values) in zip(
-                    places,
-                    (
-                        statistic(line, stage, kind, "skewness"),
-                        statistic(line, stage, kind, "excess_kurtosis"),
-                        excess,
-                    ),
-                    strict=True,
-                ):
-                    axes.plot(iterations, values, **style)
-                    cells.append(f"{values[0]:+.2f} → {values[-1]:+.2f}")
-                table.append(row([line_label(line, lines), f"{stage_name(line, stage)}, {kind}", *cells]))
+                moments = [statistic(line, stage, kind, name) for name in ("skewness", "excess_kurtosis")]
+                for axes, series in zip(places, (*moments, excess), strict=True):
+                    axes.plot(*series, **style)
+                of = f"{stage_name(line, stage)}, {kind}"
+                found.setdefault((line_label(line, lines), of), []).append([*moments, excess])
+    for what, several in found.items():
+        ends = [
+            [Interval.of([float(values[end]) for _, values in one]).number(2, "+") for end in (0, -1)]
+            for one in zip(*several, strict=True)
+        ]
+        table.append(row([*what, len(several), *(" → ".join(pair) for pair in ends)]))
     for axes, title in zip(places, ("skewness", "excess kurtosis", "Gaussian minus histogram entropy"), strict=True):
         axes.set(xlabel="iteration", title=title)
         axes.set_yscale("symlog", linthresh=1)
@@ -408,14 +415,22 @@ STUDIES: Mapping[str, Study] = {
 }
 
 
-def _trend(run: str, what: str, series: Series) -> str:
-    iterations, values = series
-    if not len(values):
-        return row([run, what, *["not measured"] * 4])
-    least = int(values.argmin())
-    pearson = f"{np.corrcoef(iterations, values)[0, 1]:+.2f}" if values.std() > 0 else "none: constant"
-    lowest = f"{values[least]:.3f} ({iterations[least]:.0f})"
-    return row([run, what, f"{values[0]:.3f}", lowest, f"{values[-1]:.3f}", pearson])
+def _trend(run: str, what: str, several: Sequence[Series]) -> str:
+    """The row of one run's seeds."""
+    measured = [(iterations, values) for iterations, values in several if len(values)]
+    if not measured:
+        return row([run, what, len(several), *["not measured"] * 5])
+    least = [int(values.argmin()) for _, values in measured]
+    first, lowest, last = (
+        Interval.of([float(values[place]) for (_, values), place in zip(measured, places, strict=True)])
+        for places in ([0] * len(measured), least, [-1] * len(measured))
+    )
+    until = ", ".join(f"{iterations[place]:.0f}" for (iterations, _), place in zip(measured, least, strict=True))
+    rise = Interval.of([float(values[-1] - values.min()) for _, values in measured])
+    pearson = [float(np.corrcoef(*series)[0, 1]) for series in measured if series[1].std() > 0]
+    of_time = Interval.of(pearson).number(2, "+") if pearson else "none: constant"
+    numbers = first.number(3), f"{lowest.number(3)} ({until})", last.number(3), rise.number(2, "+")
+    return row([run, what, len(measured), *numbers, of_time])
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
