@@ -192,6 +192,9 @@ def subtract_all(tensors: Sequence[Tensor], others: Sequence[Tensor], out: Seque
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Whether every entry is finite, 0-dimensional. Of tensors that all processes share, all get the same answer."""
     if all(on_cpu(tensor) for tensor in tensors):  # a CPU is slow to find such a norm
-        return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors]).isfinite().all()
+        groups = [[tensors[index] for index in indices] for indices in by_shape(tensors)]
+        views = [(group, stacked_view(group)) for group in groups]
+        parts = [part for group, view in views for part in (group if view is None else [view])]
+        return torch.stack([bound for part in parts for bound in torch.aminmax(part)]).isfinite().all()
     largest = torch.stack(torch._foreach_norm(list(tensors), math.inf))
     return (largest < math.inf).all()  # NaN is not

@@ -106,7 +106,9 @@ class Wire:
         if not self.scaled or 8 * sum(message.numel() for message in several) > self.bits * TOGETHER:
             return [self.decode(message) for message in several]
         parts = [self._parts(message) for message in several]
-        numbers, scale = (torch.cat([one.view(-1, one.shape[-1]) for one in side]) for side in zip(*parts, strict=True))
+        numbers, scale = (
+            torch.cat([one.reshape(-1, one.shape[-1]) for one in side]) for side in zip(*parts, strict=True)
+        )
         lengths = [len(own) * own.shape[1] * GROUP for own, _ in parts]
         values = torch.split(self._values(numbers.unsqueeze(0), scale.unsqueeze(0))[0], lengths)
         return [one.view(len(message), -1) for one, message in zip(values, several, strict=True)]
