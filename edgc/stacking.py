@@ -110,9 +110,8 @@ def map_columns(
     """What an elementwise function gives for each (n x rank) factor and its (n x 1) or (1 x 1) tensor."""
     results = list(factors)
     for places in alike(factors):
-        outcome = function(
-            padded([factors[place] for place in places], zeros=False), stacked([others[place] for place in places])
-        )
+        own = padded([factors[place] for place in places], zeros=False)
+        outcome = function(own.mT, stacked([others[place] for place in places]).mT).mT
         for place, part in zip(places, outcome.unbind(), strict=True):
             results[place] = part[:, : factors[place].shape[1]]
     return results
@@ -124,11 +123,11 @@ def padded(tensors: Sequence[Tensor], zeros: bool = True) -> Tensor:
     Without ``zeros`` these may hold anything: where the tensors are cut from one such tensor, nothing is copied.
     """
     columns = [tensor.shape[1] for tensor in tensors]
+    # copies lie by columns, as factors do: then they are one operation, and later sums have the same order
     if min(columns) == max(columns):
-        return stacked(tensors)
+        return stacked([tensor.T for tensor in tensors]).mT
     if not zeros and (view := _uncut(tensors, max(columns))) is not None:
         return view
-    # by columns, as factors lie in memory: then the copies are one operation
     padded = tensors[0].new_zeros(len(tensors), max(columns), tensors[0].shape[0])
     own = [place[:count] for place, count in zip(padded.unbind(0), columns, strict=True)]
     torch._foreach_copy_(own, [tensor.T for tensor in tensors])
