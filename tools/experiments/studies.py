@@ -140,14 +140,15 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     by_layer = [(line, stage) for line in lines for stage in stages(line) if kinds(line, stage)]
     figure, places = _panels(2 if by_layer else 1)
     found: BySeed[Series] = {}
+    of_run = _LikeLines()
     for line in lines:
         for stage in stages(line):
             entropies = trajectory(line, stage)
-            places[0].plot(*entropies, label=f"{line_label(line, lines)} {stage_name(line, stage)}")
+            places[0].plot(*entropies, **of_run.style(line, stage, line_label(line, lines)))
             found.setdefault((line_label(line, lines), stage_name(line, stage)), []).append(entropies)
     places[0].set(xlabel="iteration", ylabel="entropy (nats)", title="by stage")
-    places[0].legend(fontsize=6)
-    of_kind = _KindLines()
+    places[0].legend(fontsize=6, ncol=2, loc="lower right")
+    of_kind = _LikeLines()
     for line, stage in by_layer:
         for kind in kinds(line, stage):
             entropies = statistic(line, stage, kind, "gaussian_entropy")
@@ -162,20 +163,20 @@ def entropy(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     return figure, table
 
 
-class _KindLines:
-    """How lines of kinds of layers look: a colour for each kind, dashes by stage, and one entry in the legend for all
-    runs.
+class _LikeLines:
+    """How lines of runs or of kinds of layers look: a colour for each, dashes by stage, and one entry in the legend for
+    all lines that look alike.
     """
 
     def __init__(self) -> None:
         self._colors: dict[str, str] = {}
         self._labels: set[str] = set()
 
-    def style(self, line: Line, stage: int, kind: str) -> dict[str, Any]:
-        label = f"{stage_name(line, stage)}, {kind}"
+    def style(self, line: Line, stage: int, what: str) -> dict[str, Any]:
+        label = f"{stage_name(line, stage)}, {what}"
         shown = None if label in self._labels else label
         self._labels.add(label)
-        color = self._colors.setdefault(kind, f"C{len(self._colors)}")
+        color = self._colors.setdefault(what, f"C{len(self._colors)}")
         return {"color": color, "linestyle": STYLES[stage % len(STYLES)], "linewidth": 1, "label": shown}
 
 
@@ -348,7 +349,7 @@ def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """Whether gradients are normal: moments, and the Gaussian formula against a histogram."""
     figure, places = _panels(3)
     table = header(["run", "kind", "seeds", "skewness", "excess kurtosis", "Gaussian minus histogram entropy (nats)"])
-    of_kind = _KindLines()
+    of_kind = _LikeLines()
     found: BySeed[list[Series]] = {}
     for line in lines:
         for stage in range(len(line["windows"][-1]["statistics"])):
