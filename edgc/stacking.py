@@ -140,16 +140,10 @@ def _uncut(tensors: Sequence[Tensor], columns: int) -> Tensor | None:
     first = tensors[0]
     if view is None or any(tensor.stride() != first.stride() for tensor in tensors):
         return None
-    last = view.storage_offset() + sum(
-        (size - 1) * step
-        for size, step in zip((len(tensors), len(first), columns), (view.stride(0), *first.stride()), strict=True)
-    )
+    shape, strides = (len(tensors), len(first), columns), (view.stride(0), *first.stride())
+    last = view.storage_offset() + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     whole = first.untyped_storage().nbytes() // first.itemsize
-    return (
-        None
-        if last >= whole
-        else first.as_strided((len(tensors), len(first), columns), (view.stride(0), *first.stride()))
-    )
+    return None if last >= whole else first.as_strided(shape, strides)
 
 
 def alike(factors: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[int]]:

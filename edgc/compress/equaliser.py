@@ -75,7 +75,7 @@ class Equaliser:
         fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
         kept = known.float() * SCALE_DECAY
         moved = torch.addcmul(old.values * kept.unsqueeze(1), new.values, fresh.unsqueeze(1))
-        self._together = new.with_values(torch.where(taken.unsqueeze(1), moved, old.values))
+        self._together = replace(new, values=torch.where(taken.unsqueeze(1), moved, old.values))
         self._moments.update(zip(names, self._together.parts(), strict=True))
 
     def _stacked(self, names: Sequence[str], alone: bool = False) -> "_Sides":
@@ -134,10 +134,6 @@ class _Sides:
         torch._foreach_copy_([row[: len(own)] for row, own in zip(values.unbind(), vectors, strict=True)], vectors)
         return cls(list(names), [(len(rows), len(cols)) for rows, cols in pairs], values.view(2, len(pairs), -1))
 
-    def with_values(self, values: Tensor) -> "_Sides":
-        """Others of the same lengths."""
-        return replace(self, values=values)
-
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """The vectors."""
         return [
@@ -152,7 +148,7 @@ class _Sides:
         device = self.values.device
         means = self.values.sum(dim=-1, keepdim=True) / _lengths(tuple(self.lengths), device)
         scales = (self.values / means).nan_to_num_(1.0).clamp_min_(_squares(tuple(floors), device)).sqrt_()
-        return self.with_values(scales).parts()
+        return replace(self, values=scales).parts()
 
 
 @functools.lru_cache(maxsize=256)  # of each unit and plan

@@ -324,6 +324,10 @@ def test_windows_lie_in_columns_and_come_back_as_they_were(tmp_path: Path) -> No
     first, second, _ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
     assert first["windows"]["columns"]["statistics"][1]["norm"]["skewness"] == [0.2] * 20
     assert second["windows"] == other["windows"], "keys differ, so they stay as they are"
+    older = json.dumps(alike)
+    (tmp_path / "m.jsonl").write_text(f"{older}\n")
+    record_result(tmp_path, without)
+    assert (tmp_path / "m.jsonl").read_text().splitlines()[0] == older, "lines of other runs are not touched"
 
 
 def test_no_line_is_lost_where_two_lists_record_at_once(tmp_path: Path) -> None:

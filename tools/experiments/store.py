@@ -1,6 +1,6 @@
 """The files of results beside the pages: one for each model, with a line for each trial.
 
-A file has the windows of a line as columns: each key once, with its values in all windows. That is half of the bytes.
+A new line has its windows as columns: each key once, with its values in all windows. That is half of the bytes.
 """
 
 import json
@@ -26,8 +26,7 @@ def results_file(model: str) -> str:
 
 def read_results(folder: Path, models: Iterable[str]) -> list[dict[str, Any]]:
     """The lines of these models."""
-    paths = [path for model in sorted(set(models)) if (path := folder / results_file(model)).is_file()]
-    return [_read(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return [_read(text) for model in sorted(set(models)) for text in _texts(folder, model)]
 
 
 def record_result(folder: Path, line: dict[str, Any]) -> None:
@@ -42,14 +41,19 @@ def record_result(folder: Path, line: dict[str, Any]) -> None:
 
 def _record(folder: Path, line: dict[str, Any]) -> None:
     model = line["model"]
-    lines = {identity(known): known for known in read_results(folder, [model])}
-    known = lines.get(identity(line), {})
+    texts = {identity(_read(text)): text for text in _texts(folder, model)}  # other lines stay as they are
+    known = _read(texts[identity(line)]) if identity(line) in texts else {}
     if "defect" in known and all(known[key] == line[key] for key in ("commit", "val_loss")):
         line = {**line, "defect": known["defect"]}
     if known == line:
         return
-    lines[identity(line)] = line
-    write(folder / results_file(model), "".join(_written(lines[key]) + "\n" for key in sorted(lines)).encode())
+    texts[identity(line)] = _written(line)
+    write(folder / results_file(model), "".join(f"{texts[key]}\n" for key in sorted(texts)).encode())
+
+
+def _texts(folder: Path, model: str) -> list[str]:
+    path = folder / results_file(model)
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _written(line: Mapping[str, Any]) -> str:
