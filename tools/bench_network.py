@@ -63,7 +63,7 @@ from tools.network.tables import rate_name, table
 from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit
 from tools.shared.command import command_parser, end_on_signals, say_error
-from tools.shared.files import write, write_json
+from tools.shared.files import locked, write, write_json
 from tools.shared.machine import device_name
 from tools.shared.megatron import corpus_flags
 
@@ -212,8 +212,9 @@ def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequenc
 
 
 def _keep(file: Path, run: Point | Curve) -> None:
-    kept = "".join(json.dumps(line) + "\n" for line in [*_lines(file), asdict(run)])
-    write(file, kept.encode())
+    with locked(file.with_name(f".{file.name}.lock")):
+        kept = "".join(json.dumps(line) + "\n" for line in [*_lines(file), asdict(run)])
+        write(file, kept.encode())
 
 
 def fit_lines(output: Path, report: bool) -> None:

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.nodes is None:
             printed = os.dup(1)
             os.dup2(2, 1)  # what an import prints is no fact
-            nodes = [gather(shape.edgc_cpu)]
+            nodes = [gather(shape.edgc_cpu, flags)]
             sys.stdout.flush()
             os.dup2(printed, 1)
         else:

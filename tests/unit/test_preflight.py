@@ -86,6 +86,8 @@ def test_a_whole_node_has_no_problem_and_keeps_the_kernels_of_apex() -> None:
         ),
         ({"failed": NO_APEX}, [*LOCAL, "--sequence-parallel"], "leave out --sequence-parallel"),
         ({"versions": {**VERSIONS, "megatron-core": None}}, [], "megatron-core is not installed"),
+        ({"failed": {node.TENSORBOARD: "it is not installed"}}, [], "TensorBoard is not installed, to which Megatron"),
+        ({"wrong_flags": "EDGC has no flag --edgc-windw"}, [], "EDGC has no flag --edgc-windw"),
         ({"failed": {"torch": "OSError: libcudart.so.12"}}, [], "torch cannot be imported (OSError: libcudart.so.12)"),
     ],
 )
@@ -183,6 +185,21 @@ def test_it_runs_alone_and_its_status_tells() -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("preflight: error: ") and "--edgc-cpu trains on the CPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--edgc --edgc-cpu --edgc-window 20 --edgc-study error_gain=1 --lr 2e-3 --bf16", None),
+        ("--edgc --edgc-windw 20 --lr 2e-3", "EDGC has no flag --edgc-windw: python -m edgc flags prints"),
+        ("--edgc --edgc-window often", "argument --edgc-window: invalid int value: 'often'"),
+        ("--edgc --edgc-rmax -4", "--edgc-rmax = -4.0: must be a rank, or a share of the width below 1"),
+        ("--edgc-window 20", "--edgc-window given without --edgc: add --edgc to compress gradients"),
+    ],
+)
+def test_what_edgc_would_refuse_in_each_process_is_found_before(flags: str, says: str | None) -> None:
+    why = node.wrong_flags(flags.split())
+    assert why is None if says is None else why is not None and why.startswith(says)
 
 
 def test_what_nodes_print_is_compared_by_another_process() -> None:

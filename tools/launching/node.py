@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import importlib
@@ -10,7 +11,7 @@ import platform
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from tools._root import REPOSITORY
 from tools.launching.configs import LaunchError
@@ -18,6 +19,7 @@ from tools.shared.machine import installed
 
 PACKAGES = ("torch", "megatron-core", "edgc", "transformer-engine")  # on which all nodes have to agree
 TRANSFORMER_ENGINE = "transformer_engine.pytorch.fp8"  # what Megatron imports of it
+TENSORBOARD = "tensorboard"
 APEX = "apex.optimizers"  # which the package of that name on PyPI lacks
 APEX_NORM = "fused_layer_norm_cuda"
 APEX_GRADIENTS = "fused_weight_gradient_mlp_cuda"
@@ -31,7 +33,7 @@ EXTENSIONS = (TRANSFORMER_ENGINE, APEX, APEX_NORM, APEX_GRADIENTS, APEX_SOFTMAX,
 class Facts:
     """What a node has. ``gpus``: name and compute capability (major, minor) of each; ``cuda``: the version that torch
     was built for; ``architectures``: those it has kernels for, as in ``sm_90``; ``failed``: for each of ``EXTENSIONS``
-    that cannot be imported, why.
+    and packages that cannot be imported, why; ``wrong_flags``: why EDGC refuses its own flags.
     """
 
     node: str
@@ -41,13 +43,14 @@ class Facts:
     architectures: list[str] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    wrong_flags: str | None = None
 
     def has(self, extension: str) -> bool:
         return extension not in self.failed
 
 
-def gather(on_cpu: bool) -> Facts:
-    """The facts of this machine; on a CPU no extension is tried."""
+def gather(on_cpu: bool, flags: Sequence[str]) -> Facts:
+    """The facts of this machine, for training with these flags; on a CPU no extension is tried."""
     versions = {package: installed(package) for package in PACKAGES}
     versions["edgc"] = f"{versions['edgc']} (source {_source_hash()})"
     node = platform.node().split(".")[0]
@@ -58,15 +61,18 @@ def gather(on_cpu: bool) -> Facts:
         return Facts(node, {**versions, "torch": None}, failed={"torch": _reason(error)})
     versions["torch"] = str(torch.__version__)
     backends = [name for name in ("nccl", "gloo") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
+    wrong = wrong_flags(flags)
+    failed = {}
+    if installed(TENSORBOARD) is None:
+        failed[TENSORBOARD] = "it is not installed"
     if on_cpu:
-        return Facts(node, versions, backends=backends)
+        return Facts(node, versions, backends=backends, failed=failed, wrong_flags=wrong)
     gpus: list[tuple[str, int, int]] = []
     if torch.cuda.is_available():
         gpus = [
             (torch.cuda.get_device_name(place), *torch.cuda.get_device_capability(place))
             for place in range(torch.cuda.device_count())
         ]
-    failed = {}
     for name in EXTENSIONS:
         try:
             importlib.import_module(name)
@@ -76,7 +82,28 @@ def gather(on_cpu: bool) -> Facts:
         failed[APEX] = f"apex {installed('apex')} is installed, but {failed[APEX]}"
     if "nccl" in backends and gpus:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Facts(node, versions, torch.version.cuda, gpus, torch.cuda.get_arch_list(), backends, failed)
+    return Facts(node, versions, torch.version.cuda, gpus, torch.cuda.get_arch_list(), backends, failed, wrong)
+
+
+def wrong_flags(flags: Sequence[str]) -> str | None:
+    """Why EDGC refuses its own flags among those of a run; None if it does not."""
+    from edgc.config import ConfigError
+    from megatron.edgc.arguments import add_arguments, config_from_args
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(message)
+
+    parser = add_arguments(Parser(add_help=False))
+    parser.add_argument("--edgc-cpu", action="store_true")  # of pretrain_gpt.py
+    try:
+        known, others = parser.parse_known_args(flags)
+        if unknown := [flag for flag in others if flag.startswith("--edgc")]:
+            return f"EDGC has no flag {', '.join(unknown)}: python -m edgc flags prints those that it has"
+        config_from_args(known)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _reason(error: Exception) -> str:

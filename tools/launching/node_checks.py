@@ -13,6 +13,7 @@ from tools.launching.node import (
     APEX_NORM,
     APEX_SOFTMAX,
     EXTENSIONS,
+    TENSORBOARD,
     TRANSFORMER_ENGINE,
     Facts,
 )
@@ -44,6 +45,10 @@ def problems(facts: Facts, shape: Namespace, processes: int) -> list[str]:
     found = []
     if facts.versions["megatron-core"] is None:
         found.append("megatron-core is not installed: bash scripts/setup_env.sh, or pip install -e '.[megatron]'")
+    if facts.wrong_flags:
+        found.append(facts.wrong_flags)
+    if TENSORBOARD in facts.failed:
+        found.append("TensorBoard is not installed, to which Megatron writes the losses: pip install tensorboard")
     if "gloo" not in facts.backends:
         found.append(f"{torch} was built without gloo: install another torch")
     if shape.edgc_cpu:
