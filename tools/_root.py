@@ -6,6 +6,7 @@ The root takes the place of this folder, which Python puts first: a command here
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,20 @@ if Path(sys.path[0]).resolve() == REPOSITORY / "tools":
     sys.path[0] = str(REPOSITORY)
 
 
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # that of the package which it is in
+        return False
+
+
 def _name_what_is_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing not in ("", "edgc", "tools"):
+    top = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    module = "megatron.core" if top == "megatron" else top  # a part of megatron is in this repository
+    if top not in ("", "edgc", "tools") and not _found(module):
         command = Path(sys.argv[0]).stem
         hint = "bash scripts/setup_env.sh makes an environment with all packages, .venv"
-        print(f"{command}: error: the package {missing} is not installed: {hint}", file=sys.stderr)
+        print(f"{command}: error: the package {module.replace('.', '-')} is not installed: {hint}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

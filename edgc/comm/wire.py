@@ -298,7 +298,7 @@ def _signs() -> Tensor:
     alone, where the largest value does not set the scale.
     """
     generator = torch.Generator().manual_seed(stable_seed("signs"))
-    return 1.0 - 2 * torch.randint(2, (GROUP,), generator=generator, device="cpu")
+    return 1 - 2 * torch.randint(2, (GROUP,), generator=generator, dtype=torch.float32, device="cpu")
 
 
 @functools.cache

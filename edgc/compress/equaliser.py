@@ -29,6 +29,11 @@ SCALE_FLOOR = 1e-3
 # by it, the row would outweigh all others, and what compression leaves out of it would fall upon them. Trials with 0.3
 # are in docs/frontier/trials.json.
 SCALE_FLOOR_OF_SPARSE_ROWS = 0.3
+# Vectors of several lengths are padded to the longest one, if that takes at most so many values, or at most this share
+# of those of the gradients.
+PADDED_VALUES, PADDED_SHARE = 2**20, 1 / 256
+
+Scales = dict[str, tuple[Tensor, Tensor]]  # of the rows (rows x 1) and the columns (1 x cols) of matrices, by name
 
 
 class Equaliser:
@@ -40,31 +45,38 @@ class Equaliser:
     def __init__(self, sparse_rows: Collection[str] = ()) -> None:
         self.sparse_rows = frozenset(sparse_rows)
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self._together: _Sides | None = None  # the last moments, all in one
+        self._stacks: dict[tuple[str, ...], _Sides] = {}  # the same moments, of the last update
 
-    def scales(self, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none."""
+    def scales(self, names: Iterable[str]) -> Scales:
+        """(rows x 1) and (1 x cols), whose product has root mean square about 1; of what nothing is known, none.
+
+        Their last bits depend on the names, and on the order of these.
+        """
         known = [name for name in names if name in self._moments]
-        if not known:
-            return {}
-        moments = self._stacked(known)
-        floors = [SCALE_FLOOR_OF_SPARSE_ROWS if name in self.sparse_rows else SCALE_FLOOR for name in moments.names]
-        found = dict(zip(moments.names, moments.relative(floors), strict=True))
+        found: Scales = {}
+        for group in _groups({name: _shape(self._moments[name]) for name in known}):
+            floors = [SCALE_FLOOR_OF_SPARSE_ROWS if name in self.sparse_rows else SCALE_FLOOR for name in group]
+            found.update(zip(group, self._stacked(group).relative(floors), strict=True))
         return {name: (found[name][0].unsqueeze(1), found[name][1].unsqueeze(0)) for name in known}
 
     def update(self, squares: Mapping[str, tuple[Tensor, Tensor]], finite: Tensor) -> None:
-        """Take in the squared norms of sums' rows (rows,) and columns (cols,), by name.
+        """Take in the squared norms of sums' rows (rows,) and columns (cols,), by name, in the order of ``scales``.
 
         Not if ``finite`` is false, a boolean on the device, and none that are not finite themselves.
         """
-        if not squares:
-            return
-        names = list(squares)
-        new = _Sides.of(names, list(squares.values()))
         for name, pair in squares.items():  # zeros stand for "nothing is known"
             if name not in self._moments:
                 self._moments[name] = torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
-        old = self._stacked(names, alone=True)
+        self._stacks = {
+            group: self._moved(self._stacked(group), _Sides.of([squares[name] for name in group]), finite)
+            for group in _groups({name: _shape(pair) for name, pair in squares.items()})
+        }
+        for group, moments in self._stacks.items():
+            self._moments.update(zip(group, moments.parts(), strict=True))
+
+    @staticmethod
+    def _moved(old: "_Sides", new: "_Sides", finite: Tensor) -> "_Sides":
+        """The moments after a step whose squared norms are ``new``."""
         of_rows, of_cols = new.values.sum(dim=-1)
         before = old.values[0].sum(dim=-1)
         # Squares may overflow, in sums of rows, of columns or of both, and so may ``LARGEST_GROWTH`` times them below.
@@ -75,15 +87,15 @@ class Equaliser:
         fresh = torch.where(known, (1 - SCALE_DECAY) * most / torch.maximum(of_rows, most), 1.0)
         kept = known.float() * SCALE_DECAY
         moved = torch.addcmul(old.values * kept.unsqueeze(1), new.values, fresh.unsqueeze(1))
-        self._together = replace(new, values=torch.where(taken.unsqueeze(1), moved, old.values))
-        self._moments.update(zip(names, self._together.parts(), strict=True))
+        return replace(new, values=torch.where(taken.unsqueeze(1), moved, old.values))
 
-    def _stacked(self, names: Sequence[str], alone: bool = False) -> "_Sides":
-        """The moments of these names, or those of the last update if these are among them (``alone``: are all)."""
-        last = self._together
-        if last is not None and (last.names == list(names) or (not alone and {*last.names}.issuperset(names))):
-            return last
-        return _Sides.of(names, [self._moments[name] for name in names])
+    def _stacked(self, group: tuple[str, ...]) -> "_Sides":
+        """The moments of a group. They lie alike whether they are of the last update, of an older one or of a
+        checkpoint, because the order of additions, and so the last bit of a mean, depends on that.
+        """
+        if group in self._stacks:
+            return self._stacks[group]
+        return _Sides.of([self._moments[name] for name in group])
 
     def state_dict(self) -> dict[str, Packed]:
         """The averages by parameter name and side. Tensors are replaced, never changed, so these are no copies."""
@@ -96,7 +108,7 @@ class Equaliser:
     def load_state_dict(self, state: Mapping[str, Packed]) -> None:
         """Go on where ``state_dict`` was taken."""
         names = dict.fromkeys(key.rpartition(":")[0] for key in state)
-        self._together = None
+        self._stacks = {}
         self._moments = {
             name: (state[f"{name}:{SIDES[0]}"].values(), state[f"{name}:{SIDES[1]}"].values()) for name in names
         }
@@ -116,6 +128,22 @@ def squared_norms(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[
     return of_rows, squares.sum(dim=0)
 
 
+def _shape(pair: tuple[Tensor, Tensor]) -> tuple[int, int]:
+    return len(pair[0]), len(pair[1])
+
+
+def _groups(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    """Names of matrices whose vectors are handled at once: all, or those whose longest ones are about as long."""
+    longest = {name: max(shape) for name, shape in shapes.items()}
+    padded = 2 * len(longest) * max(longest.values(), default=0)
+    gradients = sum(rows * cols for rows, cols in shapes.values())
+    apart = padded > max(PADDED_VALUES, PADDED_SHARE * gradients)
+    found: dict[int, list[str]] = {}
+    for name, length in longest.items():
+        found.setdefault(length.bit_length() if apart else 0, []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
 @dataclass(frozen=True)
 class _Sides:
     """Vectors of the rows and of the columns of matrices in one tensor: (2, matrices, the longest), ending in zeros.
@@ -123,30 +151,29 @@ class _Sides:
     So a few operations are enough for all of them.
     """
 
-    names: list[str]
-    lengths: list[tuple[int, int]]  # of rows and columns, by matrix
+    shapes: list[tuple[int, int]]  # of the matrices
     values: Tensor
 
     @classmethod
-    def of(cls, names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> "_Sides":
+    def of(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> "_Sides":
         vectors = [pair[side] for side in (0, 1) for pair in pairs]
         values = vectors[0].new_zeros(len(vectors), max(map(len, vectors)))
         torch._foreach_copy_([row[: len(own)] for row, own in zip(values.unbind(), vectors, strict=True)], vectors)
-        return cls(list(names), [(len(rows), len(cols)) for rows, cols in pairs], values.view(2, len(pairs), -1))
+        return cls([_shape(pair) for pair in pairs], values.view(2, len(pairs), -1))
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """The vectors."""
         return [
             (rows[:of_rows], cols[:of_cols])
             for rows, cols, (of_rows, of_cols) in zip(
-                *(side.unbind() for side in self.values), self.lengths, strict=True
+                *(side.unbind() for side in self.values), self.shapes, strict=True
             )
         ]
 
     def relative(self, floors: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
         """Scales of moments, not below a floor for each matrix; ones where nothing is known."""
         device = self.values.device
-        means = self.values.sum(dim=-1, keepdim=True) / _lengths(tuple(self.lengths), device)
+        means = self.values.sum(dim=-1, keepdim=True) / _lengths(tuple(self.shapes), device)
         scales = (self.values / means).nan_to_num_(1.0).clamp_min_(_squares(tuple(floors), device)).sqrt_()
         return replace(self, values=scales).parts()
 

@@ -126,13 +126,16 @@ class GradientReducer:
                 return
             shards = None  # what 16 bits cut off is fed back, and known only of sums that all processes have
         state, config = self.state, self.router.config
+        scales = None
+        if config.equalise:
+            scales = {} if self.router.exact else state.equaliser.scales(gradients)
         context = ReductionContext(
             iteration,
             loss_scale,
             shards or {},
             self.communicator,
             state.feedback,
-            state.equaliser if config.equalise else None,
+            scales,
             self.error_gain(iteration),
         )
         measuring = Measuring(self.router, state, self.observer, context)
@@ -145,7 +148,7 @@ class GradientReducer:
         self.finite, squared_norms = yield from agree(routes, self.communicator)
         for route in routes:
             route.commit(self.finite)
-        state.equaliser.update(squared_norms, self.finite)
+        state.equaliser.update({name: squared_norms[name] for name in gradients if name in squared_norms}, self.finite)
         if self.verify:
             self._digests = {name: one for route in routes for name, one in route.digests().items()}
         yield from measuring.after(self.finite)

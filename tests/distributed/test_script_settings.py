@@ -55,7 +55,8 @@ SCOPES: dict[str, Callable[[], Any]] = {
 
 def averages(settings: dict[str, Any], scope: Callable[[], Any], rank: int) -> list[torch.Tensor]:
     """Of five steps, on this process; ``attach`` and ``step`` are called in the scope."""
-    wire._rotation.cache_clear()  # a matrix that is made once in a process
+    for made_once in (wire._rotation, wire._small_rotation):
+        made_once.cache_clear()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 128), nn.Linear(128, 64))
     generator = torch.Generator().manual_seed(rank)

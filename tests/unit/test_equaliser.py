@@ -101,6 +101,24 @@ def test_equal_matrices_are_averaged_as_each_is() -> None:
         assert torch.allclose(rows, own_rows) and torch.allclose(cols, own_cols)
 
 
+def test_one_long_vector_is_no_length_for_all_others() -> None:
+    """Else 256 small matrices beside an embedding would take nine times the memory of their gradients."""
+    equaliser = Equaliser()
+    shapes = {**{f"expert{index}": (64, 32) for index in range(256)}, "words": (20_000, 32)}
+    squares = {name: (torch.rand(rows), torch.rand(cols)) for name, (rows, cols) in shapes.items()}
+    equaliser.update(squares, torch.tensor(True))
+    moments = [moment.values() for moment in equaliser.state_dict().values()]
+    held = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
+    assert sum(held.values()) < 2.5 * sum(moment.nbytes for moment in moments)
+    small = {name: pair for name, pair in squares.items() if name != "words"}
+    alone = Equaliser()
+    alone.update(small, torch.tensor(True))
+    found = equaliser.scales(shapes)
+    assert list(found) == list(shapes) and all(found[name][0].shape == (shapes[name][0], 1) for name in found)
+    for name, (rows, cols) in alone.scales(small).items():
+        assert torch.allclose(rows, found[name][0]) and torch.allclose(cols, found[name][1])
+
+
 def test_averages_forget() -> None:
     equaliser = Equaliser()
     rows = torch.tensor([1.0, 10.0])

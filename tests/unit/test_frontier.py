@@ -317,11 +317,12 @@ def test_windows_lie_in_columns_and_come_back_as_they_were(tmp_path: Path) -> No
     line = {**dict.fromkeys(IDENTITY, 1), "model": "m", "val_loss": 1.0, "commit": "c"}
     alike = {**line, "name": "alike", "windows": [window(number) for number in range(20)]}
     other = {**line, "name": "other", "windows": [window(1), window(2, fidelity=[{}])]}
+    third = {**line, "name": "third", "windows": [{"entropy": {}}, {"entropy": {"fc1": 0.5}}]}
     without = {**line, "name": "without"}
-    for one in (alike, other, without):
+    for one in (alike, other, third, without):
         record_result(tmp_path, one)
-    assert read_results(tmp_path, ["m"]) == [alike, other, without]
-    first, second, _ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert read_results(tmp_path, ["m"]) == [alike, other, third, without]
+    first, second, *_ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
     assert first["windows"]["columns"]["statistics"][1]["norm"]["skewness"] == [0.2] * 20
     assert second["windows"] == other["windows"], "keys differ, so they stay as they are"
     older = json.dumps(alike)

@@ -197,6 +197,28 @@ def test_a_spike_after_a_resume_is_one_by_the_norm_of_before() -> None:
     assert torch.equal(first.error(), again.error())
 
 
+def test_a_resumed_run_goes_on_with_the_same_bits_whatever_the_shapes() -> None:
+    """Matrices in low rank and a longer one that is rounded: they are scaled together."""
+    words, in_low_rank = MatrixSpec("words", 1003, 61), [MatrixSpec(f"w{i}", 37 + 7 * i, 91 + 5 * i) for i in range(12)]
+    matrices = (*in_low_rank, words)
+
+    def reducer() -> GradientReducer:
+        made = GradientReducer(Selection(matrices), EDGCConfig.of(equalise=True), communicator(), CPU)
+        made.set_rank(8, {one.name: 8 for one in in_low_rank}, {"words": "int4"})
+        return made
+
+    before, after = reducer(), reducer()
+    for iteration in range(6):
+        gradients = {one.name: torch.randn(one.rows, one.cols) for one in matrices}
+        copies = {name: gradient.clone() for name, gradient in gradients.items()}
+        run_to_end(before.reduce(gradients, iteration))
+        if iteration >= 3:
+            run_to_end(after.reduce(copies, iteration))
+            assert all(torch.equal(copies[name], gradient) for name, gradient in gradients.items())
+        else:
+            after.state.load_state_dict(before.state.state_dict())
+
+
 @pytest.mark.parametrize("pause", [(None,), (RANK, {}, {"bias": "int8"})], ids=["of all", "of one"])
 def test_a_gradient_that_was_sent_whole_for_a_while_is_no_spike_by_its_norm_of_before(pause: tuple[Any, ...]) -> None:
     selection = Selection((MATRIX,), (SkippedParameter(Parameter("bias", (32,)), "one-dimensional"),))

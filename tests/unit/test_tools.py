@@ -56,7 +56,14 @@ def test_a_package_that_is_not_installed_is_named_in_one_line() -> None:
     for name in ("report", "export_hf", "preprocess_data"):
         ran = subprocess.run([sys.executable, "-S", TOOLS / f"{name}.py"], capture_output=True, text=True)
         assert ran.returncode == 1 and ran.stderr.count("\n") == 1, ran.stderr
-        assert re.match(rf"{name}: error: the package \w+ is not installed: bash scripts/setup_env.sh", ran.stderr)
+        assert re.match(rf"{name}: error: the package [\w-]+ is not installed: bash scripts/setup_env.sh", ran.stderr)
+
+
+@pytest.mark.parametrize("missing", ["megatron.edgc.no_such_module", "torch.no_such_module", "tools.no_such_module"])
+def test_a_module_that_an_installed_package_lacks_is_told_with_where_it_was_asked_for(missing: str) -> None:
+    script = f"import sys; sys.path[0] = {str(TOOLS)!r}; import _root; import {missing}"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.stderr.startswith("Traceback") and "is not installed" not in ran.stderr
 
 
 # One process for all, which imports torch once.

@@ -59,7 +59,11 @@ def _texts(folder: Path, model: str) -> list[str]:
 def _written(line: Mapping[str, Any]) -> str:
     rows = line.get("windows") or [None]
     columns = _columns(rows)
-    if not isinstance(columns, dict) or _rows(columns, len(rows)) != rows:  # windows that differ in their keys
+    try:
+        same = isinstance(columns, dict) and _rows(columns, len(rows)) == rows
+    except (TypeError, KeyError):
+        same = False
+    if not same:  # windows that differ in their keys
         return json.dumps(line)
     return json.dumps({**line, "windows": {"count": len(rows), "columns": columns}})
 

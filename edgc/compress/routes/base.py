@@ -19,7 +19,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.replicas import digest
-from edgc.compress.equaliser import Equaliser
+from edgc.compress.equaliser import Scales
 from edgc.compress.error_feedback import ErrorFeedback, ErrorRule
 from edgc.specs import MatrixSpec, ShardBounds
 from edgc.stacking import all_finite
@@ -32,7 +32,8 @@ class ReductionContext:
     """What the routes of one reduction share.
 
     ``shards``: by name, where in a flattened gradient the part of each process begins and ends; a process needs no more
-    of such a sum than its own part. ``equaliser``: None, and nothing is divided by scales. ``error_gain``: the share of
+    of such a sum than its own part. ``scales``: what gradients that leave errors are divided by before their sum, where
+    something is known; None: they are not, and no squared norms of sums are wanted. ``error_gain``: the share of
     an error that a gradient takes with it, where its sum may leave a new one; the rest waits.
     """
 
@@ -41,7 +42,7 @@ class ReductionContext:
     shards: Mapping[str, ShardBounds]
     communicator: Communicator
     feedback: ErrorFeedback
-    equaliser: Equaliser | None
+    scales: Scales | None
     error_gain: float
 
     def own_part(self, name: str) -> tuple[int, int]:

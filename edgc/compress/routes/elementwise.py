@@ -36,8 +36,8 @@ class ElementwiseRoute(Route):
 
     def exchange(self) -> Exchange[None]:
         matrices, context = self.matrices, self.context
-        equalised = context.equaliser is not None and self.fed_back and self.engine.equalised
-        scales = context.equaliser.scales(matrices) if context.equaliser is not None and equalised else {}
+        known = (context.scales or {}) if self.fed_back and self.engine.equalised else {}
+        scales = {name: known[name] for name in matrices if name in known}
         for name, (rows, cols) in scales.items():
             matrices[name].div_(rows).div_(cols)
         if self.fed_back:
@@ -47,7 +47,7 @@ class ElementwiseRoute(Route):
         for name, (rows, cols) in scales.items():
             for restored in (matrices[name], self.errors[name]):
                 restored.mul_(rows).mul_(cols)
-        if context.equaliser is not None:
+        if context.scales is not None:
             self.squared_norms = {
                 name: squared_norms(matrix, context.own_part(name) if self.sharded else None)
                 for name, matrix in matrices.items()

@@ -52,7 +52,7 @@ class FactorRoute(Route):
             self.first_sums[name] = parts.rows[0], parts.sums[0]
         finite_rows = [parts.finite for parts in taken]
         del taken  # the shares' memory
-        scales = {} if context.equaliser is None else context.equaliser.scales(self.matrices)
+        scales = context.scales or {}
         operands = {name: Operand(matrix, scales.get(name)) for name, matrix in self.matrices.items()}
         for name in operands:
             if self.engine.transposes(self.specs[name], context.iteration):
@@ -61,7 +61,7 @@ class FactorRoute(Route):
             self._batch(operands), self.ranks, context.iteration, context.communicator
         )
         self.factored, self.finite = factored, torch.stack([factored.finite, *finite_rows]).all()
-        if context.equaliser is not None:
+        if context.scales is not None:
             self.squared_norms = squared_norms_of(factored.sums)
         if any(gradient.dtype != torch.float32 for gradient in self.gradients.values()):
             for name, matrix in self.matrices.items():
