@@ -36,18 +36,32 @@ class ByteCount:
 
 @dataclass(frozen=True)
 class RunBytes:
-    """The byte counts of gradients, of updated weights, and of messages between pipeline stages."""
+    """The byte counts of gradients, of updated weights, and of messages between pipeline stages.
+
+    ``unplanned``: of the gradients, what no plan can change.
+    """
 
     gradients: ByteCount = ByteCount()
     weights: ByteCount = ByteCount()
     messages: ByteCount = ByteCount()
+    unplanned: ByteCount = ByteCount()
+
+    @property
+    def planned(self) -> ByteCount:
+        """Of gradients whose bytes follow the plan, and count against a volume."""
+        return self.gradients - self.unplanned
 
     @property
     def total(self) -> ByteCount:
         return self.gradients + self.weights + self.messages
 
     def __add__(self, other: "RunBytes") -> "RunBytes":
-        return RunBytes(self.gradients + other.gradients, self.weights + other.weights, self.messages + other.messages)
+        return RunBytes(
+            self.gradients + other.gradients,
+            self.weights + other.weights,
+            self.messages + other.messages,
+            self.unplanned + other.unplanned,
+        )
 
     @classmethod
     def mean(cls, several: Sequence["RunBytes"]) -> "RunBytes":
@@ -55,6 +69,7 @@ class RunBytes:
             ByteCount.mean([one.gradients for one in several]),
             ByteCount.mean([one.weights for one in several]),
             ByteCount.mean([one.messages for one in several]),
+            ByteCount.mean([one.unplanned for one in several]),
         )
 
     def to_event(self) -> dict[str, float]:

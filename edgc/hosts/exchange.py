@@ -98,7 +98,7 @@ class WindowExchange:
         """Go on at ``iteration``, with what a checkpoint has given stages and controllers. A controller of gradients
         that does not go on where it had ended begins there.
         """
-        sent = gather_objects(self._bytes_of_stages().gradients, self.group)
+        sent = gather_objects(self._bytes_of_stages().planned, self.group)
         if self.controller is not None and not self.controller.resumed:
             self.controller.begin(iteration, ByteCount.mean(sent))
         self.adopt_plans()
@@ -164,7 +164,7 @@ class WindowExchange:
             for s in window.stages
         ]
         usual_ranks, seconds_by = self.driver.current.usual_ranks, self.driver.seconds_by
-        gradients, by_host = window.bytes.gradients, window.sent_by_host
+        gradients, by_host = window.bytes.planned, window.sent_by_host
         controller.observe(
             WindowObservation(observations, usual_ranks, gradients, host_step_share, by_host, seconds_by, window.loss)
         )

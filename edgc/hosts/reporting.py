@@ -70,7 +70,7 @@ class Reporter:
         self.parameters = [stage.elements for stage in plan.stages]
         lines = wording.start_lines(plan, self.run.gradient_bytes)
         if embedding_bytes is not None:
-            lines.append(wording.embedding_line(embedding_bytes, embedding_apart))
+            lines.append(wording.embedding_line(embedding_bytes, embedding_apart, plan.config))
         if messages is not None:
             lines.append(wording.messages_line(pipeline.messages.which, messages))
         if weight_times is not None or self.config.formats.weights.format is not None:

@@ -34,7 +34,7 @@ class Stage:
         self.weights, self.weights_by_host = Traffic(), Traffic()  # of updated weights, and in the host's own way
         self.spans = Spans(device)
         self.step_bytes = step_bytes
-        self._other_ways = self._window_start = ByteCount()
+        self._other_ways = self._window_start = self._unplanned = ByteCount()
         self._by_host = False  # whether the host sums in the step under way
         self._step_start = self._sent_by_host = 0.0  # bytes before this step, and in steps of the host's sums
         self.units = Units([])  # those of its parameters, once they are known
@@ -60,6 +60,14 @@ class Stage:
             self._sent_by_host += self.traffic.bytes - self._step_start
         self._step_start = self.traffic.bytes
         self.spans.close()
+
+    def count_unplanned(self, sent: float, other_ways: ByteCount) -> None:
+        """Count a sum of gradients that the host has sent beside the step's reductions, whatever the plan.
+
+        ``other_ways``: as in ``step_bytes``, of which it is a part.
+        """
+        self._unplanned += replace(other_ways, sent=sent)
+        self._step_start += sent
 
     def take_sent_by_host(self) -> float:
         """Bytes of gradients in steps of the host's sums since the last call."""
@@ -108,7 +116,8 @@ class Stage:
     def byte_counts(self) -> RunBytes:
         """Bytes so far."""
         by_host = self.weights_by_host.bytes
-        return RunBytes(self.gradient_bytes, ByteCount(self.weights.bytes, by_host, by_host))
+        weights = ByteCount(self.weights.bytes, by_host, by_host)
+        return RunBytes(self.gradient_bytes, weights, unplanned=self._unplanned)
 
     def restore_bytes(self, counts: RunBytes) -> None:
         """Go on counting from ``byte_counts`` in a checkpoint, the mean over the stage's processes."""
@@ -117,3 +126,4 @@ class Stage:
         self.weights.resume(counts.weights.sent)
         self.weights_by_host.resume(counts.weights.host)
         self._other_ways = self._window_start = counts.gradients
+        self._unplanned = counts.unplanned

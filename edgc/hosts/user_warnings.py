@@ -50,7 +50,7 @@ def warn_of_spent_budget(controller: Controller, group: ProcessGroup | None = No
 
 def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGroup | None = None) -> None:
     """Warn after a whole run that has sent more than its volume allows."""
-    gradients = report.bytes.gradients
+    gradients = report.bytes.planned
     if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
         message = (
             f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes. Possible causes: "

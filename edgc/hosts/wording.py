@@ -24,9 +24,11 @@ def start_lines(plan: RunPlan, gradient_bytes: int) -> list[str]:
     return lines + [line for stage in plan.stages for line in _contents(stage, plan.config, gradient_bytes)]
 
 
-def embedding_line(size: float, apart: str) -> str:
+def embedding_line(size: float, apart: str, config: EDGCConfig) -> str:
     """The line on a tied embedding whose copies, of ``size`` bytes, the host sums. ``apart``: why EDGC cannot."""
     what = f"by the host, counted, not compressed: {_bytes(size)} a step"
+    if config.rank_policy is RankPolicy.VOLUME:
+        what += f", which {flag('volume')} does not bound"
     why = f": {flag('fuse_embedding_sync')} {apart}" if apart else ""
     return f"tied embedding summed over first and last stage {what}{why}"
 

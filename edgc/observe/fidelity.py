@@ -30,6 +30,8 @@ from edgc.seeding import stable_seed
 DECAY = 0.9  # of the moving averages, per measured step
 # Added to each mean square, times the parameter's average: a mean of few measurements can be much too small.
 FLOOR = 0.01
+# The energy of one gradient of a parameter counts as at most so many times its average; not tuned.
+LARGEST_GROWTH = 4.0
 _TINY = torch.finfo(torch.float32).tiny
 LARGEST_SAMPLE = 0.01  # share of the entries of a parameter that is sampled by default: each takes 28 bytes
 SUMS_PER_ENTRY = 3  # that are sent for an entry: g, g + e, and s where a process knows but its own part of it
@@ -196,18 +198,25 @@ class FidelitySampler:
         ``samples``: g, g + e and s at the entries of ``take``, all of them sums over the processes. They say nothing if
         the step was not ``finite``, a boolean on the device: the values are then NaN, and the averages stay.
         """
-        true, owed, got = samples
         counts = [len(self._indices[name]) for name in names]
+        before = torch.cat([self._before(name, count, samples[0]) for name, count in zip(names, counts, strict=True)])
+        usual, new = (_by_parameter(values, counts) for values in (before[:, 0], samples[0].square()))
+        # a spike says nothing of other steps, and averages would keep it for long
+        damped = torch.where(new > LARGEST_GROWTH * usual, LARGEST_GROWTH * usual / new, 1.0).sqrt()
+        damped = torch.where(usual > 0, damped, 1.0)
+        true, owed, got = (values * damped for values in samples)
         now = torch.stack([true.square(), got.square(), true, got], dim=1)
-        before = torch.cat([self._before(name, count, now) for name, count in zip(names, counts, strict=True)])
         # A mean square begins with the mean over its parameter: one square of an entry can be far too small.
         start = torch.where(before[:, :2] > 0, before[:, :2], _by_parameter(now[:, :2], counts))
         after = torch.lerp(now, torch.cat([start, before[:, 2:4]], dim=1), DECAY)
-        finite = finite & torch.isfinite(after).all()  # squares of a finite value may overflow
+        finite = finite & torch.isfinite(after).all() & torch.isfinite(new).all()  # squares may overflow
         kept = torch.where(finite, torch.cat([after, true.unsqueeze(1)], dim=1), before)
         self.averages.update(zip(names, torch.split(kept, counts), strict=True))
         squares, (mean_true, mean_got) = after[:, :2], after[:, 2:].unbind(dim=1)
-        of_true, of_got = (squares + FLOOR * _by_parameter(squares, counts)).clamp_min(_TINY).rsqrt().unbind(dim=1)
+        # where no gradient was seen yet, what errors bring has no unit, and counts for nothing
+        seen = (after[:, :1] > 0) | (_by_parameter(after[:, :1], counts) > 0)
+        roots = (squares + FLOOR * _by_parameter(squares, counts)).clamp_min(_TINY).rsqrt()
+        of_true, of_got = torch.where(seen, roots, 0.0).unbind(dim=1)
         unsent = owed - got
         values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
         units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]
@@ -222,5 +231,5 @@ class FidelitySampler:
 
 
 def _by_parameter(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """(entries, 2) -> the same, each entry the mean over its parameter's."""
+    """(entries, ...) -> the same, each entry the mean over its parameter's."""
     return torch.cat([part.mean(dim=0, keepdim=True).expand_as(part) for part in torch.split(values, list(counts))])

@@ -50,6 +50,7 @@ class Controller:
         budget: what sets ranks and formats where the run has a volume.
         trials: what compares compressed steps with the host's; None: compress without comparing.
         link_times: by which a run with a volume rounds all gradients, or does not; None: that never changes.
+        replicas: how many processes sum the gradients of which entropy is measured.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Controller:
         budget: BudgetPlanner | None = None,
         trials: Trials | None = None,
         link_times: LinkTimes | None = None,
+        replicas: int = 1,
     ):
         bounded = config.rank_depends_on_link and config.rank_policy is not RankPolicy.VOLUME
         if bounded and (config.ranks.rmin is None or config.ranks.resolved_rmax is None):
@@ -75,7 +77,7 @@ class Controller:
             computed=config.ranks.link_gbps is not None,
         )
         # also where it decides nothing: a resumed run may have it decide
-        self.entropy = EntropyRanks(config, iterations, self.matrices, self.times)
+        self.entropy = EntropyRanks(config, iterations, self.matrices, self.times, replicas)
         self.energies: list[Mapping[str, Sequence[float]]] = [{} for _ in stages]
         self.loss = LossWatch(config.study.greatest_loss_rise)
         self.resumed = False  # whether it goes on where another one had ended

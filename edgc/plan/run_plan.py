@@ -80,7 +80,7 @@ class RunPlan:
             )
             for stage, message_cost in zip(self.stages, message_costs or [None] * len(self.stages), strict=True)
         ]
-        return Controller(self.config, iterations, stages, budget, trials, self.link_times)
+        return Controller(self.config, iterations, stages, budget, trials, self.link_times, sizes.run.replicas)
 
 
 def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessStage]]) -> RunPlan:

@@ -261,7 +261,7 @@ def watch_and_change(case: dict[str, Any], watch: Watch, patch: pytest.MonkeyPat
         times = GatherTimes(1.0, case["gather_seconds"])
         patch.setattr(megatron.edgc.stages, "gather_times", lambda *args: times)
     if "break_even" in case:
-        patch.setattr(StageCost, "break_even_rank", lambda cost, share=1.0: case["break_even"])
+        patch.setattr(StageCost, "largest_rank", lambda cost, seconds: case["break_even"])
     if "unit_bytes" in case:
         patch.setattr(megatron.edgc.stages, "MIN_UNIT_BYTES", case["unit_bytes"])
     if case.get("full_rank"):

@@ -43,6 +43,17 @@ def test_a_run_sends_its_budget_and_resumes_with_the_same_plans(tmp_path: Path) 
     assert len({str(plan) for plan in plans}) > 2, "plans follow what is measured"
 
 
+def test_what_megatron_sums_beside_takes_nothing_of_the_volume(tmp_path: Path) -> None:
+    """The second sum of a tied embedding, which is a fifth of the bytes in fp32: no volume can pay for it."""
+    flags = ["--pipeline-model-parallel-size", "2", "--edgc-no-fuse-embedding-sync", "--train-iters", "60", *VOLUME]
+    output = train([*flags, "--edgc-log-dir", str(tmp_path)])
+    assert "65.5 kB a step, which --edgc-volume does not bound" in output and "--edgc-volume 12 was asked" not in output
+    last = read_events(tmp_path)[-1]
+    second_sums = 60 * 65_536.0
+    sent, fp32 = (last[name] - second_sums for name in ("dp_bytes", "dp_bytes_fp32"))
+    assert fp32 / sent == pytest.approx(12, rel=0.05)
+
+
 def test_a_run_that_diverges_warns_and_sends_more(tmp_path: Path) -> None:
     """Its learning rate rises far beyond what the model bears."""
     rising = ["--train-iters", "80", "--lr", "0.3", "--lr-warmup-iters", "60"]

@@ -145,14 +145,14 @@ def test_aligned_rank_names_bad_input(first, slope, slack, r_max, message: str) 
         aligned_rank(first, LinearCost(0.0, slope), slack, r_max)
 
 
-def test_break_even_is_the_largest_rank_not_slower_than_the_host() -> None:
+def test_the_largest_rank_takes_no_longer_than_it_may() -> None:
     cost = LinearCost(0.02, 0.003)
     for host in np.linspace(0.02, 1.0, 97):
-        rank = StageCost(cost, dense_seconds=9.0, host_seconds=host).break_even_rank()
+        rank = StageCost(cost, dense_seconds=9.0, host_seconds=9.0).largest_rank(host)
         assert rank % 4 == 0 and cost.at(rank) <= host * (1 + 1e-8) < cost.at(rank + 4) * (1 + 1e-7)
-    assert StageCost(LinearCost(0.0, 0.1), 9.0, 0.4).break_even_rank() == 4
-    assert StageCost(LinearCost(0.0, 0.1), 9.0, 1.2 / 0.75).break_even_rank(0.75) == 12  # 1.2 / 0.1 comes out below 12
-    assert StageCost(cost, 9.0, 0.01).break_even_rank() == 0
+    assert StageCost(LinearCost(0.0, 0.1), 9.0, 9.0).largest_rank(0.4) == 4
+    assert StageCost(LinearCost(0.0, 0.1), 9.0, 9.0).largest_rank(0.75 * (1.2 / 0.75)) == 12  # comes out below 1.2
+    assert StageCost(cost, 9.0, 9.0).largest_rank(0.01) == 0
 
 
 @pytest.mark.parametrize(("by_host", "rank", "predicted"), [(False, 5, 5.0), (False, None, 10.0), (True, 5, 20.0)])

@@ -378,6 +378,20 @@ def test_state_survives_json_and_goes_on_alike() -> None:
     assert second.plan == whole.plan
 
 
+@pytest.mark.parametrize(("replicas", "ranks"), [(8, [56, 48, 40]), (4, [64, 64, 64])])
+def test_entropy_of_other_shares_of_the_batch_is_not_compared(replicas: int, ranks: list[int]) -> None:
+    """At half the processes each averages over twice the samples: its entropy falls, the sum is as it was."""
+    before = Controller(BASE, 10_000, [STAGE], replicas=8)
+    assert first_stage(play(before, [*WARM, -5.0]))[-1] == 64
+    after = Controller(BASE, 10_000, [STAGE], replicas=replicas)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    decided = []
+    for window, entropy in enumerate([-5.35, -5.35, -5.35], start=12):
+        after.observe(WindowObservation([StageObservation(entropy=entropy)]))
+        decided.append(after.decide(window * WINDOW).ranks[0])
+    assert decided == ranks
+
+
 def test_a_resumed_run_keeps_to_the_bounds_of_now_at_once() -> None:
     before = controller(stages=2, align=True)
     assert play(before, [*WARM, -5.0], backward=0.004)[-1] == (64, 64)

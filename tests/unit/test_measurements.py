@@ -1,6 +1,7 @@
 """What is made of measurements: fidelity, shares of rows, spikes, what was not sent."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,6 +46,34 @@ def test_lag_is_how_much_of_the_gradient_before_arrives_beside_that_of_the_step(
         assert math.isnan(Fidelity.of(first.tolist()).lag)
         lags.append(Fidelity.of(sampler.compare(["w"], (now, now, got), torch.tensor(True))["w"].tolist()).lag)
     assert lags == pytest.approx([0.0, 0.4], abs=1e-4)
+
+
+def fidelities(size: Callable[[int], float], steps: int = 12) -> list[Fidelity]:
+    """Of gradients of these sizes by step, of which 0.7 arrive, with 0.2 of an error that is always as large."""
+    sampler, generator = FidelitySampler(1.0, 0), torch.Generator().manual_seed(0)
+    sampler.indices("w", 2000, CPU)
+    found = []
+    for step in range(steps):
+        noise, error = torch.randn(2, 2000, generator=generator)
+        gradient = size(step) * noise
+        values = sampler.compare(["w"], (gradient, gradient + error, 0.7 * gradient + 0.2 * error), torch.tensor(True))
+        found.append(Fidelity.of(values["w"].tolist()))
+    return found
+
+
+def test_an_expert_that_is_idle_in_the_first_measured_step_counts_from_its_first_gradient_on() -> None:
+    idle, active = fidelities(lambda step: float(step > 0)), fidelities(lambda step: 1.0)
+    assert Fidelity.total(idle).descent.noise < 2 * Fidelity.total(active).descent.noise
+    assert Fidelity.total(idle).energy == pytest.approx(Fidelity.total(active).energy, rel=0.3)
+
+
+@pytest.mark.parametrize("spike", [30.0, 1000.0])
+def test_a_spike_says_little_of_the_steps_around_it(spike: float) -> None:
+    seen, usual = fidelities(lambda step: spike if step == 6 else 1.0, 30), fidelities(lambda step: 1.0, 30)
+    for first in range(0, 30, 5):
+        own, plain = (Fidelity.total(steps[first : first + 5]) for steps in (seen, usual))
+        assert 0.6 < own.energy / plain.energy < 1.6
+        assert 0.5 < own.descent.noise / plain.descent.noise < 2
 
 
 def test_the_shares_of_rows_are_of_their_norms() -> None:

@@ -56,6 +56,20 @@ def test_the_slowest_link_limits_the_rank_and_the_slowest_process_is_the_cost_of
     assert [stage.cost for stage in plan.stages] == [slow, CHEAP]
 
 
+@pytest.mark.parametrize(("preset", "rmax"), [("balanced", 348), ("paper", 472)])
+def test_a_stage_that_the_step_does_not_wait_for_has_no_say(preset: str, rmax: int) -> None:
+    """Compressed, the small stage takes longer than its host, and far less than that of the large stage."""
+    large = StageCost(LinearCost(0.05, 0.002), 1.0, 1.0)
+    small = StageCost(LinearCost(0.004, 0.00001), 0.0034, 0.0034)
+    matrices = Parameter("fc1.weight", (2048, 2048)), Parameter("small.weight", (64, 64))
+    known = [
+        [ProcessStage(StageKey(StageKind.LAYERS, stage), (matrix,), cost)]
+        for stage, (matrix, cost) in enumerate(zip(matrices, (large, small), strict=True))
+    ]
+    plan = plan_run(EDGCConfig.from_preset(preset, window=50), RUN, known)
+    assert plan.compresses and plan.config.ranks.resolved_rmax == rmax
+
+
 def test_a_link_on_which_no_rank_pays_is_left_dense_with_a_warning_unless_a_rank_is_given() -> None:
     config = EDGCConfig.of(window=100, rest_wire="int8", dense_wire="int8")
     plan = plan_run(config, RUN, processes(CHEAP, DEAR))

@@ -30,15 +30,25 @@ class EntropyRanks:
         iterations: length of the run.
         stages: the matrices of each stage that one process compresses; a stage that has none stays dense.
         times: of the stages, by which later ones are aligned to the first.
+        replicas: how many processes sum the gradients of which entropy is measured.
     """
 
-    def __init__(self, config: EDGCConfig, iterations: int, stages: Sequence[Sequence[MatrixSpec]], times: StageTimes):
+    def __init__(
+        self,
+        config: EDGCConfig,
+        iterations: int,
+        stages: Sequence[Sequence[MatrixSpec]],
+        times: StageTimes,
+        replicas: int = 1,
+    ):
         self.config, self.iterations, self.matrices, self.times = config, iterations, stages, times
+        self.replicas = replicas
         self.models = tuple(
             StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in stages
         )
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
-        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up
+        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up; NaN: the
+        # next one that is measured
         self.anchor: list[float | None] = [None] * len(stages)
         # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
         self.tolerated: list[float | None] = [None] * len(stages)
@@ -59,6 +69,9 @@ class EntropyRanks:
         ``energies``: of the window, as in a ``StageObservation``.
         """
         entropy, before, indices = self.history[-1], plan.ranks, range(len(self.models))
+        for index, anchor in enumerate(self.anchor):
+            if anchor is not None and math.isnan(anchor) and math.isfinite(entropy[index]):
+                self.anchor[index] = entropy[index]
         proposed = tuple(self._proposed(index, entropy[index], before[index], energies[index]) for index in indices)
         may_begin = iteration >= self.config.warmup(self.iterations)
         begins = [may_begin and self.anchor[index] is None and self._stable(index) for index in indices]
@@ -162,6 +175,7 @@ class EntropyRanks:
         """Plain numbers and lists."""
         return {
             "settings": self.config.subset(REFERENCES),
+            "replicas": self.replicas,
             "history": [list(entropy) for entropy in self.history],
             "anchor": list(self.anchor),
             "tolerated": list(self.tolerated),
@@ -174,8 +188,11 @@ class EntropyRanks:
         then, now = state["settings"], self.config.subset(REFERENCES)
         by_entropy = then["static_rank"] is None and self.config.rank_policy is RankPolicy.ENTROPY
         if then["entropy_estimator"] == now["entropy_estimator"]:
-            self.history = [tuple(entropy) for entropy in state["history"]]
-            self.anchor = list(state["anchor"]) if by_entropy else self.anchor
+            # entropy is that of one process's gradient, whose noise depends on its share of the batch
+            alike = state["replicas"] == self.replicas
+            self.history = [tuple(entropy) for entropy in state["history"]] if alike else []
+            if by_entropy:
+                self.anchor = [one if alike or one is None else math.nan for one in state["anchor"]]
             if then["rank_model"] == now["rank_model"]:
                 self.tolerated = list(state["tolerated"])
         return by_entropy

@@ -102,9 +102,7 @@ class StageCost:
         """Of the reductions of a step at this rank; None: uncompressed."""
         return self.dense_seconds if rank is None else self.compressed.at(rank)
 
-    def break_even_rank(self, share: float = 1.0) -> int:
-        """The largest rank, a multiple of 4, at which the stage takes at most ``share`` of the time of the host's own
-        sum, whatever it saves; 0 if none does.
-        """
-        most = self.compressed.rank(share * self.host_seconds) * (1 + RANK_SLACK)
+    def largest_rank(self, seconds: float) -> int:
+        """The largest rank, a multiple of 4, at which the stage takes at most so long, whatever it saves; 0 if none."""
+        most = self.compressed.rank(seconds) * (1 + RANK_SLACK)
         return RANK_MULTIPLE * int(most // RANK_MULTIPLE)

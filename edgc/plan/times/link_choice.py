@@ -8,8 +8,9 @@ from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.plan.by_volume.choices import ROUNDED, bits_of
 from edgc.plan.ranks import RANK_MULTIPLE, resolve_ranks
 from edgc.plan.run import Run
-from edgc.plan.selection import largest_rank, select, width
+from edgc.plan.selection import select, width
 from edgc.plan.stages import ProcessStage, dense_because
+from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime
 
 
@@ -28,7 +29,7 @@ class LinkChoice:
 def choose_by_link(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int) -> LinkChoice:
     """What the timed link allows. ``known``: the stages of all processes; ``usable``: the largest rank that saves."""
     by_volume = config.rank_policy is RankPolicy.VOLUME
-    lowest = usable if run.alone else _lowest_break_even(config, run, known)
+    lowest = usable if run.alone else _lowest_break_even(config, run, known, usable)
     # who gives a rank wants low rank
     times = _link_times(config, run, known, lowest) if by_volume and config.ranks.rmax is None else None
     rounds = times is not None and times.rounding_pays
@@ -58,18 +59,21 @@ def choose_by_link(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], 
     return LinkChoice(config, compresses, tries, rounds, times, tuple(warnings))
 
 
-def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> int:
-    """Over the stages that may be compressed: the slowest link limits all."""
-    lowest = []
-    for stage in known:
-        if stage.cost is None or dense_because(stage.key, config, run):
-            continue
-        if config.rank_policy is RankPolicy.VOLUME:  # which itself says how much must be saved
-            lowest.append(stage.cost.break_even_rank(MAX_TIME_RATIO))
-        else:
-            matrices = select(stage.parameters, config).matrices
-            lowest.append(min(stage.cost.break_even_rank(), largest_rank(matrices, config.study.min_saving)))
-    return min(lowest, default=0)
+def _lowest_break_even(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], usable: int) -> int:
+    """Over the stages that may be compressed: the slowest link limits all.
+
+    A step waits for the slowest stage, so no stage has to be faster than the host's own sum of that one.
+    """
+    costs = _costs(config, run, known)
+    share = MAX_TIME_RATIO if config.rank_policy is RankPolicy.VOLUME else 1.0  # a volume says what must be saved
+    slowest = max((cost.host_seconds for cost in costs), default=0.0)
+    lowest = min((cost.largest_rank(share * slowest) for cost in costs), default=0)
+    return lowest if config.rank_policy is RankPolicy.VOLUME else min(lowest, usable)
+
+
+def _costs(config: EDGCConfig, run: Run, known: Sequence[ProcessStage]) -> list[StageCost]:
+    """Of the stages that may be compressed."""
+    return [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
 
 
 def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], lowest: int) -> LinkTimes | None:
@@ -80,7 +84,7 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
     """
     volume = config.ranks.volume
     assert volume is not None
-    costs = [stage.cost for stage in known if stage.cost is not None and not dense_because(stage.key, config, run)]
+    costs = _costs(config, run, known)
     most = lowest if lowest >= RANK_MULTIPLE else math.inf
     ways = [
         (cost.rounded_seconds, cost.compressed.at(max(min(cost.volume_rank, most), RANK_MULTIPLE)))

@@ -46,7 +46,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
         return MessagePlan(message_config(config), slower, _warning(config, costs, slower))
     usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
-        usable = min([usable, *(cost.break_even_rank() for cost in costs.values())])
+        usable = min([usable, *(cost.largest_rank(cost.host_seconds) for cost in costs.values())])
     if not usable:
         warning = (
             f"messages between stages stay uncompressed: no rank makes them {config.study.min_saving:g}x smaller and "
