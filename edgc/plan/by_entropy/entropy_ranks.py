@@ -47,8 +47,8 @@ class EntropyRanks:
             StageRankModel(tuple((m.rows, m.cols) for m in stage)) if stage else None for stage in stages
         )
         self.history: list[tuple[float, ...]] = []  # entropy per stage, one entry a window
-        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up; NaN: the
-        # next one that is measured
+        # of each stage, the entropy at which its compression began, with rank rmax; None: still in its warm-up; NaN:
+        # the next one that is measured
         self.anchor: list[float | None] = [None] * len(stages)
         # what a rank leaves out at first, by measured spectra: an energy or a share; None until it is known
         self.tolerated: list[float | None] = [None] * len(stages)
