@@ -31,7 +31,7 @@ from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, check_names, predict
+from tools.planning.cluster import CONTENDERS, LATENCY, REACHED, Compressing, Prediction, Training, check_names, predict
 from tools.planning.placement import StageLinks
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import with_ending, write, write_json
@@ -167,6 +167,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
+    for training, _, _ in found:
+        print(
+            f"{training.title}: assumes {training.network.inside:g} Gbit/s of a GPU to others in its node (inside_gbps of "
+            f"the cluster file), {REACHED:.0%} of the peak of {training.gpu.name} and {1e6 * LATENCY:.0f} us of latency; "
+            "the page of --output lists all assumptions"
+        )
     if options.output is not None:
         try:
             written(options.output, found, sections, _chosen(predictions, training.gbps))

@@ -2,7 +2,7 @@
 
     python tools/report.py runs/quickstart        reads runs/quickstart/{dense,paper,edgc}/{events.jsonl,tensorboard/}
 
-The folder may lack ``paper``, a run of the preset of that name.
+The folder must have ``dense`` and ``edgc``. Runs in other folders beside them, such as ``powersgd``, get a row as well.
 
 Bytes, ranks, entropies and step times come from the event log, losses from Megatron's own TensorBoard scalars.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import _root  # noqa: F401
 
-from tools.reports.comparison import BYTES, CAVEAT, NAMES, as_text, plans_line, rank_paths, summarise, table
+from tools.reports.comparison import BYTES, CAVEAT, as_text, names_in, plans_line, rank_paths, summarise, table
 from tools.reports.page import as_html
 from tools.reports.picture import draw
 from tools.shared.command import command_parser, say_error
@@ -24,10 +24,10 @@ from tools.shared.runs import RunError, load_run
 def main(argv: list[str] | None = None) -> int:
     """Report on the folder in ``argv``; returns the exit status."""
     parser = command_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="folder that holds the runs dense/ and edgc/, perhaps paper/")
+    parser.add_argument("folder", type=Path, help="folder that holds the runs dense/ and edgc/, and perhaps others")
     folder = parser.parse_args(argv).folder
     try:
-        runs = {name: load_run(folder / name) for name in NAMES if name != "paper" or (folder / name).is_dir()}
+        runs = {name: load_run(folder / name) for name in names_in(folder)}
         summary = summarise(runs)
     except RunError as error:
         say_error("report", error)

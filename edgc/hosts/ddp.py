@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from edgc.comm.objects import GradBucket
+from edgc.comm.objects import GradBucket, process
 from edgc.config import ConfigError, EDGCConfig
 from edgc.hosts.module import EDGCState
+from edgc.printing import print_lines
 
 # that sum gradients themselves; by name, because to import the last one takes half a second
-WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 
 
 def attach(
@@ -37,11 +38,17 @@ def attach(
                 )
         state = EDGCState(model, config, iterations=iterations, scaler=scaler, learning_rate=learning_rate)
         state.start()
+        if process() == 0:
+            name = type(model).__name__
+            print_lines(
+                [f"{name} is not wrapped in DistributedDataParallel: state.step() after each backward pass averages"]
+            )
         return state
     if model.find_unused_parameters and not model.static_graph:
         raise ConfigError(
             "find_unused_parameters: DDP drops the average of a parameter that no process has used in a step, and with "
-            "it what error feedback has sent. With static_graph=True a parameter is used always or never"
+            "it what error feedback has sent. Set it to False if each step uses all parameters (Hugging Face's "
+            "Trainer: ddp_find_unused_parameters=False), or static_graph=True if a parameter is used always or never"
         )
     state = EDGCState(
         model.module,

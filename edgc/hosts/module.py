@@ -353,7 +353,8 @@ class EDGCState:
                 self._warned_of_nan = True
                 warn(
                     f"step {self.steps + 1}: gradients are not finite. EDGC makes them NaN on every process. An "
-                    "optimizer that takes this step has NaN in its weights from now on",
+                    "optimizer that takes this step has NaN in its weights from now on. If a GradScaler scales the "
+                    "loss, give it to EDGC: attach(..., scaler=...)",
                     self.group,
                 )
         for gradient, copy in self._copies:
@@ -367,7 +368,7 @@ class EDGCState:
         if self.steps == self.iterations + 1:
             warn(
                 f"step {self.steps} of a run of {self.iterations} iterations, as EDGC was told: it goes on, but a "
-                "volume holds for those iterations alone",
+                "volume holds for those iterations alone. Each average is a step: accumulate micro-batches in no_sync",
                 self.group,
             )
         if last or self.driver.closes_window(self.steps - 1):
@@ -396,6 +397,12 @@ class EDGCState:
         step may follow.
         """
         stepped = self._started and self.driver.current is not NO_STEP
+        if self._started and not self.steps and not self._ended:
+            warn(
+                "EDGC has seen no step. Give attach the DistributedDataParallel model, or call state.step() "
+                "after each backward pass",
+                self.group,
+            )
         if stepped and not self._ended and self.steps < self.iterations:
             if self.report is None or self.report.iteration < self.steps:
                 self._report(last=True)

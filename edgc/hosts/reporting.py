@@ -19,6 +19,7 @@ from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
 from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.gather_times import GatherTimes
+from edgc.printing import print_lines
 
 
 class Reporter:
@@ -145,4 +146,4 @@ class Reporter:
 
     def _print(self, lines: Iterable[str]) -> None:
         if self.prints:
-            print("\n".join(f"edgc | {line}" for line in lines), flush=True)
+            print_lines(lines)

@@ -4,7 +4,8 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
         "the plans in the checkpoint are of the iterations that it has done",
         lambda a: a.override_ckpt_iteration is not None,
     ),
-    ("--cuda-graph-impl", "a replay may still be writing the gradients", lambda a: a.cuda_graph_impl != "none"),
+    (
+        "--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph",
+        "a replay may still be writing the gradients: leave it out",
+        lambda a: a.cuda_graph_impl != "none",
+    ),
     (
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "those gradients lie outside the bucket",
@@ -108,6 +113,13 @@ def check_megatron() -> None:
     if minor < TESTED:
         raise ConfigError(f"megatron-core {installed} is installed; this release of EDGC needs {tested}.x: {mend}")
     if changed := changes(folder):
+        where = installed_in()
+        if not folder.resolve().is_relative_to(where):
+            raise ConfigError(
+                f"{folder} is imported, and not megatron-core {installed}, which is installed in {where}. EDGC relies "
+                f"on what differs in it: {'; '.join(changed)}. Take that folder off PYTHONPATH, or uninstall it, if "
+                "pip install -e has put it there"
+            )
         raise ConfigError(
             f"megatron-core {installed} is installed; EDGC relies on what has changed in it: {'; '.join(changed)}. "
             f"Either {mend}, or read the changes and see docs/install.md, A newer Megatron-core"
@@ -117,6 +129,11 @@ def check_megatron() -> None:
             f"megatron-core {installed} is installed; this release of EDGC was tested with {tested}.x. All functions "
             "that it relies on agree"
         )
+
+
+def installed_in() -> Path:
+    """The folder that has the installed Megatron-core; that of an editable one does not have its sources."""
+    return Path(str(distribution("megatron-core").locate_file(""))).resolve()
 
 
 def check_options(config: EDGCConfig, args: Namespace) -> None:
@@ -215,6 +232,8 @@ def compresses_messages(config: EDGCConfig, args: Namespace, model_config: Any =
         found.append("a virtual pipeline: its stages wait at other times")
     if found and not messages.optional:
         raise ConfigError(f"--edgc-pp = {config.pipeline.pp} does not work with {'; '.join(found)}")
+    if found and args.pipeline_model_parallel_size > 1 and args.rank == 0:
+        print_warning(f"messages between stages stay uncompressed with {'; '.join(found)}")
     return not found
 
 

@@ -37,6 +37,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(seam.megatron_folder() / file, tmp_path / file)
     monkeypatch.setattr(compatibility, "megatron_folder", lambda: tmp_path)
+    monkeypatch.setattr(compatibility, "installed_in", lambda: tmp_path)
     return tmp_path
 
 
@@ -62,6 +63,17 @@ def test_a_changed_body_under_the_same_signature_is_refused(
     assert f"_ParamAndGradBucketGroup.start_grad_sync in {BUCKETS} has another body (overridden" in said
     assert said.count("has another body") == 1
     assert "pip install 'megatron-core>=0.19,<0.20'" in said
+
+
+def test_a_checkout_that_comes_before_the_installed_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, copied: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compatibility, "installed_in", lambda: tmp_path / "site-packages")
+    compatibility.check_megatron()
+    compatibility.check_megatron.cache_clear()
+    change(copied / BUCKETS, WAIT, "")
+    with pytest.raises(ConfigError, match=f"{copied} is imported, and not megatron-core .* off PYTHONPATH"):
+        compatibility.check_megatron()
 
 
 def test_comments_docstrings_and_layout_do_not_matter(copied: Path) -> None:
@@ -138,7 +150,7 @@ UNSUPPORTED = {
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--num-distributed-optimizer-instances > 1": {"num_distributed_optimizer_instances": 2},
     "--override-ckpt-iteration": {"override_ckpt_iteration": 100},
-    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph": {"cuda_graph_impl": "local"},
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"]
     },
@@ -271,14 +283,16 @@ def test_messages_whose_shapes_a_script_makes_unknown_stay_as_they_are(arguments
         compatibility.compresses_messages(EDGCConfig.of(pp="backward"), args, unknown)
 
 
-def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace) -> None:
+def test_a_virtual_pipeline_has_no_epilogue(arguments: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     virtual["variable_seq_lengths"] = False
     config = EDGCConfig.of(pp="epilogue")
     with pytest.raises(ConfigError, match="--edgc-pp = epilogue does not work with a virtual pipeline"):
         compatibility.compresses_messages(config, Namespace(**{**vars(arguments), **virtual}))
     optional = EDGCConfig.of(pp="auto-epilogue")
-    assert not compatibility.compresses_messages(optional, Namespace(**{**vars(arguments), **virtual}))
+    first = {**vars(arguments), **virtual, "rank": 0}
+    assert not compatibility.compresses_messages(optional, Namespace(**first))
+    assert "warning: messages between stages stay uncompressed with a virtual pipeline" in capsys.readouterr().err
     plain = {**virtual, "virtual_pipeline_model_parallel_size": None}
     assert compatibility.compresses_messages(optional, Namespace(**{**vars(arguments), **plain}))
 

@@ -53,6 +53,17 @@ def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: 
     state.close()
 
 
+def test_a_module_that_is_wrapped_after_it_was_attached_does_not_train_without_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = torch.nn.Linear(32, 32)
+    state = edgc.attach(net, CONFIG, iterations=20)
+    assert "edgc | Linear is not wrapped in DistributedDataParallel: state.step()" in capsys.readouterr().out
+    torch.nn.parallel.DistributedDataParallel(net)(torch.randn(3, 32)).sum().backward()
+    state.close()
+    assert "warning: EDGC has seen no step" in capsys.readouterr().err
+
+
 def test_a_hook_that_never_saw_a_gradient_closes_without_an_error() -> None:
     """Nobody has called ``start``."""
     edgc.EDGCState(torch.nn.Linear(8, 8), CONFIG, iterations=20).close()

@@ -128,6 +128,23 @@ def test_a_file_that_is_incomplete_or_no_yaml_is_refused(tmp_path: Path, capsys:
     assert "exactly one of --train-iters and --train-samples" in refusal(capsys, "--model", own, "--mock-data")
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "flags", "within"),
+    [
+        ("gpt2_2.5b", "edgc", [], True),
+        ("gpt2_2.5b", "dense", [], False),
+        ("gpt2_2.5b", "edgc", ["--use-tp-pp-dp-mapping"], False),
+        ("gpt2_2.5b", "edgc", ["--pipeline-model-parallel-size", "2"], False),  # 16 GPUs a stage
+        ("gpt2_12.1b", "edgc", [], False),
+    ],
+)
+def test_a_launch_says_where_gradients_use_no_network(
+    capsys: pytest.CaptureFixture[str], model: str, method: str, flags: list[str], within: bool
+) -> None:
+    notes = printed(capsys, "--model", model, "--method", method, "--mock-data", *flags)["notes"]
+    assert ("all 8 GPUs of a stage share a node" in notes) == within
+
+
 @pytest.mark.parametrize("model", ["gpt2_12.1b", "gpt2_2.5b", "tiny"])
 def test_few_checkpoints_are_kept_and_the_launch_says_which(capsys: pytest.CaptureFixture[str], model: str) -> None:
     found = printed(capsys, "--model", model, "--method", "edgc", "--mock-data")

@@ -213,6 +213,8 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
         (["--rampup-batch-size", "8", "8", "999"], "--rampup-batch-size: the planner does not know"),
         (["--num-experts", "8", "--moe-layer-freq", "2"], "--moe-layer-freq: the planner does not know"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0: must be at least 1"),
+        (["--use-precision-aware-optimizer"], "--use-precision-aware-optimizer: the planner does not know"),
+        (["--fp16"], "without --accumulate-allreduce-grads-in-fp32 Megatron sums gradients in fp16"),
         (["--micro-batch-size", "two"], "argument --micro-batch-size: invalid int value: 'two'"),
         (["--num-layers", "50"], "--num-layers 50 does not divide by pipeline stages"),
         (["--num-attention-heads", "35"], "--num-attention-heads 35 does not divide by TP = 2"),

@@ -91,6 +91,17 @@ def test_the_papers_run_stands_beside_the_other_two(runs: Path, capsys: pytest.C
     assert "paper, stage 1: dense for 1 window" in out and "different plans over the run: paper 4, edgc 4" in out
 
 
+def test_other_runs_of_the_folder_have_a_row_as_well(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("powersgd", "paper"):
+        write_run(runs / name, val_loss=2.1, megabytes=20, seconds=1.0)
+    (runs / "corpus").mkdir()
+    assert report.main([str(runs)]) == 0
+    summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
+    assert list(summary["plans"]) == ["dense", "paper", "powersgd", "edgc"]
+    out = capsys.readouterr().out
+    assert re.search(r"powersgd +2\.1000 +\+5\.00% +20\.0 MB +5\.00x", out) and "powersgd, stage 1: dense" in out
+
+
 def test_plans_are_different_that_differ_in_a_rank_or_a_format() -> None:
     def window(ranks: list[int | None], **plan: Any) -> dict[str, Any]:
         return {"ranks": ranks, "plan": {"ranks": ranks, "matrix_ranks": [None], "formats": [None], **plan}}

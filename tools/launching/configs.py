@@ -46,7 +46,8 @@ class Model:
 class Cluster:
     """What it is trained on. ``link_gbps``: Gbit/s of one process to other nodes; ``gpu``: none for CPUs.
 
-    The rest is for tools/plan.py alone. ``racks``: equal groups of nodes; all GPUs of one share ``uplink_gbps`` to the
+    The rest is for tools/plan.py alone. ``inside_gbps``: of one process to others in its node, in the place of NVLink's
+    between SXM modules. ``racks``: equal groups of nodes; all GPUs of one share ``uplink_gbps`` to the
     others, and what crosses takes ``uplink_ms`` longer. The first ``slow_nodes`` have ``slow_gbps`` in the place of
     ``link_gbps``.
     """
@@ -59,6 +60,7 @@ class Cluster:
     compute_capability: float | None = None
     memory_gib: float | None = None
     link_gbps: float | None = None
+    inside_gbps: float | None = None
     racks: int | None = None
     uplink_gbps: float | None = None
     uplink_ms: float | None = None

@@ -65,7 +65,22 @@ def plan(options: Namespace, extra: Sequence[str]) -> Launch:
     if shape.save_interval is None:
         raise LaunchError(f"{model.name}: --save-interval must be given")
     notes.append(kept_checkpoints(model, options.method, shape))
+    if options.method != "dense":
+        notes += replicas_within_nodes(shape, nodes, processes)
     return Launch(folder, tuple(arguments), nodes, processes, shape.train_iters, tuple(notes))
+
+
+def replicas_within_nodes(shape: Namespace, nodes: int, processes: int) -> list[str]:
+    """A line where all replicas of a stage share a node, so that their reductions use no network."""
+    pipeline = shape.pipeline_model_parallel_size
+    stage = nodes * processes // pipeline
+    alone = shape.tensor_model_parallel_size * shape.context_parallel_size == stage
+    if nodes == 1 or pipeline == 1 or alone or shape.use_tp_pp_dp_mapping or processes % stage:
+        return []
+    return [
+        f"all {stage} GPUs of a stage share a node, so its gradients use no network and there is little to gain from "
+        "EDGC: --use-tp-pp-dp-mapping puts the replicas of a stage on different nodes (docs/paper-runs.md)"
+    ]
 
 
 def kept_checkpoints(model: Model, method: str, shape: Namespace) -> str:

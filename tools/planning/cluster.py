@@ -35,7 +35,7 @@ LATENCY = 40e-6
 
 NOT_PLANNED = (
     *("--use-megatron-fsdp", "--use-torch-fsdp2", "--num-distributed-optimizer-instances", "--multi-latent-attention"),
-    *("--grad-reduce-in-bf16", "--recompute-granularity"),
+    *("--grad-reduce-in-bf16", "--recompute-granularity", "--use-precision-aware-optimizer"),
     *("--pipeline-model-parallel-layout", "--mtp-num-layers", "--rampup-batch-size", "--step-batch-size-schedule"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
@@ -272,7 +272,7 @@ def _network(cluster: Cluster) -> Network:
         cluster.nodes,
         cluster.gpus_per_node,
         cluster.link_gbps,
-        GPU_OF[cluster.compute_capability].nvlink_gbps,
+        cluster.inside_gbps or GPU_OF[cluster.compute_capability].nvlink_gbps,
         LATENCY,
         racks,
         cluster.uplink_gbps,
@@ -329,7 +329,8 @@ def _parser() -> _Parser:
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--moe-router-topk", type=int, default=2)
     parser.add_argument("--optimizer", default="adam")
-    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16", "--fp16", "--sequence-parallel"):
+    switches = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16", "--fp16", "--sequence-parallel")
+    for flag in (*switches, "--accumulate-allreduce-grads-in-fp32"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     return parser
@@ -349,6 +350,11 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
         raise LaunchError(f"{', '.join(unknown)}: the planner does not know what that costs")
     if not (flags.bf16 or flags.fp16):
         raise LaunchError("the planner knows training in 16 bits alone: give --bf16 or --fp16")
+    if flags.fp16 and not flags.accumulate_allreduce_grads_in_fp32:
+        raise LaunchError(
+            "without --accumulate-allreduce-grads-in-fp32 Megatron sums gradients in fp16: the planner does not know "
+            "what that costs with EDGC"
+        )
     for action in parser._actions:
         value = getattr(flags, action.dest)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:

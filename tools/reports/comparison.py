@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tools._root import REPOSITORY
@@ -11,13 +12,20 @@ from tools.shared.machine import processor
 from tools.shared.markdown import rank_in_words
 from tools.shared.runs import Run, RunError, times_fewer
 
-NAMES = ("dense", "paper", "edgc")  # of the runs, in the order of the table; paper may be missing
+NEEDED = ("dense", "edgc")  # runs without which there is no report
 BYTES = (
     "Bytes are those that a process sends in the whole run, mean over all of them, and how many times fewer than the "
     "dense run's; of gradients, also than if the dense ones were in bf16. Gradients include a tied embedding's sum "
     "between pipeline stages."
 )
 CAVEAT = "Processes of one machine talk over loopback: then step times say nothing about a cluster."
+
+
+def names_in(folder: Path) -> list[str]:
+    """The runs of a folder in the order of the table: dense, paper, others, edgc; those that are needed in any case."""
+    found = {log.parent.name for log in folder.glob("*/events.jsonl")}
+    others = sorted(found - {*NEEDED, "paper"})
+    return ["dense", *(["paper"] if "paper" in found else []), *others, "edgc"]
 
 
 def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def different_plans(run: Run) -> int:
 def table(summary: dict[str, Any]) -> list[list[str]]:
     """The comparison as rows of text, a header first."""
     dense, bf16 = summary["dense"], 2 / summary["gradient_bytes"]
-    runs = {name: summary[name] for name in NAMES if name in summary}
+    runs = {name: summary[name] for name in summary["plans"]}
 
     def fewer(run: dict[str, Any], key: str, share: float = 1.0) -> str:
         return f"{share * times_fewer(dense[key], run[key]):.2f}x"
@@ -121,8 +129,8 @@ def rank_paths(summary: dict[str, Any]) -> list[str]:
     """Of every stage of EDGC's runs, the largest rank over the run: ``paper, stage 1: rank 48 for 2 windows``."""
     return [
         f"{name}, {stage}: {rank_path(summary[name]['ranks'], place)}"
-        for name in NAMES[1:]
-        if name in summary
+        for name in summary["plans"]
+        if name != "dense"
         for place, stage in enumerate(summary[name]["stages"])
     ]
 

@@ -1,7 +1,7 @@
 """The report's picture."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import takewhile
 from statistics import median
@@ -12,6 +12,7 @@ from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, V
 from tools.shared.runs import Run
 
 RUN_COLOURS = {"dense": GREY, "paper": BLUE, "edgc": VERMILION}
+OTHER_COLOURS = (GREEN, ORANGE, PURPLE, SKY_BLUE, YELLOW)
 STAGE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY_BLUE, YELLOW)
 
 
@@ -39,10 +40,11 @@ def draw(runs: Mapping[str, Run]) -> bytes:
 
 def draw_loss(axes: Axes, runs: Mapping[str, Run]) -> None:
     """Training losses, and the validation losses at the end."""
+    colours = _colours(runs)
     for name, run in runs.items():
         # the runs nearly coincide: the dense one is drawn wide and light so that all can be seen
         width, opacity = (4, 0.4) if name == "dense" else (1, 1)
-        colour, label = RUN_COLOURS[name], f"{name}, validation {run.val_loss:.4f}"
+        colour, label = colours[name], f"{name}, validation {run.val_loss:.4f}"
         axes.plot(*zip(*run.loss, strict=True), color=colour, linewidth=width, alpha=opacity)
         marker = "o" if name == "dense" else "D"
         end = run.start["iterations"]
@@ -52,12 +54,18 @@ def draw_loss(axes: Axes, runs: Mapping[str, Run]) -> None:
 
 def draw_bytes(axes: Axes, runs: Mapping[str, Run]) -> None:
     """Bytes of gradients since the start, on a logarithmic axis."""
+    colours = _colours(runs)
     for name, run in runs.items():
         iterations = [window["iteration"] for window in run.windows]
         megabytes = [window["dp_bytes"] / 1e6 for window in run.windows]
         label = f"{name}, {megabytes[-1]:,.0f} MB"
-        axes.plot(iterations, megabytes, color=RUN_COLOURS[name], linewidth=2, label=label)
+        axes.plot(iterations, megabytes, color=colours[name], linewidth=2, label=label)
     axes.set(title="Gradient traffic", ylabel="MB sent by a process since the start", yscale="log")
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    others = (name for name in names if name not in RUN_COLOURS)
+    return {**RUN_COLOURS, **{name: OTHER_COLOURS[place % len(OTHER_COLOURS)] for place, name in enumerate(others)}}
 
 
 def draw_entropy(axes: Axes, run: Run) -> None:
