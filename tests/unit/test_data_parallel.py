@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_after_its_last_iteration_warns_once(capsys: pytest.C
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: step" in line]
     assert warnings == [
         "edgc: warning: step 6 of a run of 5 iterations, as EDGC was told: it goes on, but a volume holds for those "
-        "iterations alone"
+        "iterations alone. Each average is a step: accumulate micro-batches in no_sync"
     ]
 
 
