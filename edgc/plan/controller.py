@@ -14,7 +14,7 @@ from edgc.plan.by_volume.budget import BudgetPlanner
 from edgc.plan.loss_watch import LossWatch
 from edgc.plan.observation import WindowObservation
 from edgc.plan.policies import ConstantRank, NoRanks, Policy, RanksByBudget, RanksByEntropy
-from edgc.plan.rank_plan import RankPlan
+from edgc.plan.rank_plan import NEVER_COMPRESSED, RankPlan
 from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.link_times import LinkTimes
 from edgc.plan.times.trials import Trials
@@ -195,7 +195,8 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Go on where ``state_dict`` was taken. Raises ValueError if it is of other stages or another release.
 
-        False, and nothing is taken, if a volume sets the ranks of only one of the two runs.
+        False, and nothing is taken, if a volume sets the ranks of only one of the two runs. Where a volume has had
+        nothing to compress before, as on one process, it is left to ``begin``.
         """
         own = self.state_dict()
         if state.keys() != own.keys() or state["plan"].keys() != own["plan"].keys():
@@ -204,13 +205,17 @@ class Controller:
             raise ValueError(f"controller state of {len(state['costs'])} stages, this run has {len(self.matrices)}")
         if (state["budget"] is None) != (self.budget is None):
             return False
+        before = RankPlan.from_dict(state["plan"])
+        never = {NEVER_COMPRESSED}
+        if self.budget is not None and {*before.reasons} == never != {*self.plan.reasons}:
+            self.loss.load_state_dict(state["loss"])
+            return True
         if self.trials is not None and state["trials"] is not None:
             timed_anew = self.link_times not in (None, _link_times(state))
             self.trials.load_state_dict(state["trials"], timed_anew)
         self.link_times = self.link_times or _link_times(state)
         by_host = self.trials is not None and self.trials.by_host
         tried = () if self.trials is None else self.trials.measured
-        before = RankPlan.from_dict(state["plan"])
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
             ledger = self.budget.ledger

@@ -36,7 +36,7 @@ from edgc.plan.by_volume.noise import (
 from edgc.plan.by_volume.parameters import PartialSend, PlannedParameter
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
-from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.rank_plan import NO_RANK, Summing
 from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.plan.times.link_times import LinkTimes, ReductionTime
 from edgc.plan.times.trials import Trials
@@ -940,6 +940,18 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     for one in (under_test, again):
         one.observe(observed(0.5, 3e5, 6e6, 6e6))
     assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
+
+
+def test_a_volume_that_had_nothing_to_compress_begins_where_there_is_something() -> None:
+    """A run of one process goes on at several: a warm-up comes first, and nothing is said of bytes that nobody sent."""
+    alone = controller(excluded=(0, 1))
+    alone.observe(WindowObservation([StageObservation(-5.0)] * 2, bytes=ByteCount()))
+    alone.decide(100)
+    several = controller()
+    assert several.load_state_dict(json.loads(json.dumps(alone.state_dict()))) and not several.resumed
+    several.begin(100, ByteCount())
+    assert several.plan.summing(100) == Summing.DENSE and several.plan.summing(110) == Summing.COMPRESSED
+    assert several.budget is not None and not several.budget.ledger.exhausted()
 
 
 def test_a_resumed_run_goes_on_with_the_bound_on_the_rank_that_it_had() -> None:
