@@ -1,9 +1,12 @@
 """Spans timed on the CPU's clock or by CUDA events, without making the CPU wait inside a training step."""
 
 import time
+from collections import deque
 from typing import Any
 
 import torch
+
+MOST_KEPT = 128  # of durations, of which a median is taken: each holds events of a GPU until then
 
 
 class Spans:
@@ -12,7 +15,7 @@ class Spans:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._open: list[tuple[Any, Any]] = []
-        self._closed: list[list[tuple[Any, Any]]] = []
+        self._closed: deque[list[tuple[Any, Any]]] = deque(maxlen=MOST_KEPT)
 
     def mark(self) -> Any:
         """A moment in the device's work: on CUDA in that of the current stream."""
@@ -33,8 +36,8 @@ class Spans:
             self._open = []
 
     def take_seconds(self) -> list[float]:
-        """All durations that were closed since the last call. The one place that waits for the device."""
-        durations, self._closed = self._closed, []
+        """The newest durations that were closed since the last call. The one place that waits for the device."""
+        durations, self._closed = self._closed, deque(maxlen=MOST_KEPT)
         return [sum(self._seconds(start, end) for start, end in spans) for spans in durations]
 
     def _seconds(self, start: Any, end: Any) -> float:

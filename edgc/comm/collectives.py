@@ -348,14 +348,14 @@ class Communicator:
         copied = len(parts) > 1
         joined = torch.cat(parts) if copied else parts[0]
         with record_function("edgc/round"):
-            return wire.encode(joined.view(self.world_size, -1), generator, overwrite=copied)
+            return wire.encode(joined.view(self.world_size, -1), generator, overwrite=copied, aligned=True)
 
     @staticmethod
     def _added_up(received: Tensor, wire: Wire, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """The sum of what all have sent of this process's shard, in rotated values, and the same as a message."""
         with record_function("edgc/round"):
             own_sum = wire.unrotated.decode(received).sum(dim=0)
-            return own_sum, wire.unrotated.encode(own_sum.unsqueeze(0), generator)
+            return own_sum, wire.unrotated.encode(own_sum.unsqueeze(0), generator, aligned=True)
 
     def _share(self, message: Tensor, own_sum: Tensor, rounded: Tensor, wire: Wire) -> Tensor:
         """What the sum holds of this process, with what the second rounding has changed of its own shard."""
@@ -399,7 +399,7 @@ class Communicator:
         length = max(map(len, flat))
         with record_function("edgc/round"):
             values = torch.stack([torch.nn.functional.pad(shard, (0, length - len(shard))) for shard in flat])
-            return wire.encode(values, generator, overwrite=True)
+            return wire.encode(values, generator, overwrite=True, aligned=True)
 
 
 def cut_joined(joined: Tensor, shapes: Sequence[torch.Size], multiple: int = 1) -> list[Tensor]:

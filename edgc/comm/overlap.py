@@ -90,10 +90,12 @@ class Overlap:
         work = collective()
         # the host's stream may already have waited for it, and then nothing is left to wait for
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        handle = Handle(None, self, None, work)
         with self.queue():
             work.wait()
             spans.add(begin)
-        return Handle(None, self, None, work)
+            handle.mark_end()
+        return handle
 
 
 class _HostCollective:
@@ -127,6 +129,7 @@ class Handle:
         self._overlap = overlap
         self._spans = spans
         self._work = kept  # or the message under way
+        self._end: torch.cuda.Event | None = None
 
     @property
     def done(self) -> bool:
@@ -148,12 +151,20 @@ class Handle:
             self._work = None if message is None else message.start()
             if self._spans is not None:
                 self._spans.add(begin)
+            if message is None:
+                self.mark_end()
+
+    def mark_end(self) -> None:
+        """Note that all is queued, on the current stream: who waits does not wait for what others queue behind it."""
+        if self._overlap.stream is not None:
+            self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._end.record()
 
     def wait(self) -> None:
         """Until the sums may be used; on CUDA: by the current stream."""
         while not self.done:
             self.advance()
             self._overlap.advance(but=self)
-        if self._overlap.stream is not None:
-            torch.cuda.current_stream(self._overlap.device).wait_stream(self._overlap.stream)
+        if self._end is not None:
+            torch.cuda.current_stream(self._overlap.device).wait_event(self._end)
         self._work = None

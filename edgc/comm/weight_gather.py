@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Exchange, cut_joined
-from edgc.comm.wire import GROUP, Wire, in_groups
+from edgc.comm.wire import GROUP, TOGETHER, Wire, in_groups
 
 
 def gather_differences(
@@ -26,8 +26,14 @@ def gather_differences(
     length = max(sum(length + -length % GROUP for length in lengths) for lengths in parts)
     values = torch.cat(pieces)
     values = torch.nn.functional.pad(values, (0, length - len(values))).view(1, -1)
-    received = yield from communicator.all_gather(wire.encode(values)[0])
-    for process, (shard, message) in enumerate(zip(shards, torch.split(received, 1), strict=True)):
-        known = before if process == own else shard  # the others cannot know the owner's unrounded weights
-        pieces = cut_joined(wire.decode(message)[0], [torch.Size([length]) for length in parts[process]], GROUP)
-        shard.copy_(known.float() + torch.cat(pieces))
+    received = yield from communicator.all_gather(wire.encode(values, aligned=True)[0])
+    # the others cannot know the owner's unrounded weights
+    known = [before if process == own else shard for process, shard in enumerate(shards)]
+    sizes = [[torch.Size([length]) for length in lengths] for lengths in parts]
+    at_once = max(TOGETHER // max(length, 1), 1)  # shards, so that launches do not grow with the processes
+    for first in range(0, len(shards), at_once):
+        some = slice(first, first + at_once)
+        decoded = zip(wire.decode(received[some]), sizes[some], strict=True)
+        pieces = [piece for row, own_sizes in decoded for piece in cut_joined(row, own_sizes, GROUP)]
+        updated = torch.cat(known[some]).float().add_(torch.cat(pieces))
+        torch._foreach_copy_(list(shards[some]), torch.split(updated, [len(shard) for shard in shards[some]]))

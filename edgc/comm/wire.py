@@ -24,6 +24,7 @@ from edgc.comm.bit_packing import pack, unpack
 from edgc.seeding import stable_seed
 
 GROUP = 128
+ALIGNMENT = 16  # bytes, fewer than a group takes
 TOGETHER = 2**24  # values of several tensors that are rounded in one operation, at most: 64 MB in fp32
 # Step in units of the root mean square that loses least of normal values, by bits.
 _NORMAL_STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860}
@@ -68,17 +69,22 @@ class Wire:
         return self.message_bytes(GROUP) / GROUP
 
     def encode(
-        self, values: Tensor, generator: "torch.Generator | RowDraws | None" = None, overwrite: bool = False
+        self,
+        values: Tensor,
+        generator: "torch.Generator | RowDraws | None" = None,
+        overwrite: bool = False,
+        aligned: bool = False,
     ) -> Tensor:
         """fp32 (rows, n), n a multiple of 128 -> uint8 (rows, ``message_bytes(n)``).
 
         ``generator`` draws the stochastic rounding. ``overwrite``: whether the values are not needed any more.
+        ``aligned``: on a GPU rows end at multiples of 16 bytes. NCCL copies others byte by byte.
         """
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
         if not self.scaled:
             return (_to_bf16(values, generator) if self.stochastic else values.to(torch.bfloat16)).view(torch.uint8)
-        return self._message(*self._rounded(values, generator, overwrite))
+        return self._message(*self._rounded(values, generator, overwrite), aligned)
 
     def decode(self, message: Tensor) -> Tensor:
         """uint8 (rows, bytes) -> fp32 (rows, n): the inverse of ``encode`` up to rounding."""
@@ -125,17 +131,22 @@ class Wire:
         scaled = groups.div_(divisor) if overwrite or rotated is not values else groups / divisor
         return (self._numbers if self.floating else self._codes)(scaled, generator), scale
 
-    def _message(self, numbers: Tensor, scale: Tensor) -> Tensor:
+    def _message(self, numbers: Tensor, scale: Tensor, aligned: bool = False) -> Tensor:
         """What ``_rounded`` has given, as bytes (rows, bytes)."""
         rows = len(numbers)
         flat = numbers.view(rows, -1)
         packed = flat.view(torch.uint8) if self.floating else pack(flat, self.bits)
-        return torch.cat([packed, scale.view(rows, -1).view(torch.uint8)], dim=1)
+        parts = [packed, scale.view(rows, -1).view(torch.uint8)]
+        if aligned and not on_cpu(packed):
+            missing = -sum(part.shape[1] for part in parts) % ALIGNMENT
+            parts.append(packed[:, :missing])  # any bytes will do
+        return torch.cat(parts, dim=1)
 
     def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of ``_message``."""
         rows, groups = len(message), message.shape[1] // self.message_bytes(GROUP)
-        packed, scale = torch.split(message, [groups * GROUP * self.bits // 8, 2 * groups], dim=1)
+        sizes = groups * GROUP * self.bits // 8, 2 * groups
+        packed, scale, _ = torch.split(message, [*sizes, message.shape[1] - sum(sizes)], dim=1)
         numbers = packed.contiguous().view(_FLOATS[self.bits]) if self.floating else unpack(packed, self.bits)
         return numbers.view(rows, groups, GROUP), scale.contiguous().view(torch.bfloat16).unsqueeze(-1)
 

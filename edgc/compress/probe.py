@@ -104,13 +104,16 @@ def probe(
     top = largest_rank(whole.matrices, config.study.min_saving, SHARE_IN_LOW_RANK)
     ranks = sorted({max(RANK_MULTIPLE, top // 4), max(2 * RANK_MULTIPLE, top // 2), max(3 * RANK_MULTIPLE, top)})
     cost = StageCost(LinearCost.fit(ranks, [scratch.at_rank(rank) for rank in ranks]), dense, host)
-    lowrank.forget_shapes()
     volume = config.ranks.volume
-    if volume is None:
-        return cost
-    # what is not compressed travels in the same way but for small parameters
-    seconds = dense if config.formats.dense_wire == ROUNDED else scratch.rounded()
-    return replace(cost, rounded_seconds=seconds, volume_rank=rank_of_volume(whole, config, volume))
+    if volume is not None:
+        # what is not compressed travels in the same way but for small parameters
+        seconds = dense if config.formats.dense_wire == ROUNDED else scratch.rounded()
+        cost = replace(cost, rounded_seconds=seconds, volume_rank=rank_of_volume(whole, config, volume))
+    lowrank.forget_shapes()
+    del scratch
+    if device.type == "cuda":  # its stream's memory serves no other stream
+        torch.cuda.empty_cache()
+    return cost
 
 
 class _Scratch:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_no_value_is_read(
             measured = under_test.observer.take()
             under_test.observer.measurements.entropy = measured.entropy
     assert len(under_test.observer.measurements.entropy) == 3
+
+
+def test_a_process_that_needs_nothing_of_a_sum_copies_nothing_to_its_device(
+    communicator: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy would make the CPU wait on CUDA. The device without values takes one without a word."""
+    under_test = reducer(communicator, engine="int8", warmup_fraction=0.0)
+    under_test.set_rank(8)
+    sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+    # nothing for this process, the second
+    shards = {name: (0, size // 3, size // 3, 2 * size // 3, size) for name, size in sizes.items()}
+    copy = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copied = copy(tensor, *args, **kwargs)
+        assert tensor.device == copied.device, "copied to the device"
+        return copied
+
+    for iteration in range(2):
+        gradients = {name: torch.empty(shape, device=META) for name, shape in SHAPES.items()}
+        run_to_end(under_test.reduce(gradients, iteration, torch.empty((), device=META), shards))
+        monkeypatch.setattr(torch.Tensor, "to", to)  # but for what is made once
 
 
 def test_replicas_are_compared_on_the_device_of_the_gradients(

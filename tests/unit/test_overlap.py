@@ -172,9 +172,15 @@ class Streams:
     def current_stream(self, device: torch.device) -> Any:
         return SimpleNamespace(
             name=self.now,
-            wait_stream=lambda other: self.log.append(f"{self.now} stream waits for the side stream"),
+            wait_event=lambda event: self.log.append(f"{self.now} stream waits for {event.name}"),
             synchronize=lambda: self.log.append(f"the CPU waits for {self.now} stream"),
         )
+
+    def Event(self) -> Any:  # noqa: N802
+        """Named by how many lines the log has when it is recorded."""
+        event = SimpleNamespace(name="nothing")
+        event.record = lambda: setattr(event, "name", f"line {len(self.log)} on the {self.now} stream")
+        return event
 
     def stream(self, stream: Any) -> Any:
         streams = self
@@ -209,7 +215,7 @@ def log() -> list[str]:
 @pytest.fixture
 def marks(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Marks:
     streams = Streams(log)
-    for name in ("Stream", "current_stream", "stream"):
+    for name in ("Stream", "Event", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(streams, name))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return Marks(log, streams)
@@ -221,10 +227,21 @@ def test_on_cuda_a_reduction_runs_and_is_timed_on_the_side_stream(log: list[str]
         "side stream waits for backward's",
         *("event on the side stream", "a0 leaves", "event on the side stream"),
         *("event on the side stream", "a0 is there", "a ends", "event on the side stream"),
-        "backward's stream waits for the side stream",
+        "backward's stream waits for line 8 on the side stream",
     ]
     marks.close()
     assert marks.take_seconds() == [2 + 3]
+
+
+def test_on_cuda_who_waits_for_a_reduction_does_not_wait_for_what_is_queued_behind_it(
+    log: list[str], marks: Marks
+) -> None:
+    """Gathers of weights are all started before the first layer waits for its own."""
+    overlap = Overlap(torch.device("cuda"))
+    handles = [overlap.start(reduction(log, name, 1)) for name in "abc"]
+    handles[0].wait()
+    queued = log.index("a ends") + 1
+    assert log[-1] == f"backward's stream waits for line {queued} on the side stream" and queued < len(log) - 1
 
 
 def test_on_cuda_memory_that_a_reduction_may_drop_waits_for_the_side_stream(log: list[str], marks: Marks) -> None:
@@ -275,5 +292,5 @@ def test_on_cuda_a_collective_of_the_hosts_starts_on_its_own_stream_and_is_timed
         "side stream waits for backward's",
         "side stream waits for own",
         "event on the side stream",
-        "backward's stream waits for the side stream",
+        "backward's stream waits for line 6 on the side stream",
     ]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from edgc.observe.backward_timer import BackwardTimer
-from edgc.timing import Spans
+from edgc.timing import MOST_KEPT, Spans
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,17 @@ class EventSpans(Spans):
 
     def mark(self):
         return len(self.events)
+
+
+def test_the_newest_durations_are_kept_alone() -> None:
+    events: list[str] = []
+    spans = EventSpans(events)
+    for number in range(MOST_KEPT + 10):
+        start = spans.mark()
+        events += ["event"] * number
+        spans.add(start)
+        spans.close()
+    assert spans.take_seconds() == list(range(10, MOST_KEPT + 10)) and spans.take_seconds() == []
 
 
 def test_the_backward_pass_of_the_module_is_timed_and_nothing_around_it() -> None:

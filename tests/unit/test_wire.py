@@ -54,6 +54,21 @@ def test_the_operations_that_a_gpu_does_give_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(there_and_back(), on_cpu, strict=True))
 
 
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_on_a_gpu_rows_of_a_message_end_at_whole_words_of_16_bytes(
+    name: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_test, values = wire(name), torch.randn(3, groups * GROUP)
+    plain = under_test.encode(values)
+    assert torch.equal(under_test.encode(values, aligned=True), plain), "not on a CPU"
+    monkeypatch.setattr(wire_module, "on_cpu", lambda tensor: False)
+    message = under_test.encode(values, aligned=True)
+    assert message.shape[1] % 16 == 0 and message.shape[1] - plain.shape[1] < 16
+    assert torch.equal(under_test.decode(message), under_test.decode(plain))
+    assert torch.equal(under_test.decode_all([message, message])[1], under_test.decode(plain))
+
+
 def test_fp32_is_exact_and_bf16_is_torchs() -> None:
     values = normal()
     assert torch.equal(wire("fp32").decode(wire("fp32").encode(values)), values)

@@ -57,10 +57,9 @@ class Rows(Thinning):
         """``sum`` without the rows that do not travel."""
         norms, _ = yield from communicator.sum([torch.linalg.vector_norm(m, dim=1) for m in tensors], NORM_WIRE)
         finite = all_finite(norms)
-        chosen = [
-            norm.nan_to_num().topk(math.ceil(self.share * len(norm)), sorted=False).indices.sort().values
-            for norm in norms
-        ]
+        # stable: of rows with equal norms all processes have to take the same ones
+        ordered = [norm.nan_to_num().sort(descending=True, stable=True).indices for norm in norms]
+        chosen = [indices[: math.ceil(self.share * len(indices))].sort().values for indices in ordered]
         largest = [matrix[rows] for matrix, rows in zip(tensors, chosen, strict=True)]
         sums, shares = yield from communicator.sum(largest, self.wire)
         return ChosenRows(chosen, sums, shares, finite & all_finite(sums))
