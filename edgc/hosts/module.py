@@ -178,6 +178,7 @@ class EDGCState:
         for problem in filter(None, all_gather_objects(self._log_problem(), self.group)):
             raise ConfigError(problem)  # on all processes
         self._close_log()
+        self.report = None
         parameters = list(self.parameters)
         self.device = parameters[0].device
         if any(parameter.device != self.device for parameter in parameters):

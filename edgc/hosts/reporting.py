@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from edgc import __version__
+from edgc.byte_counts import ByteCount
 from edgc.comm.objects import ProcessGroup, process, processes
 from edgc.config import EDGCConfig, RankPolicy
 from edgc.hosts import tensorboard, wording
@@ -47,6 +48,7 @@ class Reporter:
         self.group, self.prints = group, process(group) == 0
         self.parameters: list[int] = []  # of each stage
         self._before = RankPlan(version=0, first_iteration=0, ranks=())  # the plan of the window before
+        self._before_volume = ByteCount()  # of the run before the steps that its volume is of
         self._unbudgeted = False  # whether the link has made some steps send more than the volume, trials aside
         self.events = EventLog(config.job.log_dir if self.prints else None)
 
@@ -100,7 +102,9 @@ class Reporter:
         """A run goes on with this plan, whose trial was reported before. ``controller``: on process 0."""
         self._before = plan
         budget = None if controller is None else controller.budget
-        self._unbudgeted = budget is not None and (budget.rounds or budget.ledger.counts.outside_budget.fp32 > 0)
+        if budget is not None:
+            self._unbudgeted = budget.rounds or budget.ledger.counts.outside_budget.fp32 > 0
+            self._before_volume = budget.ledger.before
 
     def progress(self, completed: int, step_seconds: Sequence[float]) -> None:
         """Say at the log interval how far the run is, how fast, and how long it still takes."""
@@ -140,7 +144,7 @@ class Reporter:
         """Warn of what a whole run has not done. ``by_host``: in its last window the host has summed."""
         volume = self.config.ranks.volume
         if volume is not None and not self._unbudgeted:
-            warn_of_missed_volume(volume, report, self.group)
+            warn_of_missed_volume(volume, report.bytes.planned - self._before_volume, self.group)
         if self.config.rank_policy is RankPolicy.ENTROPY and not by_host:
             warn_of_warmup(report, self.config, self.group)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from edgc.byte_counts import ByteCount
 from edgc.comm.objects import ProcessGroup, process
 from edgc.compress.fused import triton_kernels
 from edgc.config import EDGCConfig, RankPolicy, flag
@@ -48,9 +49,8 @@ def warn_of_spent_budget(controller: Controller, group: ProcessGroup | None = No
         warn(message, group)
 
 
-def warn_of_missed_volume(volume: float, report: WindowReport, group: ProcessGroup | None = None) -> None:
-    """Warn after a whole run that has sent more than its volume allows."""
-    gradients = report.bytes.planned
+def warn_of_missed_volume(volume: float, gradients: ByteCount, group: ProcessGroup | None = None) -> None:
+    """Warn after a whole run that has sent more than its volume allows. ``gradients``: what the volume is of."""
     if gradients.sent and (reached := gradients.fp32 / gradients.sent) < LEAST_SHARE_OF_VOLUME * volume:
         message = (
             f"{flag('volume')} {volume:g} was asked for, and the run sent {reached:.1f}x fewer bytes. Possible causes: "

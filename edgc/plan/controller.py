@@ -106,6 +106,8 @@ class Controller:
         """
         if self.budget is not None:
             self.budget.begin(iteration, sent)
+            if self.trials is not None:
+                self.trials.largest_host_steps *= 1 - iteration / self.iterations
             self.plan = self._first()
 
     def observe(self, window: WindowObservation) -> None:

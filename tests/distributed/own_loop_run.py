@@ -71,6 +71,8 @@ def main():
         losses.append(float(loss[0] / loss[1]))
         if session is not None:
             session.note_loss(losses[-1])
+        if args.save and iteration == 12:  # a checkpoint that is named by the step, as if that were still to come
+            checkpointing.save_checkpoint(iteration, chunks, optimizer, None, 0)
     if args.save:
         checkpointing.save_checkpoint(args.train_iters, chunks, optimizer, None, 0)
     sent = noted = None

@@ -72,6 +72,7 @@ def test_a_loop_that_calls_megatrons_parts_itself(tmp_path: Path) -> None:
         (line,) = (line for line in finished.stdout.splitlines() if line.startswith("RESULT"))
         found[name] = json.loads(line.removeprefix("RESULT"))
         assert found[name]["replaced"] == [] and found[name]["finalize"]
+        assert "this checkpoint is without step" not in finished.stdout, "Megatron doubts nothing"
     assert found["dense"]["losses"] == found["plain"]["losses"]
     plain, low = found["plain"]["losses"], found["low rank"]["losses"]
     assert plain[-1] < plain[0] - 1 and low[0] == plain[0] and low[1] != plain[1]

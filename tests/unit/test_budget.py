@@ -942,6 +942,14 @@ def test_the_controller_takes_ranks_and_formats_from_the_budget() -> None:
     assert again.decide(30).to_dict() == under_test.decide(30).to_dict()
 
 
+def test_trials_take_their_share_of_what_a_volume_has_left() -> None:
+    trials = Trials(200, 1.0, overlapped=False, volume_steps=100.0)
+    under_test = controller(trials=trials)
+    before = trials.largest_host_steps
+    under_test.begin(150, ByteCount())
+    assert trials.largest_host_steps == pytest.approx(before / 4)
+
+
 def test_a_volume_that_had_nothing_to_compress_begins_where_there_is_something() -> None:
     """A run of one process goes on at several: a warm-up comes first, and nothing is said of bytes that nobody sent."""
     alone = controller(excluded=(0, 1))

@@ -53,6 +53,18 @@ def test_a_run_that_ends_before_its_first_step_closes_without_an_error(resumed: 
     state.close()
 
 
+def test_an_earlier_state_that_a_live_run_loads_is_reported_anew() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    state = edgc.attach(net, CONFIG, iterations=20)
+    train(net, state, 5)
+    kept = state.state_dict()
+    train(net, state, 12)
+    state.load_state_dict(kept)
+    train(net, state, 2)
+    state.close()
+    assert state.report is not None and state.report.iteration == 7
+
+
 def test_a_module_that_is_wrapped_after_it_was_attached_does_not_train_without_a_word(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

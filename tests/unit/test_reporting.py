@@ -85,6 +85,16 @@ def test_a_volume_may_be_missed_by_three_percent_without_a_word(
     assert ("--edgc-volume 24 was asked for, and the run sent" in capsys.readouterr().err) == warned
 
 
+def test_a_volume_that_begins_amid_a_run_is_of_the_steps_from_there_on(capsys: pytest.CaptureFixture[str]) -> None:
+    under_test = reporter()
+    ledger = SimpleNamespace(before=ByteCount(5e6, 2e6, 12e6), counts=SimpleNamespace(outside_budget=ByteCount()))
+    budget = SimpleNamespace(rounds=False, ledger=ledger)
+    under_test.resume(REPORT.plan, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
+    whole = RunBytes(ByteCount(6e6, 4e6, 36e6))
+    under_test.window(replace(REPORT, iteration=ITERATIONS, bytes=whole), last=True)
+    assert "was asked for" not in capsys.readouterr().err
+
+
 def test_a_run_that_rounds_has_missed_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +107,8 @@ def test_a_run_that_rounds_has_missed_nothing(
         under_test.parameters = [1500]
         if resumed:
             budget = SimpleNamespace(
-                rounds=True, ledger=SimpleNamespace(counts=SimpleNamespace(outside_budget=ByteCount()))
+                rounds=True,
+                ledger=SimpleNamespace(before=ByteCount(), counts=SimpleNamespace(outside_budget=ByteCount())),
             )
             under_test.resume(PLAN, SimpleNamespace(budget=budget))  # type: ignore[arg-type]
         plan = replace(PLAN, ranks=(NO_RANK,), reasons=("rounding is faster",), formats=({"w": "int4"},))
@@ -164,7 +175,7 @@ def test_a_missed_volume_is_no_fault_of_a_run_in_which_the_host_has_summed(
 def test_a_resumed_run_knows_whether_the_host_has_summed_before(
     idle: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = SimpleNamespace(counts=SimpleNamespace(outside_budget=ByteCount(fp32=idle)))
+    ledger = SimpleNamespace(before=ByteCount(), counts=SimpleNamespace(outside_budget=ByteCount(fp32=idle)))
     under_test, controller = reporter(), SimpleNamespace(budget=SimpleNamespace(rounds=False, ledger=ledger))
     under_test.resume(PLAN, controller)  # type: ignore[arg-type]
     under_test.window(

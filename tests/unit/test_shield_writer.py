@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron.edgc.checkpoint import hooks
 from megatron.edgc.checkpoint.hooks import shield_writer
 
 
@@ -18,7 +19,12 @@ def test_the_server_that_forks_asynchronous_writers_outlives_it(monkeypatch: pyt
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "ensure_running", server.ensure_running)
     arguments = Namespace(
-        exit_signal_handler=True, exit_signal=signal.SIGTERM, save="here", ckpt_format="torch_dist", async_save=True
+        exit_signal_handler=True,
+        exit_signal=signal.SIGTERM,
+        save="here",
+        ckpt_format="torch_dist",
+        async_save=True,
+        rank=0,
     )
     others = set(multiprocessing.active_children())
     shield_writer(arguments)
@@ -31,6 +37,22 @@ def test_the_server_that_forks_asynchronous_writers_outlives_it(monkeypatch: pyt
         os.kill(pid, signal.SIGKILL)
         for helper in set(multiprocessing.active_children()) - others:
             helper.kill()
+
+
+@pytest.mark.parametrize(
+    ("installed", "strategy", "warned"), [(True, "nvrx", True), (True, "mcore", False), (False, "nvrx", False)]
+)
+def test_a_writer_that_cannot_be_kept_alive_is_named(
+    installed: bool, strategy: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(hooks, "get_write_results_queue", lambda: None)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    of_signal = {"exit_signal_handler": True, "exit_signal": signal.SIGTERM, "rank": 0}
+    shield_writer(
+        Namespace(save="here", ckpt_format="torch_dist", async_save=True, async_strategy=strategy, **of_signal)
+    )
+    assert ("--async-strategy mcore keeps it alive" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize("handler", [False, True])

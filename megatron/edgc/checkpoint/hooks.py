@@ -11,6 +11,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.training.checkpointing import CheckpointType
 
 from edgc.comm.objects import all_gather_objects
 from edgc.config import ConfigError
+from edgc.printing import print_warning
 from megatron.edgc.checkpoint.index import RunState
 from megatron.edgc.checkpoint.keys import ENTRY
 from megatron.edgc.checkpoint.loading import GO_ON, resumed
@@ -33,9 +35,16 @@ def shield_writer(args: Namespace) -> None:
 
     Slurm and torchrun send the signal to all processes. The helpers would end by it, and with them the save that the
     signal asks for; started while the signal is ignored, they ignore it. With ``--async-save`` the writer itself is a
-    helper: the server that forks it passes on what it ignores.
+    helper: the server that forks it passes on what it ignores. That of ``--async-strategy nvrx``, Megatron's default
+    where nvidia-resiliency-ext is installed, cannot be kept from ending: a warning says so.
     """
     if args.exit_signal_handler and args.save is not None and args.ckpt_format == "torch_dist":
+        strategy = getattr(args, "async_strategy", "nvrx")
+        if args.async_save and strategy == "nvrx" and find_spec("nvidia_resiliency_ext") and args.rank == 0:
+            print_warning(
+                "the writer of --async-save ends by the signal of --exit-signal-handler if all processes get it, as "
+                "from Slurm and torchrun, and with it the last checkpoint: --async-strategy mcore keeps it alive"
+            )
         before = signal.signal(args.exit_signal, signal.SIG_IGN)
         get_write_results_queue()
         if args.async_save:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from edgc.comm.objects import broadcast_object
 from edgc.hosts.checkpoint import stage_state
+from edgc.hosts.steps import NO_STEP
 from edgc.hosts.user_warnings import warn
 from megatron.edgc.checkpoint.index import RunState, SavedStage, gathered_index
 from megatron.edgc.checkpoint.keys import (
@@ -35,7 +37,7 @@ class CheckpointSaver:
     def __init__(self, run: RunState):
         self.run = run
         # the last step that closed a window, and the states of the controllers before it
-        self._before: tuple[int, Sequence[Any]] = (-1, ())
+        self._before: tuple[int | None, Sequence[Any]] = (None, ())
 
     def keep_controllers(self, iteration: int) -> None:
         """Keep their state before they decide at the end of this step's window: Megatron may save without the step."""
@@ -54,7 +56,10 @@ class CheckpointSaver:
         A ``local`` checkpoint is read where it was written, by all data-parallel processes. In the format ``torch`` one
         process writes what all of them have. Every process calls this.
         """
-        self._roll_back(iteration)
+        doubted = get_rerun_state_machine().state is RerunState.WILL_RERUN_FROM_CHECKPOINT
+        undone = iteration if doubted else NO_STEP.iteration
+        if doubted:
+            self._roll_back(iteration)
         run, sharded = self.run, self.run.args.ckpt_format == "torch_dist"
         writes = sharded or _writes_torch()
         state: dict[str, Any] = {}
@@ -68,11 +73,11 @@ class CheckpointSaver:
             }
             if dist.get_rank(group) == 0:
                 saved[stage_key(stage)] = SavedStage(dist.get_world_size(group), layout)
-            measured = [reducer.observer.before(iteration).state_dict() for reducer in stage.reducers]
+            measured = [reducer.observer.before(undone).state_dict() for reducer in stage.reducers]
             state |= _of_each(measurements_key(stage), measured, group, sharded)
         if run.messages is not None:
-            state |= _of_each(message_key(), run.messages.state_dict(iteration), replica_group(), sharded)
-        controllers = self._before[1] if iteration == self._before[0] else self._controllers()
+            state |= _of_each(message_key(), run.messages.state_dict(undone), replica_group(), sharded)
+        controllers = self._before[1] if undone == self._before[0] else self._controllers()
         index = gathered_index(run, iteration, controllers, saved)
         return {"index": index, "state": state if writes else {}}
 
@@ -84,8 +89,7 @@ class CheckpointSaver:
                 reducer.roll_back(iteration)
         if run.messages is not None:
             run.messages.roll_back(iteration)
-        under_way = getattr(run.args, "curr_iteration", None)  # Megatron may save before the first step
-        if iteration == under_way and not run.stages[0].reducers[0].repeatable:
+        if not run.stages[0].reducers[0].repeatable:
             warn(
                 f"this checkpoint is without step {iteration + 1}, but EDGC's state in it is that of after its "
                 "reduction: the state before a step is kept only with a loss scale or where Megatron checks for spikes"
