@@ -106,6 +106,15 @@ def of_messages(**parts: Any) -> PipelineMessages:
     return messages
 
 
+def test_messages_of_a_pass_without_gradients_are_of_no_training_step() -> None:
+    messages = of_messages(chunks=[torch.nn.Linear(2, 2)])
+    assert messages.training
+    with torch.no_grad():
+        assert not messages.training
+    messages.chunks[0].eval()
+    assert not messages.training
+
+
 def test_the_entropy_of_messages_is_without_the_loss_scale() -> None:
     messages = of_messages(sampler=GradientSampler(iteration_rate=1.0, gradient_rate=1.0))
     matrix = torch.randn(32, 128)

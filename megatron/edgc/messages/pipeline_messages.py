@@ -93,7 +93,8 @@ class PipelineMessages:
 
     @property
     def training(self) -> bool:
-        return bool(self.chunks[0].training)
+        """Whether messages are of a training step: not where a loop looks at the loss of a model in training mode."""
+        return bool(self.chunks[0].training) and torch.is_grad_enabled()
 
     def specs(self) -> list[list[MatrixSpec]]:
         """The matrix of each boundary, for the controller."""
