@@ -13,12 +13,12 @@ from pathlib import Path
 if __name__ == "__main__":
     import _root  # noqa: F401
 
-from tools.reports.comparison import BYTES, CAVEAT, as_text, names_in, plans_line, rank_paths, summarise, table
+from tools.reports.comparison import BYTES, CAVEAT, as_text, load_runs, plans_line, rank_paths, summarise, table
 from tools.reports.page import as_html
 from tools.reports.picture import draw
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import write, write_json
-from tools.shared.runs import RunError, load_run
+from tools.shared.runs import RunError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,11 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder that holds the runs dense/ and edgc/, and perhaps others")
     folder = parser.parse_args(argv).folder
     try:
-        runs = {name: load_run(folder / name) for name in names_in(folder)}
+        runs, left_out = load_runs(folder)
         summary = summarise(runs)
     except RunError as error:
         say_error("report", error)
         return 2
+    for why in left_out:
+        print(f"report: leaves out {why}", file=sys.stderr)
     picture = draw(runs)
     write(folder / "report.png", picture)
     write(folder / "report.html", as_html(summary, picture).encode())

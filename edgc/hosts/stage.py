@@ -61,13 +61,12 @@ class Stage:
         self._step_start = self.traffic.bytes
         self.spans.close()
 
-    def count_unplanned(self, sent: float, other_ways: ByteCount) -> None:
-        """Count a sum of gradients that the host has sent beside the step's reductions, whatever the plan.
-
-        ``other_ways``: as in ``step_bytes``, of which it is a part.
+    def count_unplanned(self, own: ByteCount) -> None:
+        """Count a sum that the host has sent in its own way beside the step's reductions: a part of ``step_bytes`` and
+        of ``traffic`` that no plan changes.
         """
-        self._unplanned += replace(other_ways, sent=sent)
-        self._step_start += sent
+        self._unplanned += replace(own, sent=own.host)
+        self._step_start += own.host
 
     def take_sent_by_host(self) -> float:
         """Bytes of gradients in steps of the host's sums since the last call."""

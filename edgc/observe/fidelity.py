@@ -214,9 +214,9 @@ class FidelitySampler:
         self.averages.update(zip(names, torch.split(kept, counts), strict=True))
         squares, (mean_true, mean_got) = after[:, :2], after[:, 2:].unbind(dim=1)
         # where no gradient was seen yet, what errors bring has no unit, and counts for nothing
-        seen = (after[:, :1] > 0) | (_by_parameter(after[:, :1], counts) > 0)
-        roots = (squares + FLOOR * _by_parameter(squares, counts)).clamp_min(_TINY).rsqrt()
-        of_true, of_got = torch.where(seen, roots, 0.0).unbind(dim=1)
+        typical = _by_parameter(squares, counts)
+        roots = (squares + FLOOR * typical).clamp_min(_TINY).rsqrt()
+        of_true, of_got = torch.where(typical[:, :1] > 0, roots, 0.0).unbind(dim=1)
         unsent = owed - got
         values = [true.square(), got.square(), true * got, owed.square(), unsent.square()]
         units = [of_true.square(), of_got.square(), of_true * of_got, of_true.square(), of_true.square()]

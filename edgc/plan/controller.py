@@ -106,9 +106,13 @@ class Controller:
         """
         if self.budget is not None:
             self.budget.begin(iteration, sent)
-            if self.trials is not None:
-                self.trials.largest_host_steps *= 1 - iteration / self.iterations
+            self._bound_trials(self.budget)
             self.plan = self._first()
+
+    def _bound_trials(self, budget: BudgetPlanner) -> None:
+        """Trials may take a share of what a volume allows the steps that it is of."""
+        if self.trials is not None:
+            self.trials.largest_host_steps *= 1 - budget.ledger.begins / self.iterations
 
     def observe(self, window: WindowObservation) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""
@@ -208,8 +212,8 @@ class Controller:
         if (state["budget"] is None) != (self.budget is None):
             return False
         before = RankPlan.from_dict(state["plan"])
-        never = {NEVER_COMPRESSED}
-        if self.budget is not None and {*before.reasons} == never != {*self.plan.reasons}:
+        compressed = [any(reason != NEVER_COMPRESSED for reason in plan.reasons) for plan in (before, self.plan)]
+        if self.budget is not None and compressed == [False, True]:
             self.loss.load_state_dict(state["loss"])
             return True
         if self.trials is not None and state["trials"] is not None:
@@ -220,6 +224,7 @@ class Controller:
         tried = () if self.trials is None else self.trials.measured
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
+            self._bound_trials(self.budget)
             ledger = self.budget.ledger
             ledger.host_steps_unknown |= before.trial is not None
             # of a window's steps before the resume it is not known how many the host has summed

@@ -95,10 +95,12 @@ def test_other_runs_of_the_folder_have_a_row_as_well(runs: Path, capsys: pytest.
     for name in ("powersgd", "paper"):
         write_run(runs / name, val_loss=2.1, megabytes=20, seconds=1.0)
     (runs / "corpus").mkdir()
+    write_run(runs / "optimus", val_loss=2.1, megabytes=20, seconds=1.0, finished=False)
     assert report.main([str(runs)]) == 0
     summary: dict[str, Any] = json.loads((runs / "summary.json").read_text())
     assert list(summary["plans"]) == ["dense", "paper", "powersgd", "edgc"]
-    out = capsys.readouterr().out
+    out, left_out = capsys.readouterr()
+    assert "optimus: the run has not finished" in left_out
     assert re.search(r"powersgd +2\.1000 +\+5\.00% +20\.0 MB +5\.00x", out) and "powersgd, stage 1: dense" in out
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgc.observe.events import EventLog
 from tools._root import REPOSITORY
 from tools.shared.checkout import commit
 from tools.shared.machine import processor
 from tools.shared.markdown import rank_in_words
-from tools.shared.runs import Run, RunError, times_fewer
+from tools.shared.runs import Run, RunError, load_run, times_fewer
 
 NEEDED = ("dense", "edgc")  # runs without which there is no report
 BYTES = (
@@ -21,11 +22,19 @@ BYTES = (
 CAVEAT = "Processes of one machine talk over loopback: then step times say nothing about a cluster."
 
 
-def names_in(folder: Path) -> list[str]:
-    """The runs of a folder in the order of the table: dense, paper, others, edgc; those that are needed in any case."""
-    found = {log.parent.name for log in folder.glob("*/events.jsonl")}
-    others = sorted(found - {*NEEDED, "paper"})
-    return ["dense", *(["paper"] if "paper" in found else []), *others, "edgc"]
+def load_runs(folder: Path) -> tuple[dict[str, Run], list[str]]:
+    """The runs of a folder in the order of the table: dense, paper, others, edgc; and why some are left out.
+
+    Raises ``RunError`` where dense or edgc is not there or has not finished.
+    """
+    found = {log.parent.name for log in folder.glob(f"*/{EventLog.FILE}")} - {*NEEDED}
+    runs, left_out = {"dense": load_run(folder / "dense")}, []
+    for name in sorted(found, key=lambda name: (name != "paper", name)):
+        try:
+            runs[name] = load_run(folder / name)
+        except RunError as error:
+            left_out.append(str(error))
+    return {**runs, "edgc": load_run(folder / "edgc")}, left_out
 
 
 def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:

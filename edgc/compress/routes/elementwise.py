@@ -77,9 +77,10 @@ class ElementwiseRoute(Route):
             exchanges = [self._sum_portion(engine, portion) for portion in portions[start : start + count]]
             for own in (yield from interleave(exchanges)):
                 summed += own
-        # made on the device: a copy would make the CPU wait
-        finite = all_finite(summed) if summed else torch.ones((), dtype=torch.bool, device=self.engine.device)
-        self.finite = finite
+        if summed:
+            self.finite = all_finite(summed)
+        else:  # made on the device: a copy would make the CPU wait
+            self.finite = torch.ones((), dtype=torch.bool, device=self.engine.device)
 
     def _sum_portion(self, engine: Rounding, portion: "Sequence[Sequence[Piece]]") -> Exchange[list[Tensor]]:
         """``_sum_in_place`` of pieces of matrices; where the sums are that this process needs."""
