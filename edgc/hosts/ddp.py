@@ -74,7 +74,8 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
 
     DDP must not have ``find_unused_parameters``: see ``attach``, which refuses it. A hook does not know.
     """
-    if bucket.index() == 0:
+    # Not by the bucket's number: in the first step of a static graph every bucket has number 0, and none is the last.
+    if not state.awaits(bucket.parameters()):
         state.begin()
         state.futures = []
     gradients = {p: _as_laid_out(p, flat) for p, flat in zip(bucket.parameters(), bucket.gradients(), strict=True)}
@@ -82,7 +83,7 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
     devices: list[int | str | torch.device] | None = [state.device] if state.device.type == "cuda" else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     state.futures.append((future, bucket.buffer()))
-    if bucket.is_last():
+    if bucket.is_last() or not state.stage.units.missing:
         state.end()
         for waiting, buffer in state.futures:
             waiting.set_result(buffer)

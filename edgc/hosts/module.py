@@ -280,6 +280,10 @@ class EDGCState:
             reducer.begin(step.iteration)
         self._plain = all(reducer.plain for reducer in self.stage.reducers)
 
+    def awaits(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a step is under way in which the gradients of these have not come."""
+        return self.stage.units.awaits(self.parameters[one] for one in parameters if one in self.parameters)
+
     def add(self, gradients: Mapping[Tensor, Tensor], buffer: Tensor | None = None) -> None:
         """These gradients, by parameter, are complete on this process. They will hold the averages after ``end``.
 
@@ -336,9 +340,9 @@ class EDGCState:
 
         Raises ``ReplicaMismatch`` where processes have drifted apart, and RuntimeError where gradients are missing.
         """
-        missing = self.stage.units.missing
-        self._ended |= bool(missing)  # reductions under way have lost their step, and no other one may go on with them
-        _check_missing(missing)
+        # unless it comes to its end: reductions under way have lost their step, and no other one may go on with them
+        self._ended = True
+        _check_missing(self.stage.units.missing)
         for handle in self._handles:
             handle.wait()
         if self.driver.plan.trial is not None:
@@ -365,6 +369,7 @@ class EDGCState:
         self.stage.end_step()
         self.driver.end(self.steps)
         self.steps += 1
+        self._ended = False
         last = self.steps == self.iterations
         if self.steps == self.iterations + 1:
             warn(

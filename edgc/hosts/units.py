@@ -96,6 +96,11 @@ class Units:
             unit.gradients = {name: unit.gradients[name] for name in unit.names}
         return complete
 
+    def awaits(self, names: Iterable[str]) -> bool:
+        """Whether a step is under way, and these have not come in it."""
+        under_way = any(unit.gradients for unit in self._units)
+        return under_way and not any(name in self._of[name].gradients for name in names)
+
     def of(self, names: Iterable[str]) -> list[Unit]:
         """The units in which these are."""
         return list(dict.fromkeys(self._of[name] for name in names))

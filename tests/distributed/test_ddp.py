@@ -1,8 +1,10 @@
 """EDGC as the communication hook of torch's DistributedDataParallel, on gloo processes."""
 
+import faulthandler
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -826,6 +828,65 @@ def of_mixed_types(rank: int) -> int:
 
 def test_a_module_is_planned_by_the_type_that_most_of_its_values_have() -> None:
     assert run_on_ranks(of_mixed_types, 2) == [2, 2]
+
+
+def static_of_two_types(rank: int) -> tuple[list[int], float]:
+    """Steps counted after each backward pass of a static graph with two buckets, one for each type, and how far the
+    averages are from true ones.
+
+    In the first step DDP numbers both buckets 0, and calls none of them the last.
+    """
+    faulthandler.dump_traceback_later(60, exit=True)  # a backward pass whose averages never come does not return
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32))
+    model[1].register_forward_pre_hook(lambda layer, inputs: inputs[0].bfloat16())
+    model[2].register_forward_pre_hook(lambda layer, inputs: inputs[0].float())
+    alone = deepcopy(model)
+    ddp = DistributedDataParallel(model, static_graph=True)
+    state = attach(ddp, EDGCConfig.of(engine="int8", warmup_fraction=0.0), iterations=10)
+    counted, apart = [], 0.0
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        inputs = torch.randn(8, 32)
+        for one in (ddp, alone):
+            one.zero_grad()
+            one(inputs).square().sum().backward()
+        true = mean({name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            apart = max(apart, float((p.grad - true[name]).abs().max() / true[name].abs().max()))
+        counted.append(state.steps)
+    faulthandler.cancel_dump_traceback_later()
+    return counted, apart
+
+
+def test_a_static_graph_may_have_several_buckets_in_its_first_step() -> None:
+    for counted, apart in run_on_ranks(static_of_two_types, 2):
+        assert counted == [1, 2, 3] and apart < 0.05
+
+
+def drifted(rank: int) -> list[str]:
+    """What a step says in which replicas have drifted apart, and the one that a user tries after it."""
+    layer = nn.Linear(32, 32)
+    state = edgc.EDGCState(layer, EDGCConfig.of(static_rank=4, warmup_fraction=0.0, window=2), iterations=20)
+    said = []
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        if step == 1 and rank:
+            engine = state.stage.units.of(["weight"])[0].reducer.router.engine
+            own = engine.orthonormal
+            engine.orthonormal = lambda *arguments, own=own: [basis * (1 + 1e-7) for basis in own(*arguments)]
+        try:
+            state.step()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_no_step_follows_one_in_which_replicas_have_drifted_apart() -> None:
+    for said in run_on_ranks(drifted, 2):
+        assert len(said) == 2 and "this EDGC state was closed, or a step of it has failed" in said[1]
 
 
 def closed(rank: int) -> tuple[int, int]:
