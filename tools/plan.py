@@ -167,10 +167,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = [page.section(*one) for one in found]
     print("\n".join(line for section in sections for line in section))
-    for training, _, _ in found:
+    for one, _, _ in found:
         print(
-            f"{training.title}: assumes {training.network.inside:g} Gbit/s of a GPU to others in its node (inside_gbps "
-            f"of the cluster file), {REACHED:.0%} of the peak of {training.gpu.name} and {1e6 * LATENCY:.0f} us of "
+            f"{one.title}: assumes {one.network.inside:g} Gbit/s of a GPU to others in its node (inside_gbps of the "
+            f"cluster file), {REACHED:.0%} of the peak of {one.gpu.name} and {1e6 * LATENCY:.0f} us of "
             "latency; the page of --output lists all assumptions"
         )
     if options.output is not None:

@@ -56,11 +56,11 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     # with what low rank does not take.
     rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
     factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
-    dense = selection.matrix_elements + selection.other_elements
-    host = all_reduce_bytes(dense * run.host_bytes, processes)
+    values = selection.matrix_elements + selection.other_elements
     warmup = wire(config.formats.dense_wire)
-    rounded = all_reduce_bytes(dense * run.rounded_share * warmup.bytes_per_value(), processes)
-    return SentBytes(LinearCost(rest, factors), host if warmup.exact else rounded, host)
+    uncompressed = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
+    uncompressed, host = (all_reduce_bytes(values * one, processes) for one in (uncompressed, run.host_bytes))
+    return SentBytes(LinearCost(rest, factors), uncompressed, host)
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:

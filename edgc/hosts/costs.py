@@ -21,7 +21,7 @@ from edgc.specs import MatrixSpec, Parameter
 def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
     """The sizes that the controller of a run needs."""
     warmup = wire(config.formats.dense_wire)
-    uncompressed = run.host_bytes if warmup.exact else run.rounded_share * warmup.bytes_per_value()
+    uncompressed = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
     bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in PLANNED_FORMATS}
 
     def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none

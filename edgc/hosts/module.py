@@ -282,7 +282,8 @@ class EDGCState:
 
     def awaits(self, parameters: Iterable[Tensor]) -> bool:
         """Whether a step is under way in which the gradients of these have not come."""
-        return self.stage.units.awaits(self.parameters[one] for one in parameters if one in self.parameters)
+        names = (self.parameters.get(one) for one in parameters)  # type: ignore[call-overload]
+        return self.stage.units.awaits(name for name in names if name is not None)
 
     def add(self, gradients: Mapping[Tensor, Tensor], buffer: Tensor | None = None) -> None:
         """These gradients, by parameter, are complete on this process. They will hold the averages after ``end``.

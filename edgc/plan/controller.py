@@ -112,7 +112,7 @@ class Controller:
     def _bound_trials(self, budget: BudgetPlanner) -> None:
         """Trials may take a share of what a volume allows the steps that it is of."""
         if self.trials is not None:
-            self.trials.largest_host_steps *= 1 - budget.ledger.begins / self.iterations
+            self.trials.share_of_run = 1 - budget.ledger.begins / self.iterations
 
     def observe(self, window: WindowObservation) -> None:
         """Take in one window: entropy of every stage, and its timings, by which the fitted costs are corrected."""

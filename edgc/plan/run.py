@@ -43,6 +43,12 @@ class Run:
         """
         return self.host_bytes_ratio if self.gradient_bytes == 4 else 1.0
 
+    def uncompressed_bytes(self, rounded_bytes: float | None) -> float:
+        """The bytes of one value in a sum without low rank. ``rounded_bytes``: of the value in the format in which it
+        is rounded; None where it is not.
+        """
+        return self.host_bytes if rounded_bytes is None else self.rounded_share * rounded_bytes
+
     @property
     def alone(self) -> bool:
         """Whether no two processes hold the same layers, so that only messages between stages can be compressed."""

@@ -131,8 +131,8 @@ def _check_warmup(config: EDGCConfig, run: Run) -> None:
     volume, fraction = config.ranks.volume, config.ranks.warmup_fraction
     form = "fp32" if run.alone else config.formats.dense_wire  # as the run will have it
     assert volume is not None
-    exact = form == "fp32"  # then the host sums, or what sends as much
-    value_bytes = run.host_bytes if exact else run.rounded_share * bits_of(form) / 8
+    # in fp32 the host sums, or what sends as much; scales of rounded values are left out
+    value_bytes = run.uncompressed_bytes(None if form == "fp32" else bits_of(form) / 8)
     if fraction * value_bytes / 4 >= 1 / volume:
         fewer = "" if run.alone or bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
         raise ConfigError(

@@ -949,8 +949,10 @@ def test_trials_take_their_share_of_what_a_volume_has_left() -> None:
     under_test.begin(150, ByteCount())
     assert trials.largest_host_steps == pytest.approx(before / 4)
     again = Trials(200, 1.0, overlapped=False, volume_steps=100.0)
-    assert controller(trials=again).load_state_dict(json.loads(json.dumps(under_test.state_dict())))
-    assert again.largest_host_steps == pytest.approx(before / 4), "a second resume is within the same rest"
+    resumed = controller(trials=again)
+    for _ in range(2):  # one session may load more than one checkpoint
+        assert resumed.load_state_dict(json.loads(json.dumps(under_test.state_dict())))
+        assert again.largest_host_steps == pytest.approx(before / 4), "a second resume is within the same rest"
 
 
 def test_a_volume_that_had_nothing_to_compress_begins_where_there_is_something() -> None:

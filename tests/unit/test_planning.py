@@ -337,6 +337,13 @@ def test_the_memory_has_errors_and_factors(training: Training, capsys: pytest.Ca
     assert "GiB are factors at rank 698, the largest above." in capsys.readouterr().out
 
 
+def test_a_page_of_two_models_shows_a_step_of_the_first_on_its_own_link(tmp_path: Path) -> None:
+    page = tmp_path / "clusters"
+    assert plan.main(["gpt2_12.1b", "gpt2_2.5b", "--gbps", "10", "--output", str(page)]) == 0
+    text = page.with_suffix(".md").read_text()
+    assert text.count("\n## GPT2-") == 2 and page.with_name("clusters_step.png").is_file()
+
+
 def test_compression_pays_on_slow_links_and_is_left_on_fast_ones(training: Training) -> None:
     compressing = {"balanced": costs(training)["balanced"]}
     by_name = {one.name: one for one in CONTENDERS}
@@ -428,6 +435,9 @@ def test_a_preset_rounds_where_that_is_faster_than_low_rank(training: Training, 
     scattered = replace(training, scatters=True)
     safe = next(one for one in CONTENDERS if one.name == "safe")
     assert predict(scattered, safe, found, scattered.apart(gbps)).rank != NO_RANK, "int4 sends less than it allows"
+    slow = replace(found["balanced"], seconds=tuple(1e3 for _ in found["balanced"].ranks))  # no rank is worth its time
+    only = predict(scattered, safe, {**found, "balanced": slow}, scattered.apart(gbps))
+    assert only.rank == (NO_RANK if gbps < 1000 else None), "and it rounds where nothing else is faster than the host"
     plain = replace(balanced.contender, messages="")
     chosen, low_rank = (
         predict(training, plain, methods, links) for methods in (found, {"balanced": found["balanced"]})

@@ -135,7 +135,7 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
     config = replace(config, basis_cycle=1)  # a step of a longer cycle asks for the same
     with _reducers(stage, config, ranks, by_matrix) as (traffic, reducers):
         counted = StepCounts()
-        for iteration in range(config.basis_cycle + 2):  # until there are errors, scales and bases
+        for iteration in range(3):  # until there are errors, scales and bases
             counted = StepCounts()
             before = traffic.bytes
             with torch.no_grad(), counted:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
 from edgc.plan.times.gather_times import GatherTimes
-from edgc.plan.times.link_times import MAX_TIME_RATIO, worth_rounding
+from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -579,15 +578,18 @@ def predict(
             rank = contender.rank
         else:
             most = compressing.rank_of(whole / contender.volume / share / round_trip)
-            rounding = methods.get(ROUNDED)
-            rounded = math.inf
-            if rounding is not None and sent_by(rounding, NO_RANK) > whole / contender.volume:
-                rounded = alone(units_of(rounding, NO_RANK))
             low_rank = partial(units_of, compressing)
             host = alone(_dense(whole * half, training.scatters))
-            rank = _settled_rank(most, lambda rank: alone(low_rank(rank)), rounded, host)
-            if rounding is not None and rank == NO_RANK:
-                compressing = rounding
+            rank = _rank_worth_its_time(most, lambda rank: alone(low_rank(rank)), host)
+            if (rounding := methods.get(ROUNDED)) is not None:
+                times = LinkTimes(
+                    ReductionTime(host, half),
+                    ReductionTime(alone(units_of(rounding, NO_RANK)), sent_by(rounding, NO_RANK) / whole),
+                    ReductionTime(alone(low_rank(rank or RANK_MULTIPLE)), 1 / contender.volume),
+                    may_replace_low_rank(contender.volume, half),
+                )
+                if times.rounding_pays:
+                    compressing, rank = rounding, NO_RANK
         sent = whole * half if rank is None else sent_by(compressing, rank)
         units = _dense(sent, training.scatters) if rank is None else units_of(compressing, rank)
     forward = training.forward_seconds()
@@ -658,14 +660,13 @@ def _on_line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[end] + (x - xs[end]) * slope
 
 
-def _settled_rank(rank: int, seconds: Callable[[int], float], rounded: float, host: float) -> int | None:
-    """What EDGC settles on: the largest rank up to this one that is worth its time; ``NO_RANK`` where rounding, which
-    takes ``rounded`` seconds, is clearly faster; None where the host's own sum, of ``host`` seconds, is.
+def _rank_worth_its_time(rank: int, seconds: Callable[[int], float], host: float) -> int | None:
+    """The largest rank up to this one at which reductions take clearly less than the ``host`` seconds of the host's own
+    sum; None: there is none.
     """
     while rank >= RANK_MULTIPLE and seconds(rank) > MAX_TIME_RATIO * host:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
-    found = rank if rank >= RANK_MULTIPLE else None
-    return NO_RANK if worth_rounding(rounded, math.inf if found is None else seconds(found), host) else found
+    return rank if rank >= RANK_MULTIPLE else None
 
 
 def _dense(sent: float, scatters: bool) -> tuple[Unit, ...]:

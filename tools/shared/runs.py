@@ -92,12 +92,6 @@ def load_run(folder: Path) -> Run:
     return Run(folder.name, start, windows, loss, next(value for step, value in validation if step == final), rates)
 
 
-def read_losses(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """(iteration, loss) pairs of training and of validation; empty where there are none."""
-    training, validation = _scalars(folder, "lm loss", "lm loss validation")
-    return training, validation
-
-
 def _scalars(folder: Path, *tags: str) -> list[list[tuple[int, float]]]:
     """The (iteration, value) pairs of each tag; empty where there are none."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator

@@ -62,5 +62,5 @@ class Rounding(Elementwise):
         yield from communicator.sum_shards_in_place(shards, errors, self.wire, self._generator)
 
     def shards_pay(self, sizes: Sequence[int]) -> bool:
-        """Whether ``sum_shards`` of shards of so many values sends less than ``sum``."""
+        """Whether ``sum_shards_in_place`` of shards of so many values sends less than ``sum_in_place``."""
         return not self.exact and max(sizes) * len(sizes) < 2 * sum(sizes)

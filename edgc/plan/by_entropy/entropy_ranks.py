@@ -64,7 +64,7 @@ class EntropyRanks:
     def decide(
         self, iteration: int, plan: RankPlan, energies: Sequence[Mapping[str, Sequence[float]]]
     ) -> tuple[RankPlan, tuple[int | None, ...]]:
-        """The ranks from ``iteration`` on, and the plan until then with what has led to them.
+        """The plan until ``iteration``, with what has led to the ranks from then on, and these ranks.
 
         ``energies``: of the window, as in a ``StageObservation``.
         """
@@ -187,12 +187,12 @@ class EntropyRanks:
         """
         then, now = state["settings"], self.config.subset(REFERENCES)
         by_entropy = then["static_rank"] is None and self.config.rank_policy is RankPolicy.ENTROPY
-        if then["entropy_estimator"] == now["entropy_estimator"]:
-            # entropy is that of one process's gradient, whose noise depends on its share of the batch
-            alike = state["replicas"] == self.replicas
-            self.history = [tuple(entropy) for entropy in state["history"]] if alike else []
-            if by_entropy:
-                self.anchor = [one if alike or one is None else math.nan for one in state["anchor"]]
-            if then["rank_model"] == now["rank_model"]:
-                self.tolerated = list(state["tolerated"])
+        same_estimator = then["entropy_estimator"] == now["entropy_estimator"]
+        # entropy is that of one process's gradient, whose noise depends on its share of the batch
+        comparable = same_estimator and state["replicas"] == self.replicas
+        self.history = [tuple(entropy) for entropy in state["history"]] if comparable else []
+        if by_entropy:  # where it is not comparable, the next window is the new reference of what has begun
+            self.anchor = [one if comparable or one is None else math.nan for one in state["anchor"]]
+        if then["rank_model"] == now["rank_model"]:
+            self.tolerated = list(state["tolerated"])
         return by_entropy

@@ -11,7 +11,7 @@ from edgc.plan.run import Run
 from edgc.plan.selection import select, width
 from edgc.plan.stages import ProcessStage, dense_because
 from edgc.plan.times.comm_cost import StageCost
-from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime
+from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
         ReductionTime(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
         ReductionTime(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
         ReductionTime(low_rank, 1 / volume),
-        # a volume that allows rounded values in all parameters has finer formats to choose from beside low rank
-        may_replace=run.rounded_share * bits_of(ROUNDED) / 8 * volume >= 4,
+        may_replace_low_rank(volume, run.rounded_share),
     )
 
 

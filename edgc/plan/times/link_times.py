@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgc.plan.by_volume.choices import ROUNDED, bits_of
+
 # With a volume a reduction takes at most this share of the time of the host's own: timings vary, and computing takes
 # longer amid training than it did before.
 MAX_TIME_RATIO = 0.75
@@ -17,6 +19,13 @@ def worth_rounding(rounded: float, low_rank: float, host: float) -> bool:
     All in seconds; ``low_rank`` is infinite where no rank is worth its time.
     """
     return rounded <= MAX_TIME_RATIO * host and rounded <= CLEARLY_FASTER * low_rank
+
+
+def may_replace_low_rank(volume: float, rounded_share: float) -> bool:
+    """Whether all gradients may be rounded although low rank pays. A volume that allows that anyway has finer formats
+    to choose from beside low rank. ``rounded_share``: as of a ``Run``.
+    """
+    return rounded_share * bits_of(ROUNDED) / 8 * volume >= 4
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class Trials:
         volume_steps: as many steps of the host's sums take all bytes that a volume allows the run; infinite without.
 
     A ``trial`` is the iterations (first, first after) in which the other one sums. ``due``: one is wanted.
-    ``measured``: seconds of a compressed step and of the host's in the last trial; empty before.
+    ``measured``: seconds of a compressed step and of the host's in the last trial; empty before. ``share_of_run``: of
+    the iterations, those whose bytes the volume bounds.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Trials:
         volume_steps: float = math.inf,
     ):
         self.iterations, self.host_seconds, self.overlapped = iterations, host_seconds, overlapped
-        self.largest_host_steps = LARGEST_SHARE_OF_VOLUME * volume_steps
+        self.volume_steps, self.share_of_run = volume_steps, 1.0
         self.by_host, self.due = by_host, False
         self.trial: tuple[int, int] | None = None
         self.measured: tuple[float, ...] = ()
@@ -78,6 +79,11 @@ class Trials:
         self._counted = ByteCount()  # of gradients of the run so far
         self._step = self._spread = math.nan  # seconds of a step, and the standard deviation of a step
         self._enough_steps = False  # whether enough steps have been timed since a trial was last begun or ended
+
+    @property
+    def largest_host_steps(self) -> float:
+        """How many steps of the host's sum trials may take, so that a volume keeps enough bytes for all others."""
+        return LARGEST_SHARE_OF_VOLUME * self.volume_steps * self.share_of_run
 
     def observe(self, steps: Mapping[bool, Sequence[float]], reduce_seconds: float, counted: ByteCount) -> float:
         """Take in a window. Returns how many seconds more, or fewer, reductions take if the link has changed; else 0.
