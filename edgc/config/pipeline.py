@@ -68,11 +68,11 @@ class Pipeline(Settings):
     pp: str = setting(
         "off",
         "which messages between pipeline stages are compressed, and how. Which: gradients (backward), gradients and "
-        "activations (both), or gradients for which the receiving stage would wait idle (epilogue); wherever the run's "
-        "pipeline allows it and it saves time, gradients (auto) or those of the epilogue (auto-epilogue). How: rounded "
-        "(backward:int8, :int4, :int2), or in low rank, at a rank that entropy sets or the gradients have "
-        "(backward:powersgd) or that is given (backward:powersgd:16), with factors in the pipeline's own format or in "
-        "another (backward:powersgd:16:int8). Without a how, the preset's or powersgd",
+        "activations (both), or gradients for which the receiving stage would wait idle (epilogue). auto and "
+        "auto-epilogue are backward and epilogue, but only where the run's pipeline allows it and it saves time. How: "
+        "rounded (int8, int4, int2) or in low rank (powersgd). powersgd takes the rank that entropy sets or the "
+        "gradients have, powersgd:16 takes rank 16. powersgd:16:int8 also says in which format the factors travel. "
+        "Without a how, the preset's or powersgd",
         "which:how",
         "Optimus-CC, ASPLOS 2023; rounding: arXiv 2306.10209; docs/algorithm.md, 8",
     )
@@ -80,7 +80,7 @@ class Pipeline(Settings):
         None,
         "sum the gradient of a tied embedding once, over the processes of the first and the last pipeline stage; "
         "Megatron sums it over each stage and then between the two (default: on where there is a tied embedding, off "
-        "with the engine dense and the preset paper)",
+        "with the engine dense, the preset paper and --mtp-num-layers)",
         "switch",
         "Optimus-CC, ASPLOS 2023",
     )
