@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from edgc.comm import weight_gather
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.comm.weight_gather import gather_differences
 from edgc.comm.wire import GROUP, wire
@@ -39,17 +40,24 @@ def trained(rank: int) -> tuple[Tensor, Tensor, float]:
     return weights, unrounded, traffic.bytes
 
 
+def trained_twice(rank: int) -> list[tuple[Tensor, Tensor, float]]:
+    """With the shards of all ranks decoded at once, and one after another, as large ones are."""
+    at_once = trained(rank)
+    weight_gather.TOGETHER = 1
+    return [at_once, trained(rank)]
+
+
 def test_all_ranks_get_the_same_weights_and_rounding_does_not_add_up() -> None:
-    results = run_on_ranks(trained, RANKS)
-    weights = results[0][0]
-    assert all(torch.equal(weights, other) for other, _, _ in results)
-    for rank, (_, unrounded, _) in enumerate(results):
-        away = (weights[rank * SHARD : (rank + 1) * SHARD].float() - unrounded).abs()
-        # one step of 4 bits of the last difference, and bf16; forty of them would be 0.06 on average
-        assert float(away.mean()) < 0.006
-        assert float(unrounded.abs().mean()) > 0.5
-    groups = 1 + 3 + 1  # of the rank whose shard has most; the others' messages are as long
-    assert results[0][2] == STEPS * (RANKS - 1) * wire("int4").message_bytes(groups * GROUP)
+    for seen in zip(*run_on_ranks(trained_twice, RANKS), strict=True):
+        weights = seen[0][0]
+        assert all(torch.equal(weights, other) for other, _, _ in seen)
+        for rank, (_, unrounded, _) in enumerate(seen):
+            away = (weights[rank * SHARD : (rank + 1) * SHARD].float() - unrounded).abs()
+            # one step of 4 bits of the last difference, and bf16; forty of them would be 0.06 on average
+            assert float(away.mean()) < 0.006
+            assert float(unrounded.abs().mean()) > 0.5
+        groups = 1 + 3 + 1  # of the rank whose shard has most; the others' messages are as long
+        assert seen[0][2] == STEPS * (RANKS - 1) * wire("int4").message_bytes(groups * GROUP)
 
 
 def beside(rank: int) -> Tensor:

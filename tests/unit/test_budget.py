@@ -1349,3 +1349,11 @@ def test_every_format_has_a_noise() -> None:
     assert all(noise_of_format(name) >= 0 for name in FORMATS)
     with pytest.raises(KeyError):
         noise_of_format("int7")
+
+
+def test_less_noise_than_that_of_the_format_of_rows_is_still_some_noise_of_rows() -> None:
+    one = parameter("word", 4096, 128, by_rows=1.3)
+    assert one.rounding.noise("int4") > 0.01
+    for _ in range(2):
+        one = one.fitted(by_share(0.4), 0.01)
+    assert one.rows is not None and one.rows.spectrum.noise(1639) > 0

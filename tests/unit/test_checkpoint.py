@@ -1,5 +1,7 @@
 """What a checkpoint holds of a process: tensors of any length in one, and measurements, there and back."""
 
+import math
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +20,8 @@ from edgc.hosts.steps import Step
 from edgc.observe.measurements import Measurements
 from edgc.observe.moments import GradientStatistics
 from edgc.observe.sampler import GradientSampler
+from edgc.observe.window import Boundary
+from megatron.edgc.messages import pipeline_messages
 from megatron.edgc.messages.pipeline_messages import PipelineMessages
 
 
@@ -138,3 +142,49 @@ def test_messages_that_are_not_compressed_are_counted() -> None:
     messages, tensor = of_messages(directions=("backward",)), torch.zeros(4, 2, 8)
     assert messages.outgoing("forward", tensor) is tensor
     assert messages.byte_count() == ByteCount(256, 256, 256)
+
+
+@pytest.mark.parametrize(("sender", "compressed"), [(1, 3), (2, 2), (3, 1)])
+def test_messages_are_compressed_in_the_epilogue_alone_whose_length_goes_with_the_stage(
+    sender: int, compressed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier the receiver, the more backward passes it has left once its forward passes are done."""
+    monkeypatch.setattr(pipeline_messages, "get_num_microbatches", lambda: 8)
+    messages = of_messages(
+        config=EDGCConfig.of(pp="epilogue:powersgd:4"),
+        stages=4,
+        boundaries=[Boundary("backward", one, one - 1) for one in (1, 2, 3)],
+        step=lambda: Step(0, None, message_ranks=(4, 4, 4)),
+    )
+    forms = [messages._format("backward", sender, index, (16, 1, 32), torch.float32) for index in range(8)]
+    assert [form.rank for form in forms] == [None] * (8 - compressed) + [4] * compressed
+
+
+def test_a_window_of_messages_begins_with_nothing_of_the_one_before() -> None:
+    messages = of_messages(boundaries=[Boundary("backward", 1, 0)], _wrong=None, _before={})
+    messages._window_start = messages.bytes.copy()
+    messages.entropy["backward"] = [2.0]
+    for entropy, count in ((2.0, ByteCount(1, 2, 3)), (math.nan, ByteCount(4, 5, 6))):
+        messages.bytes["backward"] += count
+        (window,) = messages.take_window()
+        assert (window.entropy, window.bytes) == (pytest.approx(entropy, nan_ok=True), count)
+
+
+@pytest.mark.parametrize(
+    ("sender", "shape", "fits"),
+    [
+        ("backward:0", (64, 32), True),
+        ("backward:0", None, True),
+        ("backward:0", (32, 32), False),
+        ("forward:0", (64, 32), False),
+    ],
+)
+def test_what_was_left_unsent_of_messages_fits_those_of_its_size_and_direction(
+    sender: str, shape: tuple[int, int] | None, fits: bool
+) -> None:
+    args = Namespace(
+        seq_length=64, micro_batch_size=1, context_parallel_size=1, sequence_parallel=False, hidden_size=32
+    )
+    messages = of_messages(args=args, directions=("backward",))
+    error = None if shape is None else torch.zeros(shape)
+    assert messages.fits({"senders": {sender: {"error": error}}}) == fits

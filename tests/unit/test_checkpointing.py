@@ -230,22 +230,45 @@ def test_a_resumed_run_says_who_sums_where_the_probe_has_said_otherwise(
     assert capsys.readouterr().out == (said if before != now else "")
 
 
-@pytest.mark.parametrize(("preset", "adopts"), [("balanced", True), ("paper", False)])
+@pytest.mark.parametrize(
+    ("preset", "processes", "adopts"), [("balanced", 2, True), ("paper", 2, False), ("balanced", 1, False)]
+)
 def test_only_a_volume_keeps_the_ranks_of_the_probe_before(
-    preset: str, adopts: bool, monkeypatch: pytest.MonkeyPatch
+    preset: str, processes: int, adopts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where entropy sets ranks, matrices were chosen by the smallest rank of now."""
+    """Where entropy sets ranks, matrices were chosen by the smallest rank of now. A link of one process is none."""
     from megatron.edgc.checkpoint import loading
 
     settings = EDGCConfig.from_preset(preset)
     key, found = StageKey(StageKind.LAYERS, 0), []
     run = run_state(settings, keys=[key], stages=[SimpleNamespace(key=key, process_group=None)], controller=object())
     own = resume(run, index_of(settings, stages=[key.id]))
-    own.usable.stages[key] = SimpleNamespace(processes=2)
+    own.usable.stages[key] = SimpleNamespace(processes=processes)
     monkeypatch.setattr(loading.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(loading.Resume, "_resume", lambda self, controller, state, ranks: found.append(ranks))
     own._resume_gradients()
     assert [bool(ranks) for ranks in found] == [adopts]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_norms_of_gradients_go_on_among_as_many_processes(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.edgc.checkpoint import loading
+
+    key, norms, counted = StageKey(StageKind.LAYERS, 0), list[bool](), list[RunBytes]()
+    stage = SimpleNamespace(key=key, restore_bytes=counted.append)
+    own = resume(run_state(stages=[stage]), index_of(EDGCConfig(), bytes={key.id: RunBytes(ByteCount(1.0, 2.0, 3.0))}))
+    own.usable.stages[key] = SimpleNamespace(layout={}, same_processes=same, measurements=None)
+    monkeypatch.setattr(loading, "load_stage", lambda *args, **parts: norms.append(parts["norms"]))
+    own._load_stage(stage, {})
+    assert norms == [same] and counted == [own.index.bytes[key.id]]
+
+
+def test_bytes_of_messages_go_on_where_what_was_left_unsent_of_them_does_not() -> None:
+    counted: list[ByteCount] = []
+    messages: Any = SimpleNamespace(directions=("backward",), restore_bytes=counted.append)
+    kept = RunBytes(messages=ByteCount(1.0, 2.0, 3.0))
+    own = resume(run_state(messages=messages), index_of(EDGCConfig(), bytes={"messages": kept}))
+    assert own._load_messages({}) and counted == [kept.messages]
 
 
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

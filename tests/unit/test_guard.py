@@ -40,6 +40,14 @@ def test_relief_for_the_loss_ends_also_where_fidelity_is_not_measured() -> None:
     assert guard.update(math.nan, 0) == 2
 
 
+def test_a_resumed_run_knows_why_it_has_relief() -> None:
+    before, again = Guard(0.1, [True] * 10), Guard(0.1, [True] * 10)
+    before.update(0.9, 0, loss_rises=True)
+    again.load_state_dict(before.state_dict())
+    assert again.relief == 2 and again.cause == LOSS_RISES
+    assert again.update(math.nan, 0) == 1, "relief for a loss that has ended"
+
+
 def rises(losses: list[float], greatest: float = 0.1) -> list[float]:
     watch, found = LossWatch(greatest), []
     for loss in losses:

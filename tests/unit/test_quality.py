@@ -6,6 +6,7 @@ between what today's code reaches and what it reaches with the mechanism broken.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -603,3 +604,56 @@ def test_every_matrix_has_the_rank_that_the_plan_gives_it() -> None:
     run_to_end(reducer.reduce({name: torch.randn(64, 64) for name in "abc"}, 0))
     engine: Any = reducer.router.engine
     assert {name: len(strengths) for name, strengths in engine.strengths.items()} == {"a": 4, "b": 16}
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
+def test_the_probe_times_gradients_of_the_hosts_type(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[torch.dtype]()
+
+    def seconds(scratch: Any, work: Any) -> float:
+        seen.update(group.flat.dtype for group in scratch.groups)
+        return 1.0
+
+    monkeypatch.setattr(probe._Scratch, "_fastest", seconds)
+    probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, replace(RUN, gradient_bytes=size))
+    assert seen == {dtype}
+
+
+def test_the_time_of_work_is_that_of_its_fastest_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 5.0, 8.0, 8.0, 9.0, 9.0, 13.0])
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert probe.fastest(lambda: None, communicator(), CPU) == 1
+
+
+def test_a_larger_loss_scale_makes_no_spike() -> None:
+    reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig(), communicator(), CPU)
+    reducer.set_rank(RANK)
+    gradient, seen = signal(0.5), []
+    # the last one is a spike
+    for step, (size, scale) in enumerate(((1.0, 1.0), (1024.0, 1024.0), (1024.0, 1.0))):
+        run_to_end(reducer.reduce({MATRIX.name: size * gradient}, step, torch.tensor(scale)))
+        seen.append(float(reducer.observer.measurements.spikes))
+    assert seen == [0, 0, 1]
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_the_hosts_sum_of_16_bits_is_finite_where_all_its_values_are(value: float) -> None:
+    reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig(), communicator(), CPU)
+    assert reducer.plain
+    run_to_end(reducer.reduce({MATRIX.name: torch.full((MATRIX.rows, MATRIX.cols), value).bfloat16()}, 0))
+    assert bool(reducer.finite) == (value == 1)
+
+
+def test_a_failed_step_in_which_compression_ends_loses_no_error() -> None:
+    reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig(), communicator(), CPU)
+    reducer.set_rank(RANK)
+    run_to_end(reducer.reduce({MATRIX.name: signal(0.5)}, 0))
+    before = reducer.state.feedback.packed[MATRIX.name].values().clone()
+    reducer.set_rank(None, by_host=True)
+    gradient = signal(0.5)
+    gradient[0, 0] = float("inf")
+    run_to_end(reducer.reduce({MATRIX.name: gradient}, 1))
+    assert bool(gradient.isnan().all())
+    assert torch.equal(reducer.state.feedback.packed[MATRIX.name].values(), before)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.hosts.costs import reduction_sizes
 from edgc.plan.by_volume.choices import SendRounded
 from edgc.plan.by_volume.reduction_sizes import ReductionSizes
 from edgc.plan.rank_plan import NO_RANK, Summing
@@ -492,3 +493,17 @@ def test_ranks_of_a_fast_link_end_where_nothing_is_saved() -> None:
     cost = StageCost(LinearCost(0.0, 0.0001), 0.02, 0.02)
     ranks = plan_run(EDGCConfig.of(window=100), RUN, processes(cost, cost)).config.ranks
     assert ranks.rmax == 24, "not 200, at which compressing takes as long as the sum"
+
+
+@pytest.mark.parametrize(("gradient_bytes", "ratio"), [(4, 0.5), (2, 1.0)])
+def test_the_planner_knows_that_a_rounded_sum_ends_halfway_where_each_process_needs_its_shard(
+    gradient_bytes: int, ratio: float
+) -> None:
+    """Of gradients in 16 bits every process needs whole sums."""
+    whole, scattered = (
+        reduction_sizes(
+            EDGCConfig.from_preset(), replace(RUN, scatters=scatters, gradient_bytes=gradient_bytes)
+        ).bytes_per_value["int4"]
+        for scatters in (False, True)
+    )
+    assert scattered == ratio * whole > 0

@@ -289,9 +289,12 @@ def test_a_trial_waits_for_enough_steps_and_never_outlasts_the_run() -> None:
     window(under_test, 200, 0.8, 1.1, 1.0)
     under_test.observe({False: [1.1] * 20, True: [1.0] * (TRIAL_STEPS - 2)}, 0.8, ByteCount())
     assert not under_test.by_host
-    late = trials()
-    window(late, ITERATIONS - TRIAL_STEPS, 0.8, 1.1, 1.0)
-    assert late.trial is None
+    for left in (TRIAL_STEPS, TRIAL_STEPS + LEAST_USUAL_STEPS, TRIAL_STEPS + LEAST_USUAL_STEPS + 1):
+        late = trials()
+        window(late, ITERATIONS - left, 0.8, 1.1, 1.0)
+        assert (late.trial is not None) == (left > TRIAL_STEPS + LEAST_USUAL_STEPS), (
+            "as many usual steps come after it as it is compared with"
+        )
 
 
 def test_where_reductions_were_not_measured_there_is_one_trial() -> None:

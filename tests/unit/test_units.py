@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from edgc.comm.wire import wire
 from edgc.compress.reducer import GradientReducer
 from edgc.errors import NonFiniteSum, StepError
 from edgc.hosts.steps import Step
@@ -134,6 +135,40 @@ def test_a_step_that_megatron_doubts_runs_again_where_nothing_was_compressed(mon
         machine.state = RerunState.RERUNNING_IN_PLACE
         with nullcontext() if plain else pytest.raises(NonFiniteSum, match="iteration 4: Megatron has found a result"):
             sums.begin(group, {})
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_megatron_sums_gradients_where_no_unit_has_anything_to_compress_or_to_add(second: bool) -> None:
+    from megatron.edgc.bucket_groups import StageReductions
+
+    anything, group = cast(Any, None), cast(Any, object())
+    reducers = [cast(Any, SimpleNamespace(begin=lambda iteration: None, plain=one)) for one in (True, second)]
+    units = Units([Unit([name], reducer) for name, reducer in zip("ab", reducers, strict=True)])
+    sums = StageReductions(units, anything, anything, anything, lambda: Step(3, None), False)
+    sums.begin(group, {})
+    assert sums.plain == second
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "kept"),
+    [(torch.bfloat16, "int8", True), (torch.float32, "int8", False), (torch.bfloat16, None, False)],
+)
+def test_weights_of_before_a_step_are_kept_where_their_differences_travel(
+    dtype: torch.dtype, name: str | None, kept: bool
+) -> None:
+    """Those in fp32 are the optimizer's own."""
+    from megatron.edgc.bucket_groups import EDGCBucketGroup
+    from megatron.edgc.weights import WeightGather
+
+    gather = WeightGather(cast(Any, SimpleNamespace(world_size=2, process=1)), cast(Any, None))
+    gather.wire = None if name is None else wire(name)
+    values = torch.arange(8, dtype=dtype)
+    group: Any = SimpleNamespace(edgc_weights=gather, buckets=[SimpleNamespace(param_data=values)])
+    EDGCBucketGroup.keep_weights(group)
+    assert (gather.before is not None) == kept
+    if gather.before is not None:
+        values.zero_()
+        assert [shard.tolist() for shard in gather.before] == [[4, 5, 6, 7]]
 
 
 def units_of(*names: str) -> Units:

@@ -94,6 +94,23 @@ def test_bytes_in_fp32_are_those_of_the_steps_that_were_made() -> None:
     assert after.byte_counts().gradients == ByteCount(0.0, 200.0, 300.0)
 
 
+def test_all_bytes_go_on_where_they_were_saved() -> None:
+    cpu = torch.device("cpu")
+    before, after = (Stage(STAGE.stage, cpu, ByteCount(host=50.0, fp32=100.0)) for _ in range(2))
+    for traffic, elements in ((before.traffic, 10), (before.weights, 20), (before.weights_by_host, 30)):
+        traffic.count_all_gather(torch.zeros(elements), 2)
+    before.count_unplanned(ByteCount(host=8.0, fp32=16.0))
+    before.end_step()
+    expected = RunBytes(
+        gradients=ByteCount(40.0, 50.0, 100.0),
+        weights=ByteCount(80.0, 120.0, 120.0),
+        unplanned=ByteCount(8.0, 8.0, 16.0),
+    )
+    assert before.byte_counts() == expected
+    after.restore_bytes(expected)
+    assert after.byte_counts() == expected
+
+
 def test_the_controller_is_told_of_the_descent_the_usual_ranks_and_all_bytes() -> None:
     told: list[Any] = []
     controller: Any = SimpleNamespace(observe=told.append, decide=lambda iteration: None)
