@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer
@@ -55,8 +53,9 @@ from megatron.edgc.messages import p2p_communicator
 from megatron.edgc.messages.costs import message_costs
 from megatron.edgc.messages.pipeline_messages import PipelineMessages
 from megatron.edgc.messages.plan import MessagePlan, plan_messages
+from megatron.edgc.run import described_run, scales_loss
 from megatron.edgc.seam import Seam
-from megatron.edgc.stages import MegatronStage, gradient_bytes, stages_of
+from megatron.edgc.stages import MegatronStage, stages_of
 
 
 class Session:
@@ -410,84 +409,3 @@ class Session:
         everywhere = all_finite(gradients).to(torch.int32)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere)
-
-
-def described_run(args: Namespace) -> Run:
-    """The run of Megatron's validated arguments."""
-    iterations = run_length(args)
-    return Run(
-        iterations=iterations,
-        replicas=args.data_parallel_size * args.context_parallel_size,
-        pipeline_stages=args.pipeline_model_parallel_size,
-        gradient_bytes=gradient_bytes(args),
-        scatters=args.use_distributed_optimizer,
-        overlapped=args.overlap_grad_reduce,
-        repeatable=repeatable(args),
-        reruns=reruns(args),
-        learning_rate=learning_rate(args, iterations),
-    )
-
-
-def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float] | None:
-    """The rate by iteration, as Megatron's scheduler will set it. Batches that grow count as if of one size.
-
-    None where the arguments make no schedule, as those of a script with an optimizer of its own may.
-    """
-    by_samples = args.train_samples is not None
-    unit, whole = ("samples", args.train_samples) if by_samples else ("iters", iterations)
-
-    def steps(name: str) -> float | None:
-        given: float | None = getattr(args, f"lr_{name}_{unit}")
-        return given
-
-    decay, fraction = steps("decay") or whole, args.lr_warmup_fraction
-    try:
-        scheduler = OptimizerParamScheduler(
-            torch.optim.SGD([torch.zeros(1)]),
-            init_lr=args.lr_warmup_init,
-            max_lr=args.lr,
-            min_lr=args.min_lr,
-            lr_warmup_steps=steps("warmup") if fraction is None else fraction * decay,
-            lr_decay_steps=decay,
-            lr_decay_style=args.lr_decay_style,
-            start_wd=0.0,
-            end_wd=0.0,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            wsd_decay_steps=steps("wsd_decay"),
-            lr_wsd_decay_style=args.lr_wsd_decay_style,
-        )
-    except (AssertionError, TypeError):
-        return None
-
-    def at(iteration: int) -> float:
-        scheduler.num_steps = iteration * whole / iterations
-        rate: float = scheduler.get_lr({})
-        return rate
-
-    return at
-
-
-def scales_loss(args: Namespace) -> bool:
-    """Whether Megatron's optimizer scales the loss: in fp16, or where that is asked for. It then skips a step whose
-    gradients overflow. The optimizer in fp32 without shards takes no scale.
-    """
-    return bool(args.fp16 or (args.loss_scale and (args.bf16 or args.use_distributed_optimizer)))
-
-
-def repeatable(args: Namespace) -> bool:
-    """Whether Megatron may skip a step, because a gradient overflows, or run it again."""
-    return scales_loss(args) or reruns(args)
-
-
-def reruns(args: Namespace) -> bool:
-    """Whether Megatron may run a step again, because it doubts a result."""
-    doubts = args.check_for_spiky_loss or args.check_for_large_grads or args.error_injection_rate > 0
-    return bool(doubts or args.rerun_mode not in ("disabled", "validate_results"))
-
-
-def run_length(args: Namespace) -> int:
-    """Iterations of the run as Megatron counts them, by samples perhaps and with batches that grow on the way."""
-    counted = copy(args)  # Megatron itself fills in the count later, and takes a run that has one for another kind
-    training.update_train_iters(counted)
-    return int(counted.train_iters)

@@ -13,7 +13,7 @@ import pytest
 import edgc.plan.by_volume.budget as budget_module
 from edgc.byte_counts import ByteCount
 from edgc.config import FORMATS, EDGCConfig
-from edgc.plan.by_volume.budget import BudgetPlanner, byte_weights, fidelity
+from edgc.plan.by_volume.budget import BudgetPlanner, fidelity
 from edgc.plan.by_volume.choices import (
     PLANNED_FORMATS,
     ROW_SHARES,
@@ -24,7 +24,7 @@ from edgc.plan.by_volume.choices import (
     ranks_to_try,
 )
 from edgc.plan.by_volume.hull import options, spend
-from edgc.plan.by_volume.ledger import Ledger, StepBytes
+from edgc.plan.by_volume.ledger import Ledger, StepBytes, byte_weights
 from edgc.plan.by_volume.noise import (
     LARGEST_NOISE,
     EnergySpectrum,

@@ -311,7 +311,7 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
     ],
 )
 def test_state_of_before_a_step_is_kept_where_megatron_may_repeat_it(changed: dict[str, Any], expected: bool) -> None:
-    from megatron.edgc.session import repeatable
+    from megatron.edgc.run import repeatable
 
     usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
     usual |= {"bf16": False, "use_distributed_optimizer": False}

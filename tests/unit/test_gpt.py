@@ -6,7 +6,7 @@ import pytest
 
 from edgc.config import ConfigError
 from megatron.edgc.recipes import gpt
-from megatron.edgc.session import scales_loss
+from megatron.edgc.run import scales_loss
 
 PLAIN = Namespace(
     mtp_num_layers=None,

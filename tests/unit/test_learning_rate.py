@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.edgc.session import learning_rate
+from megatron.edgc.run import learning_rate
 
 ARGUMENTS = {
     "train_samples": None,

@@ -13,6 +13,7 @@ from edgc.plan.stages import StageKey, StageKind
 from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import Parameter
 from megatron.edgc import session
+from megatron.edgc.run import described_run
 
 # neither a rank nor rounding is worth its time: the host's sum takes 20 ms, rounding 16 ms
 DEAR = StageCost(LinearCost(0.1, 0.001), 0.02, 0.02, rounded_seconds=0.016, volume_rank=40)
@@ -60,16 +61,16 @@ def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "run_length", lambda args: 100)
+    monkeypatch.setattr("megatron.edgc.run.run_length", lambda args: 100)
     sizes = {"data_parallel_size": 2, "context_parallel_size": 3, "pipeline_model_parallel_size": 4}
     gradients = {"accumulate_allreduce_grads_in_fp32": False, "params_dtype": torch.bfloat16, "bf16": True}
     sums = {"use_distributed_optimizer": not overlapped, "overlap_grad_reduce": overlapped}
     usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
     usual |= {"error_injection_rate": 0, "rerun_mode": "disabled"}
-    monkeypatch.setattr(session, "learning_rate", lambda args, iterations: None)
-    run = session.described_run(Namespace(**sizes, **gradients, **sums, **usual))
-    scaled = session.described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "fp16": True}))
-    doubting = session.described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "check_for_spiky_loss": True}))
+    monkeypatch.setattr("megatron.edgc.run.learning_rate", lambda args, iterations: None)
+    run = described_run(Namespace(**sizes, **gradients, **sums, **usual))
+    scaled = described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "fp16": True}))
+    doubting = described_run(Namespace(**sizes, **gradients, **sums, **{**usual, "check_for_spiky_loss": True}))
     assert [(one.repeatable, one.reruns) for one in (run, scaled, doubting)] == [
         (False, False),
         (True, False),  # a step whose gradients overflow is skipped, and not run again

@@ -203,7 +203,7 @@ def _stage_needs(
     from edgc.plan.selection import select
     from edgc.plan.stages import StageKey, StageKind, dense_because
     from megatron.edgc.embedding import COPIES
-    from megatron.edgc.session import repeatable
+    from megatron.edgc.run import repeatable
     from megatron.edgc.stages import describe, gradient_bytes, is_tied
 
     parameters = {

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from edgc.byte_counts import ByteCount
@@ -11,7 +10,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.by_volume.choices import Choice, SendLowRank, SendRounded, from_list, to_list
 from edgc.plan.by_volume.guard import Guard
 from edgc.plan.by_volume.hull import options, spend
-from edgc.plan.by_volume.ledger import Ledger
+from edgc.plan.by_volume.ledger import LEAST_RATE, Ledger, byte_weights
 from edgc.plan.by_volume.parameters import PlannedParameter
 from edgc.plan.observation import WindowObservation
 
@@ -25,7 +24,6 @@ LEAST_GAIN_OF_METHODS = 0.1
 # (docs/frontier, "Bytes kept for later"). The bound of other volumes goes with this power of theirs, because fewer
 # bytes leave more noise. No trial of the power is recorded.
 LITTLE_NOISE, LITTLE_NOISE_POWER = 0.03, 1.7
-LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
 Choices = list[Choice]  # of all parameters, in the order of ``BudgetPlanner.parameters``
 
@@ -306,16 +304,3 @@ def fidelity(measured: Sequence[tuple[int, float, float]]) -> float:
     kept = [(size * energy, 1 / (1 + own)) for size, own, energy in measured if own >= 0]
     weight = sum(size for size, _ in kept)
     return sum(size * share for size, share in kept) / weight if kept else math.nan
-
-
-def byte_weights(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:
-    """The weight of a byte in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
-
-    What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
-    spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)). While the rate still rises, the largest of
-    the rates ahead counts: that run lost less where this was tried (docs/frontier/tried.md, short runs).
-    """
-    rates = [learning_rate(iteration) for iteration in range(iterations)]
-    ahead = list(accumulate(reversed(rates), max))[::-1]
-    largest = max(rates, default=0.0) or 1.0
-    return [max(rate / largest, LEAST_RATE) ** power for rate in ahead]

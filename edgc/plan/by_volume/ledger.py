@@ -1,7 +1,8 @@
 """What a run has sent of its volume, and what each step may send of the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from edgc.byte_counts import ByteCount
 from edgc.plan.observation import WindowObservation
 
 MIN_WINDOWS = 20  # of a run, at least
+LEAST_RATE = 0.2  # of the largest learning rate: below it the budget of a step does not fall further
 
 
 @dataclass
@@ -179,3 +181,16 @@ class Ledger:
             state["host_steps_unknown"],
             state["window_outside_budget"],
         )
+
+
+def byte_weights(learning_rate: Callable[[int], float], iterations: int, power: float) -> Sequence[float]:
+    """The weight of a byte in each iteration: this power of the learning rate, of small ones that of ``LEAST_RATE``.
+
+    What a step's noise costs goes with the learning rate L. A step at rank r costs about L r^-a, a the steepness of the
+    spectrum; the sum over the run is least if r goes with L^(1 / (1 + a)). While the rate still rises, the largest of
+    the rates ahead counts: that run lost less where this was tried (docs/frontier/tried.md, short runs).
+    """
+    rates = [learning_rate(iteration) for iteration in range(iterations)]
+    ahead = list(accumulate(reversed(rates), max))[::-1]
+    largest = max(rates, default=0.0) or 1.0
+    return [max(rate / largest, LEAST_RATE) ** power for rate in ahead]
