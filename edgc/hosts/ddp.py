@@ -83,7 +83,7 @@ def ddp_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[Tenso
     devices: list[int | str | torch.device] | None = [state.device] if state.device.type == "cuda" else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     state.futures.append((future, bucket.buffer()))
-    if bucket.is_last() or not state.stage.units.missing:
+    if bucket.is_last() or state.stage.units.complete:
         state.end()
         for waiting, buffer in state.futures:
             waiting.set_result(buffer)

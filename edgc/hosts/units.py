@@ -106,6 +106,11 @@ class Units:
         return list(dict.fromkeys(self._of[name] for name in names))
 
     @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return all(unit.complete for unit in self._units)
+
+    @property
     def missing(self) -> list[str]:
         """The names of those that have not come."""
         return sorted(name for unit in self._units for name in unit.names if name not in unit.gradients)
