@@ -58,9 +58,9 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
     values = selection.matrix_elements + selection.other_elements
     warmup = wire(config.formats.dense_wire)
-    uncompressed = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
-    uncompressed, host = (all_reduce_bytes(values * one, processes) for one in (uncompressed, run.host_bytes))
-    return SentBytes(LinearCost(rest, factors), uncompressed, host)
+    value_bytes = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
+    uncompressed = all_reduce_bytes(values * value_bytes, processes)
+    return SentBytes(LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_bytes, processes))
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
