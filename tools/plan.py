@@ -31,8 +31,12 @@ from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import ROUNDED, gradient_bytes, ways_in_units
 from tools.launching.configs import LaunchError
 from tools.planning import page, validation
-from tools.planning.cluster import CONTENDERS, LATENCY, REACHED, Compressing, Prediction, Training, check_names, predict
+from tools.planning.compressing import Compressing
+from tools.planning.contenders import CONTENDERS
+from tools.planning.flags import check_names
 from tools.planning.placement import StageLinks
+from tools.planning.prediction import Prediction, predict
+from tools.planning.training import LATENCY, REACHED, Training
 from tools.shared.command import command_parser, say_error
 from tools.shared.files import with_ending, write, write_json
 

@@ -12,12 +12,15 @@ from tools import plan
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
-from tools.planning import cluster as planned
-from tools.planning.cluster import CONTENDERS, Compressing, Prediction, Training, predict
+from tools.planning import prediction
+from tools.planning.compressing import Compressing
+from tools.planning.contenders import CONTENDERS
 from tools.planning.page import EDGC, networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
+from tools.planning.prediction import Prediction, predict
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
+from tools.planning.training import Training
 from tools.planning.validation import check
 from tools.shared.files import write
 from tools.shared.gpus import GPUS
@@ -664,7 +667,7 @@ def test_each_kind_of_sum_goes_over_its_own_links(
     name: str, scatters: bool, over: set[str], training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[StageTimes] = []
-    monkeypatch.setattr(planned, "simulate", lambda stages, *_: seen.extend(stages) or Step())
+    monkeypatch.setattr(prediction, "simulate", lambda stages, *_: seen.extend(stages) or Step())
     contender = next(one for one in CONTENDERS if one.name == name)
     own = replace(training, scatters=scatters)
     predict(own, contender, costs(training), own.apart(1.0))

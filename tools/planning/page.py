@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
 from edgc.plan.times.link_times import CLEARLY_FASTER, MAX_TIME_RATIO
-from tools.planning import cluster
-from tools.planning.cluster import Contender, Prediction, Training
+from tools.planning.contenders import Contender
 from tools.planning.placement import Network
+from tools.planning.prediction import Prediction
 from tools.planning.simulation import Step
+from tools.planning.training import LATENCY, REACHED, Training
 from tools.shared.markdown import header, rank_in_words, row
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW, panels, tidy, to_png
 
@@ -194,12 +195,12 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "discrete-event model works through one step: the passes of the pipeline's schedule, messages between stages,",
         "reductions in three units, the optimizer. Assumptions:",
         "",
-        f"- Passes reach {cluster.REACHED:.0%} of the data sheet's tflop/s in 16 bits. A backward pass takes twice a",
+        f"- Passes reach {REACHED:.0%} of the data sheet's tflop/s in 16 bits. A backward pass takes twice a",
         "  forward pass. Nothing is recomputed, also with --recompute-activations. Weights are gathered after the",
         "  optimizer, also with --overlap-param-gather. Presets with a volume round them where that is clearly",
         "  faster: to 8 bits, `fast` to 4. That is taken to compute as long as the engine of so many bits does.",
         "  Embeddings are left out.",
-        f"- Messages of tensor parallelism are not simulated. The {cluster.REACHED:.0%} are assumed to include their",
+        f"- Messages of tensor parallelism are not simulated. The {REACHED:.0%} are assumed to include their",
         "  time.",
         "- The step is one of the middle of a run. Its warm-up and changes of plan are left out.",
         "- With experts (`--num-experts`) tokens go to them and come back in each layer, in both passes, by an",
@@ -208,7 +209,7 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  of the other parameters.",
         f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
         "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
-        f"- A message takes {cluster.LATENCY * 1e6:g} µs and its bytes over its process's link.",
+        f"- A message takes {LATENCY * 1e6:g} µs and its bytes over its process's link.",
         "- In the first table of a model every replica and every stage is on another node. No link is shared.",
         "- In the second table processes are where Megatron puts them. By default the replicas of a stage are side",
         "  by side, with `--use-tp-pp-dp-mapping` the stages of a replica. Inside a node a GPU has its data sheet's",

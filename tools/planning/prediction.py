@@ -1,0 +1,201 @@
+"""The step of a contender on a cluster: what its reductions, messages and gathers cost goes into the simulation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgc.comm.collectives import all_reduce_bytes
+from edgc.hosts.units import MAX_UNITS as UNITS
+from edgc.plan.by_volume.choices import ROUNDED
+from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.gather_times import GatherTimes
+from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
+from tools.planning.compressing import Compressing
+from tools.planning.contenders import FP32_FACTORS, Contender
+from tools.planning.placement import StageLinks
+from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
+from tools.planning.training import OPTIMIZER_BYTES, Training
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of one contender. ``gbps``: of the slowest reductions; ``rank``: None for what is sent whole."""
+
+    contender: Contender
+    gbps: float
+    rank: int | None
+    step: Step
+    gradient_bytes: float  # of a process and step, the layers of a stage
+
+    @property
+    def compresses(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def exposed(self) -> float:
+        return self.step.exposed()
+
+
+def predict(
+    training: Training, contender: Contender, methods: Mapping[str, Compressing], links: Sequence[StageLinks]
+) -> Prediction:
+    """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
+    reductions = _Reductions(training, links, factors_in_fp32=contender.method == FP32_FACTORS)
+    sent = reductions.dense_bytes * contender.bits / 32
+    units, rank = reductions.dense(sent), None
+    if contender.method in methods and training.replicas > 1:
+        compressing, rank = _chosen(reductions, contender, methods)
+        if rank is not None:
+            sent, units = reductions.sent(compressing, rank), reductions.units(compressing, rank)
+        else:
+            sent, units = reductions.dense_bytes, reductions.dense(reductions.dense_bytes)
+    forward = training.forward_seconds()
+    sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
+    gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
+    of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
+    stages = [
+        StageTimes(
+            forward=forward + (experts := training.expert_seconds(own.tokens)),
+            backward=2 * forward + experts + (rounding if place else of_first * rounding),
+            link=own.next,
+            before=own.before,
+            ring=own.ring,
+            once=own.once,
+            direct=own.direct,
+            activations=training.message_bytes,
+            gradients=gradients,
+            units=units,
+            gathered=gathered,
+            rounding_weights=rounding_weights,
+            optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
+        )
+        for place, (own, (gradients, rounding), (gathered, rounding_weights)) in enumerate(
+            zip(links, sends, gathers, strict=True)
+        )
+    ]
+    step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
+    slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
+    return Prediction(contender, slowest.gbps, rank, step, sent)
+
+
+@dataclass(frozen=True)
+class _Reductions:
+    """Of a stage's gradients. ``links``: of all stages. ``factors_in_fp32``: whether factors are summed by all-reduces
+    in fp32; else sums travel in few bits.
+    """
+
+    training: Training
+    links: Sequence[StageLinks]
+    factors_in_fp32: bool
+
+    @property
+    def half(self) -> float:
+        """What a sum that goes to the process that needs it sends, of one that goes to all."""
+        return 0.5 if self.training.scatters else 1.0
+
+    @property
+    def dense_bytes(self) -> float:
+        """That a GPU sends in the host's own sum, in fp32."""
+        return self.training.dense_bytes * self.half
+
+    def dense(self, sent: float) -> tuple[Unit, ...]:
+        """The host's own sum, of so many bytes."""
+        return (Unit((0.0, 0.0), (sent / UNITS,), ("once" if self.training.scatters else "ring",)),) * UNITS
+
+    def share(self, way: Compressing) -> float:
+        """Elements of a stage, of those that were counted."""
+        return self.training.reduced_elements / way.elements
+
+    def rank_of(self, way: Compressing, sent: float) -> int:
+        """The largest rank at which a GPU sends no more bytes."""
+        return way.rank_of(sent / self.share(way) / all_reduce_bytes(1.0, self.training.replicas))
+
+    def sent(self, way: Compressing, rank: int) -> float:
+        """Bytes of a GPU. A rounded sum goes to the process that needs it, one of factors to all."""
+        whole = all_reduce_bytes(1.0, self.training.replicas) * self.share(way) * way.bytes_at(rank)
+        return whole * (self.half if rank == NO_RANK else 1.0)
+
+    def units(self, way: Compressing, rank: int) -> tuple[Unit, ...]:
+        messages = way.messages // UNITS
+        if rank == NO_RANK:
+            messages = int(messages * self.half)
+        # sums in few bits are an all-to-all and an all-gather each, or the former alone where the host scatters
+        over: tuple[str, ...] = ("ring",) if self.factors_in_fp32 else ("direct", "once")
+        if rank == NO_RANK and self.training.scatters:
+            over = ("direct",)
+        computing = self.share(way) * way.at(rank) / UNITS
+        return (Unit.of(computing, self.sent(way, rank) / UNITS, max(messages, 1), over),) * UNITS
+
+    def alone(self, units: Sequence[Unit]) -> float:
+        """Seconds of the slowest stage, with nothing beside them."""
+        stages = [StageTimes(0.0, 0.0, own.ring, once=own.once, direct=own.direct) for own in self.links]
+        return max(sum(sum(one.computing) + sum(own.seconds(one)) for one in units) for own in stages)
+
+
+def _chosen(
+    reductions: _Reductions, contender: Contender, methods: Mapping[str, Compressing]
+) -> tuple[Compressing, int | None]:
+    """How EDGC would reduce, and at which rank; None: as the host does."""
+    compressing = methods[contender.method]
+    if contender.rank is not None:
+        return compressing, contender.rank
+
+    def low_rank(rank: int) -> float:
+        return reductions.alone(reductions.units(compressing, rank))
+
+    host = reductions.alone(reductions.dense(reductions.dense_bytes))
+    whole = reductions.training.dense_bytes
+    most = reductions.rank_of(compressing, whole / contender.volume)
+    rank = _rank_worth_its_time(most, low_rank, host)
+    if (rounding := methods.get(ROUNDED)) is not None:
+        times = LinkTimes(
+            ReductionTime(host, reductions.half),
+            ReductionTime(
+                reductions.alone(reductions.units(rounding, NO_RANK)), reductions.sent(rounding, NO_RANK) / whole
+            ),
+            ReductionTime(low_rank(rank or RANK_MULTIPLE), 1 / contender.volume),
+            may_replace_low_rank(contender.volume, reductions.half),
+        )
+        if times.rounding_pays:
+            return rounding, NO_RANK
+    return compressing, rank
+
+
+def _rank_worth_its_time(rank: int, seconds: Callable[[int], float], host: float) -> int | None:
+    """The largest rank up to this one at which reductions take clearly less than the ``host`` seconds of the host's own
+    sum; None: there is none.
+    """
+    while rank >= RANK_MULTIPLE and seconds(rank) > MAX_TIME_RATIO * host:
+        rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
+    return rank if rank >= RANK_MULTIPLE else None
+
+
+def _message(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:
+    """Bytes of a message with gradients to the stage before, and seconds of rounding it, if that is worth it."""
+    plain = training.message_bytes
+    if rounding is None or training.pipeline == 1:
+        return plain, 0.0
+    values = plain / 2 / rounding.elements
+    sent, seconds = plain / 2 * rounding.per_value, values * rounding.at(NO_RANK)
+    if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
+        return plain, 0.0
+    return sent, seconds
+
+
+def _gather(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:
+    """Bytes of updated weights that come back, and seconds of rounding them, if that is worth it."""
+    if not training.scatters:
+        return 0.0, 0.0
+    plain = training.dense_bytes / 4  # once, in 16 bits
+    if rounding is None:
+        return plain, 0.0
+    # of a sum in so few bits, which encodes and decodes more
+    sent, seconds = plain / 2 * rounding.per_value, training.reduced_elements / rounding.elements * rounding.at(NO_RANK)
+    if not GatherTimes(link.seconds(plain), seconds + link.seconds(sent)).rounding_pays:
+        return plain, 0.0
+    return sent, seconds
