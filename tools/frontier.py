@@ -17,7 +17,7 @@ if __name__ == "__main__":
     import _root  # noqa: F401
 
 from tools._root import REPOSITORY
-from tools.experiments import studies
+from tools.experiments import study_page
 from tools.experiments.lists import ListError, how_made, load_list, missing_corpora
 from tools.experiments.page import markdown
 from tools.experiments.plot import draw, draw_trends
@@ -81,13 +81,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if failed else 0
     pages: dict[str, tuple[str, bytes]] = {}
     if runs.study:
-        pages[runs.name] = studies.page(runs.name, runs.title, runs.study, lines, missing)
+        pages[runs.name] = study_page.page(runs.name, runs.title, runs.study, lines, missing)
     else:
         page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
         pages[runs.name] = page, draw_trends(lines, runs.trends) if runs.trends else draw(lines)
-    for study in (one for one in runs.studies if studies.has_lines(one, lines)):
+    for study in (one for one in runs.studies if study_page.has_lines(one, lines)):
         name = f"{runs.name}_{study}"
-        pages[name] = studies.page(runs.name, f"{runs.title}: {study}", study, lines, missing, picture=name)
+        pages[name] = study_page.page(runs.name, f"{runs.title}: {study}", study, lines, missing, picture=name)
     for name, (page, picture) in pages.items():
         write(DOCS / f"{name}.md", page.encode())
         write(DOCS / f"{name}.png", picture)

@@ -1,7 +1,6 @@
 """Data parallelism of a plain torch module: one stage, whose gradients are averaged over a group of processes."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
@@ -29,6 +28,7 @@ from edgc.hosts.checkpoint import (
 )
 from edgc.hosts.costs import reduction_cost, reduction_sizes
 from edgc.hosts.exchange import WindowExchange
+from edgc.hosts.module_parameters import ModuleParameters, check_missing
 from edgc.hosts.reporting import Reporter
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import NO_STEP, StepDriver
@@ -68,7 +68,7 @@ def _on_its_device(
 
     @wraps(method)
     def call(state: "EDGCState", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with device_of(next(iter(state.parameters)).device):
+        with device_of(next(iter(state.parameters.names)).device):
             return method(state, *args, **kwargs)
 
     return call
@@ -87,8 +87,7 @@ class EDGCState:
     4. At the end of a window process 0 decides on the ranks of the next one.
 
     Args:
-        module: the bare module, not one that ``DistributedDataParallel`` has wrapped. Embeddings are told by their
-            type, an output layer by the attribute ``is_embedding_or_output_parameter`` of its weight.
+        module: the bare module, not one that ``DistributedDataParallel`` has wrapped (see ``ModuleParameters``).
         config: settings, or the name of a preset.
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.
@@ -117,22 +116,7 @@ class EDGCState:
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
         self.learning_rate = learning_rate
-        self.module = module
-        # the same names with and without torch.compile, so that a run may resume either way
-        averaged = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters() if name not in ignored}
-        self.ignored = {p for name, p in module.named_parameters() if name in ignored}
-        self.parameters = {p: name for p, name in averaged.items() if p.requires_grad}
-        self.frozen = {p: name for p, name in averaged.items() if not p.requires_grad}
-        if not self.parameters:
-            raise ConfigError(f"{type(module).__name__} has no parameter that requires a gradient")
-        tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-        self._check_gradients({one.weight for one in tables if one.sparse})
-        embeddings = {one.weight for one in tables}
-        others = [getattr(one, "weight", None) for one in module.modules() if one not in tables]
-        tied = {weight for weight in others if isinstance(weight, nn.Parameter)}
-        self.described = {
-            name: describe(name, p, p in embeddings, p in embeddings - tied) for p, name in self.parameters.items()
-        }
+        self.parameters = ModuleParameters(module, ignored)
         self.steps = 0  # averaged so far
         self.report: WindowReport | None = None  # of the last window
         self.reporter: Reporter | None = None  # from the first step on
@@ -142,18 +126,6 @@ class EDGCState:
         self._handles: list[Handle] = []
         self._plain = False  # whether gradients of this step are summed as DDP itself would
         self._copies: list[tuple[Tensor, Tensor]] = []  # gradients that are not contiguous, and copies that are
-
-    def _check_gradients(self, sparse: Collection[Tensor]) -> None:
-        """Raises ``ConfigError`` for a parameter whose gradient is not real, or not dense."""
-        for parameter, name in self.parameters.items():
-            if not parameter.is_floating_point():
-                raise ConfigError(f"{name} is of {parameter.dtype}: EDGC averages gradients of real numbers")
-            if hasattr(parameter, "placements"):  # a DTensor, whose class takes half a second to import
-                raise ConfigError(f"{name} is a DTensor: EDGC averages gradients of whole parameters, not of shards")
-            if parameter in sparse:
-                raise ConfigError(
-                    f"{name} has sparse gradients, which EDGC does not average: build it with sparse=False"
-                )
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -179,23 +151,21 @@ class EDGCState:
             raise ConfigError(problem)  # on all processes
         self._close_log()
         self.report = None
-        parameters = list(self.parameters)
-        self.device = parameters[0].device
-        if any(parameter.device != self.device for parameter in parameters):
-            raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
+        parameters = self.parameters
+        self.device = parameters.device
         group = self.group or all_processes()
         uncounted = Communicator.uncounted(group)
         self.processes, self._process = uncounted.world_size, uncounted.process
         run = Run(
             iterations=self.iterations,
             replicas=self.processes,
-            gradient_bytes=_most_frequent_itemsize(parameters),
+            gradient_bytes=parameters.most_frequent_itemsize,
             overlapped=True,
             learning_rate=self.learning_rate,
         )
         # gradients come about in the reverse order of the parameters
-        names = cut(((name, p.nbytes) for p, name in reversed(self.parameters.items())), self.unit_bytes)
-        described = [[self.described[name] for name in unit] for unit in names]
+        names = cut(((name, p.nbytes) for p, name in reversed(parameters.names.items())), self.unit_bytes)
+        described = [[parameters.described[name] for name in unit] for unit in names]
         cost = reduction_cost(described, config, run, uncounted, self.device) if timed else None
         own = ProcessStage(KEY, tuple(parameter for unit in described for parameter in unit), cost)
         self.run = run
@@ -203,8 +173,8 @@ class EDGCState:
         self.config = self.plan.config
 
         step_bytes = ByteCount(
-            host=sum(all_reduce_bytes(parameter.nbytes, self.processes) for parameter in parameters),
-            fp32=sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters),
+            host=sum(all_reduce_bytes(parameter.nbytes, self.processes) for parameter in parameters.names),
+            fp32=sum(all_reduce_bytes(4.0 * parameter.numel(), self.processes) for parameter in parameters.names),
         )
         self.stage = Stage(KEY, self.device, step_bytes)
         self.communicator = Communicator(group, self.stage.traffic)
@@ -249,18 +219,7 @@ class EDGCState:
         Every process of the group must call this after the backward pass. Raises RuntimeError where a parameter has no
         gradient, and where one has a gradient that was not there, or required none, when EDGC was given the module.
         """
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is None or parameter in self.parameters or parameter in self.ignored:
-                continue
-            if not parameter.requires_grad:  # a gradient from before it was frozen
-                continue
-            then = "required none" if parameter in self.frozen else "was not there"
-            raise RuntimeError(
-                f"{name} has a gradient, and {then} when EDGC was given the module: it would not be averaged. Build a "
-                "new state for the module as it is now"
-            )
-        gradients: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
-        _check_missing([name for p, name in self.parameters.items() if p not in gradients])
+        gradients = self.parameters.gradients()
         self.begin()
         self.add(gradients)
         self.end()
@@ -282,7 +241,7 @@ class EDGCState:
 
     def awaits(self, parameters: Iterable[Tensor]) -> bool:
         """Whether a step is under way in which the gradients of these have not come."""
-        names = (self.parameters.get(one) for one in parameters)  # type: ignore[call-overload]
+        names = (self.parameters.names.get(one) for one in parameters)  # type: ignore[call-overload]
         return self.stage.units.awaits(name for name in names if name is not None)
 
     def add(self, gradients: Mapping[Tensor, Tensor], buffer: Tensor | None = None) -> None:
@@ -291,15 +250,7 @@ class EDGCState:
         ``buffer``: where they are, and nothing else; a plain sum is then one of this buffer, as DDP's own is. Every
         process must add them in the same order. Raises RuntimeError for a parameter that the module does not have.
         """
-        named = {}
-        for parameter, gradient in gradients.items():
-            name = self.parameters.get(parameter)  # type: ignore[call-overload]
-            if name is None:
-                raise RuntimeError(
-                    f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter of the module that EDGC was "
-                    "given, or to one that did not require a gradient then"
-                )
-            named[name] = gradient
+        named = self.parameters.named(gradients)
         if self._plain and buffer is not None:
             self._sum_buffer(named, buffer)
             return
@@ -343,7 +294,7 @@ class EDGCState:
         """
         # unless it comes to its end: reductions under way have lost their step, and no other one may go on with them
         self._ended = True
-        _check_missing(self.stage.units.missing)
+        check_missing(self.stage.units.missing)
         for handle in self._handles:
             handle.wait()
         if self.driver.plan.trial is not None:
@@ -512,26 +463,8 @@ class EDGCState:
         engine = state["requested"]["engine"]
         if engine != self.requested.engine:
             raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}; {REMEDY}")
-        if why := misfit(state["layout"], {name: one.elements for name, one in self.described.items()}):
+        if why := misfit(state["layout"], {name: one.elements for name, one in self.parameters.described.items()}):
             raise ConfigError(f"the EDGC state has {why}; {REMEDY}")
-
-
-def _check_missing(names: Sequence[str]) -> None:
-    """Raises RuntimeError for parameters without a gradient."""
-    if names:
-        raise RuntimeError(
-            f"{len(names)} parameters have no gradient in this step, the first {min(names)}: EDGC needs those of all "
-            "parameters that required one when it was attached. Before you attach it, set requires_grad=False on "
-            "parameters that steps do not use"
-        )
-
-
-def _most_frequent_itemsize(parameters: Sequence[Tensor]) -> int:
-    """Bytes of a value in the type that most values have."""
-    values: Counter[int] = Counter()
-    for parameter in parameters:
-        values[parameter.itemsize] += parameter.numel()
-    return values.most_common(1)[0][0]
 
 
 def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
@@ -554,9 +487,3 @@ def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:
         if asked:
             raise ConfigError(f"{flag(name)} = {config.flat()[name]}: a data-parallel module has no such messages")
     return config.replace(pp="off", param_wire="off", fuse_embedding_sync=False)
-
-
-def describe(name: str, parameter: nn.Parameter, embedding: bool, sparse_rows: bool) -> Parameter:
-    """What ``edgc.plan.selection`` needs to know of a parameter."""
-    marked = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return Parameter(name, tuple(parameter.shape), bool(embedding or marked), sparse_rows)

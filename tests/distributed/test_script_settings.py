@@ -131,7 +131,7 @@ def compiled(rank: int) -> tuple[int, set[str]]:
     for _ in range(2):
         model(torch.randn(4, 8)).sum().backward()
     inner = DistributedDataParallel(torch.compile(nn.Linear(8, 8), backend="eager"))
-    return state.steps, {*edgc.attach(inner, config, iterations=6).described}
+    return state.steps, {*edgc.attach(inner, config, iterations=6).parameters.described}
 
 
 def test_a_compiled_model_is_averaged_under_its_own_names() -> None:

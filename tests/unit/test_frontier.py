@@ -17,7 +17,7 @@ from edgc.config.presets import PRESETS
 from edgc.plan.by_volume.noise import noise_of_format
 from tools import frontier
 from tools._root import REPOSITORY
-from tools.experiments import lists, results, series, studies, training
+from tools.experiments import lists, results, series, studies, study_page, training
 from tools.experiments.entries import Interval, difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
@@ -437,7 +437,7 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
         longer = {**replayed("dense", 0.1), "seed": 2}
         longer["windows"] = longer["windows"][9::10]
         lines = [replayed("dense", 1.0), replayed("sampled", 0.1), compressed, longer]
-    page, picture = studies.page(
+    page, picture = study_page.page(
         "mine", "A title", study, [*lines, {**lines[0], "seed": 9, "defect": "it slept"}], ["r9"]
     )
     assert "it slept" in page and "Not run yet: r9." in page
@@ -454,11 +454,11 @@ def test_every_study_has_a_page_and_a_plot(study: str) -> None:
 def test_a_run_that_says_nothing_costs_no_page() -> None:
     """No window of it ends where one of the dense run does, or none was measured in a stage."""
     dense, other = seen("dense", 10, [None, None]), seen("other", 10, [8, 8])
-    page, _ = studies.page("mine", "A title", "losses", [dense, {**other, "losses": [[15, 3.0]]}])
+    page, _ = study_page.page("mine", "A title", "losses", [dense, {**other, "losses": [[15, 3.0]]}])
     assert "| other |" not in page
     for window in other["windows"]:
         window["entropy"][1] = None
-    page, _ = studies.page("mine", "A title", "entropy", [dense, other])
+    page, _ = study_page.page("mine", "A title", "entropy", [dense, other])
     assert "not measured" in page
 
 
@@ -476,7 +476,7 @@ def test_the_study_of_fidelity_asks_each_kind_of_parameter() -> None:
         kinds_seen = {"fc1.weight": 0.9 - 0.1 * place, "qkv.weight": 0.5 + 0.1 * place}
         signals = {kind: {"elements": 8, **dict.fromkeys(SIGNALS, value)} for kind, value in kinds_seen.items()}
         lines.append(seen(f"r{place}", 10, [4], fidelity=signals, val_loss=2.001 + 0.001 * place))
-    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    page, _ = study_page.page("mine", "A title", "fidelity", lines)
     rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
     assert rows["fc1.weight"].startswith("| fc1.weight | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | -1.00 |")
     assert rows["qkv.weight"].startswith("| qkv.weight | 3 | -1.00 | -1.00 | -1.00 | -1.00 | -1.00 | 1.00 |")
@@ -498,7 +498,7 @@ def test_parameters_that_travel_exactly_count_and_energy_weighs_the_others() -> 
         seen("all", 10, [4], fidelity=both, val_loss=2.2),
         seen("one", 10, [4], fidelity={"fc1.weight": both["fc1.weight"]}, val_loss=2.1),
     ]
-    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    page, _ = study_page.page("mine", "A title", "fidelity", lines)
     rows = {row.split("|")[1].strip(): row.split("|")[3:] for row in page.splitlines() if row.startswith("|")}
     # the noise by energy, by elements, and the distance from a cosine of 1
     assert [float(rows["all"][place]) for place in range(3)] == [3, 3, 0.5]
@@ -511,7 +511,7 @@ def test_the_study_of_fidelity_compares_rounding_with_what_entropy_would_give() 
     rounded = {"fc1.weight": {"elements": 8, **dict.fromkeys(SIGNALS, cosine)}}
     lines = [seen("dense", 10, [None]), seen("i2", 10, [0], fidelity=rounded, engine="int2")]
     lines[0]["engine"] = "dense"
-    page, _ = studies.page("mine", "A title", "fidelity", lines)
+    page, _ = study_page.page("mine", "A title", "fidelity", lines)
     assert f"| fc1.weight | 0.50 | {math.exp(-1):.3f} | 3.00 |" in page
 
 
@@ -566,16 +566,16 @@ def test_fewer_measurements_are_noisier() -> None:
 
 
 def test_the_study_of_replays_has_a_row_for_each_window_and_share() -> None:
-    page, _ = studies.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
+    page, _ = study_page.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
     rows = [row for row in page.splitlines() if row.startswith("| sampled")]
     assert len(rows) == len(list(cases(replayed("sampled", 0.1)))) and "| sampled | stage 1 | 50 | 5 | 1.000 |" in page
 
 
 def test_the_study_of_losses_says_when_the_loss_departs() -> None:
-    page, _ = studies.page("mine", "A title", "losses", [seen("dense", 10, [None]), seen("r4", 10, [4])])
+    page, _ = study_page.page("mine", "A title", "losses", [seen("dense", 10, [None]), seen("r4", 10, [4])])
     assert "| r4 | 1 | +0.00 % | +10.00 % | +0.00 % | +0.00 % | +0.50 % |" in page and "osine" not in page
     measured = seen("r4", 10, [4], cosines=[None, 0.9, 0.8, 0.7])
-    page, _ = studies.page("mine", "A title", "losses", [seen("dense", 10, [None]), measured])
+    page, _ = study_page.page("mine", "A title", "losses", [seen("dense", 10, [None]), measured])
     assert "| r4 | 1 | not measured | 0.90 | 0.80 | 0.70 | 0.80 |" in page
 
 
@@ -624,7 +624,7 @@ def test_noise_counts_by_the_energy_of_a_gradient_and_the_learning_rate_of_a_win
 
 
 def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:
-    page, _ = studies.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
+    page, _ = study_page.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
     assert "| r4 | 4 | 4 kB | 0.1000 | 7.46 | – |" in page
 
 
@@ -712,7 +712,7 @@ def test_ranks_suggests_bounds() -> None:
         seen("r99", 10, [99, 99]),
     ]
     lines[1]["val_loss"] = 3.0
-    page, _ = studies.page("mine", "A title", "ranks", lines)
+    page, _ = study_page.page("mine", "A title", "ranks", lines)
     assert "| r4 | 4 | 4 kB | 0.1000 | 20.09 | +50.00 % |" in page
     assert "r_max = 16 " in page and "r_min = 16 " in page
 

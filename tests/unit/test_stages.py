@@ -15,7 +15,7 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
-from edgc.hosts.module import EDGCState
+from edgc.hosts.module_parameters import ModuleParameters
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import compressed_anew
 from edgc.observe.measurements import Measurements
@@ -154,9 +154,9 @@ def test_torchs_embedding_has_sparse_rows_unless_another_module_has_its_weight()
                 self.head.weight = self.words.weight
 
     for tied in (False, True):
-        described = EDGCState(Tied(tied), EDGCConfig(), iterations=2000).described
+        described = ModuleParameters(Tied(tied)).described
         assert described["words.weight"].sparse_rows is not tied and described["words.weight"].embedding
-    assert not EDGCState(Tied(False), EDGCConfig(), iterations=2000).described["head.weight"].sparse_rows
+    assert not ModuleParameters(Tied(False)).described["head.weight"].sparse_rows
 
 
 def test_a_sum_of_a_tied_embedding_that_nobody_asked_for_is_noticed_on_every_rank() -> None:
