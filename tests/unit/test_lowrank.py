@@ -101,6 +101,12 @@ def test_growing_keeps_all_learned_columns() -> None:
     assert torch.equal(grown, lowrank.resize(basis, 40, 10, CPU, "seed"))
 
 
+def test_each_growth_adds_columns_of_its_own() -> None:
+    """The same ones would lie in the span of what they were added to before."""
+    added = [lowrank.resize(torch.eye(64)[:, :rank], 64, rank + 4, CPU, "seed")[:, rank:] for rank in (4, 8)]
+    assert float((added[0].T @ added[1]).norm() / 4**0.5) < 0.6
+
+
 def test_shrinking_keeps_the_first_columns() -> None:
     basis = lowrank.orthonormalise(torch.randn(40, 6))
     assert torch.equal(lowrank.resize(basis, 40, 3, CPU, "seed"), basis[:, :3])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import probe
+from edgc.compress.engines.rows import Rows
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
@@ -84,9 +85,9 @@ def captured(gradient: Tensor, **settings: Any) -> float:
     return float((gradient.square().sum() - (gradient - sent).square().sum()) / best)
 
 
-def late(**settings: Any) -> float:
+def late(constant: Tensor | None = None, **settings: Any) -> float:
     """Energy of the error over that of a constant gradient, in steps 45 to 60."""
-    steps, gradient, shares = Steps(**settings), signal(0.5), []
+    steps, gradient, shares = Steps(**settings), signal(0.5) if constant is None else constant, []
     for _ in range(60):
         steps.sum(gradient)
         shares.append(float(steps.error().square().sum() / gradient.square().sum()))
@@ -240,11 +241,19 @@ def test_the_strongest_columns_get_the_better_format() -> None:
     assert captured(gradient, basis_wire="int6+int4") > 0.99 > captured(gradient, basis_wire="int4+int6")
 
 
-def test_outliers_do_not_spoil_the_second_factor() -> None:
+@pytest.mark.parametrize("factor", ["basis_wire", "wire"])
+def test_outliers_spoil_neither_factor(factor: str) -> None:
     gradient = signal(0.5)
     gradient[::19] *= 20
     gradient[:, ::37] *= 20
-    assert captured(gradient, wire="int3") > 0.9
+    assert captured(gradient, **{factor: "int3"}) > 0.9
+
+
+def test_outliers_do_not_spoil_the_basis_that_is_kept() -> None:
+    """It has a large entry in each of the groups in which it is rounded."""
+    gradient = signal(0.5)
+    gradient[::8] *= 20
+    assert late(gradient) < 10
 
 
 def test_equalising_saves_the_small_rows_of_a_badly_scaled_matrix() -> None:
@@ -445,6 +454,18 @@ def test_what_waits_counts_as_owed_where_it_is_measured(plan: tuple[Any, ...]) -
     assert residual == pytest.approx(float(older.norm() / owed.norm()), rel=1e-3)
 
 
+@pytest.mark.parametrize(("by_host", "seen"), [(False, 1), (True, 0)])
+def test_rows_are_measured_in_a_warm_up_and_not_where_the_host_sums(by_host: bool, seen: int) -> None:
+    config = EDGCConfig.of(volume=8.0, iteration_sampling_rate=1.0)
+    reducer = GradientReducer(Selection((MATRIX,)), config, communicator(), CPU)
+    plans: list[tuple[Any, ...]] = [(RANK,), (None, None, None, by_host)]
+    for step, plan in enumerate(plans):
+        reducer.set_rank(*plan)
+        reducer.begin(step)
+        run_to_end(reducer.reduce({MATRIX.name: signal(0.5)}, step))  # the host's first sum has the error, too
+    assert len(reducer.observer.measurements.row_shares) == seen
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["all at once", "one parameter"])
 def test_the_hosts_sum_takes_the_whole_of_what_waited(shared: bool) -> None:
     config = EDGCConfig.of(error_gain=0.5)
@@ -475,6 +496,25 @@ def test_a_sum_that_overflows_its_16_bits_alone_is_no_sum() -> None:
     run_to_end(reducer.reduce({MATRIX.name: gradient}, 1, torch.tensor(2.0**17)))
     assert not bool(reducer.finite) and bool(gradient.isnan().all())
     assert torch.equal(reducer.state.feedback.packed[MATRIX.name].values(), before)
+
+
+def test_rows_that_add_up_to_infinity_are_no_sum_though_what_they_leave_is_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Rows.sum_rows
+
+    def overflown(self: Rows, tensors: Any, communicator: Any) -> Any:
+        """As of two processes whose rows are finite."""
+        parts = yield from own(self, tensors, communicator)
+        parts.sums[0][0, 0] = float("inf")
+        return replace(parts, finite=parts.sums[0].isfinite().all())
+
+    monkeypatch.setattr(Rows, "sum_rows", overflown)
+    reducer = GradientReducer(Selection((MATRIX,)), EDGCConfig(), communicator(), CPU)
+    reducer.set_rank(RANK, {MATRIX.name: RANK}, {MATRIX.name: "rows:0.1"})
+    gradient = signal(0.5)
+    run_to_end(reducer.reduce({MATRIX.name: gradient}, 0))
+    assert not bool(reducer.finite) and bool(gradient.isnan().all())
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
@@ -531,6 +571,13 @@ def test_scales_of_what_is_rounded_are_those_of_its_sums() -> None:
     torch.testing.assert_close(found.flatten(), rows / rows.square().mean().sqrt(), rtol=0.2, atol=0)
 
 
+def test_a_vector_has_no_scales() -> None:
+    """It would take as much memory as its error."""
+    steps = Steps(engine="int4", matrix=MatrixSpec("bias", 1, 128), equalise=True)
+    steps.sum(torch.randn(128))
+    assert steps.reducer.state.state_dict()["equaliser"] == {}
+
+
 @pytest.mark.parametrize("engine", ["powersgd", "alternating"])
 def test_energies_are_squared_singular_values(engine: str) -> None:
     steps, gradient = Steps(engine=engine, iteration_sampling_rate=1.0), signal(1.0)
@@ -564,8 +611,9 @@ def test_the_share_of_samples_is_of_the_whole_run(rate: float) -> None:
     assert sampler is not None and 3 * rate * sampler.share == pytest.approx(0.0005)
 
 
-def test_a_cold_start_is_from_another_basis_in_each_step() -> None:
-    engine: Any = Steps(warm_start=False).reducer.router.engine
+@pytest.mark.parametrize("settings", [{"warm_start": False}, {"basis_cycle": 2}], ids=["each step", "each turn"])
+def test_a_cold_start_is_from_another_basis(settings: dict[str, Any]) -> None:
+    engine: Any = Steps(**settings).reducer.router.engine
     first, second = (engine.basis(MATRIX, RANK, step).values() for step in (0, 1))
     assert float((first.T @ second).norm() / RANK**0.5) < 0.6
 
@@ -625,6 +673,14 @@ def test_the_time_of_work_is_that_of_its_fastest_repetition(monkeypatch: pytest.
     clock = iter([0.0, 5.0, 5.0, 8.0, 8.0, 9.0, 9.0, 13.0])
     monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert probe.fastest(lambda: None, communicator(), CPU) == 1
+
+
+def test_the_probes_gradients_do_not_grow_from_sum_to_sum() -> None:
+    scratch = probe._Scratch([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, RUN)
+    (group,) = scratch.groups
+    group.flat.fill_(8.0)  # as after a sum over as many processes
+    scratch.host_alone()
+    assert float(group.flat.max()) == 1.0
 
 
 def test_a_larger_loss_scale_makes_no_spike() -> None:
