@@ -367,6 +367,18 @@ def test_an_observer_unscales_in_fp32_and_records_no_entropy_of_a_single_entry()
     assert math.isnan(alone.measurements.entropy[0])
 
 
+def test_of_a_step_that_ended_before_all_gradients_came_the_next_one_has_nothing() -> None:
+    config = EDGCConfig.of(iteration_sampling_rate=1.0, gradient_sampling_rate=1.0)
+    observer, fresh = (GradientObserver([MatrixSpec(name, 8, 8) for name in "ab"], config) for _ in range(2))
+    gradients = {name: torch.randn(8, 8) for name in "ab"}
+    observer.begin(0)
+    observer.measure({"a": 100 * torch.randn(8, 8)}, 0)
+    for one in (observer, fresh):
+        one.begin(0)
+        one.measure(gradients, 0)
+    assert observer.measurements.entropy == fresh.measurements.entropy
+
+
 def test_the_histogram_does_not_depend_on_the_order_of_the_entries() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1024, 512, generator=generator) * torch.logspace(-2, 2, 1024)[:, None]

@@ -81,6 +81,18 @@ def test_the_shares_of_rows_are_of_their_norms() -> None:
     assert shares == pytest.approx([9 / 18, 10 / 18]) and evenness == pytest.approx(18**2 / (10 * 90))
 
 
+def test_the_spikes_of_a_step_that_is_run_again_are_those_of_the_window_that_had_it_first() -> None:
+    observer, excess, finite = GradientObserver([], EDGCConfig()), torch.tensor([8.0]), torch.tensor(True)
+    for seen in (1, 0):
+        observer.begin(3)
+        observer.add_spikes(3, excess, 5.0, finite)
+        assert float(observer.take().spikes) == seen
+        observer.roll_back(3)
+    observer.begin(4)
+    observer.add_spikes(4, excess, 5.0, finite)
+    assert float(observer.take().spikes) == 1
+
+
 def test_a_step_that_is_not_finite_is_no_spike_and_says_nothing_of_what_was_sent() -> None:
     seen = Measurements()
     seen.add_spikes(torch.tensor([math.inf, 8.0]), 5.0, NOT_FINITE)

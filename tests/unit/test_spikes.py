@@ -46,7 +46,7 @@ def test_a_gradient_that_stays_large_is_no_spike_for_long() -> None:
     step(norms, 1.0)
     found = [step(norms, 100.0) for _ in range(60)]
     assert found[0] == pytest.approx(100.0 / LIMIT) and found[-1] == 1.0
-    assert sum(excess > 1 for excess in found) < 30
+    assert sum(excess > 1 for excess in found) == 17, "as ``moved`` says"
 
 
 def test_norms_are_of_gradients_without_their_loss_scale() -> None:

@@ -70,6 +70,13 @@ def test_the_windows_of_several_processes_become_one(
     assert getattr(type(window).merge(several), field) == merged
 
 
+def test_the_cosine_of_a_stage_is_a_mean_over_the_entries_of_which_it_is_known() -> None:
+    half, whole, unknown = (Products(4.0, got, both) for got, both in ((4.0, 2.0), (4.0, 4.0), (0.0, 0.0)))
+    seen = {"a": Fidelity(half, entries=3.0), "b": Fidelity(whole, entries=1.0), "c": Fidelity(unknown, entries=8.0)}
+    assert replace(STAGE, fidelity=seen).cosine == pytest.approx((3 * 0.5 + 1) / 4)
+    assert math.isnan(STAGE.cosine)
+
+
 def test_alignment_is_told_the_ranks_at_which_stages_send_gradients_and_not_activations() -> None:
     boundaries = [
         Boundary("backward", 1, 0),
