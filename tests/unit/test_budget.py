@@ -27,6 +27,7 @@ from edgc.plan.by_volume.hull import options, spend
 from edgc.plan.by_volume.ledger import Ledger, StepBytes, byte_weights
 from edgc.plan.by_volume.noise import (
     LARGEST_NOISE,
+    LEAST_NOISE,
     EnergySpectrum,
     RoundingNoise,
     noise_of_format,
@@ -1232,6 +1233,15 @@ def test_noise_is_at_most_a_hundred_times_that_of_the_law_however_hard_a_spectru
     assert RoundingNoise().fitted("int4", 0.6 * law).noise("int4") == pytest.approx(0.6 * law)
 
 
+def test_of_rows_that_held_all_there_is_some_noise_and_no_window_makes_a_factor_of_more_than_a_hundred() -> None:
+    all_in_ten = EnergySpectrum(100, 1.0, measured_shares=((5, 0.5), (10, 1.0)))
+    assert all_in_ten.noise(20) == LEAST_NOISE
+    law = all_in_ten.noise(5)
+    for times, factor in ((1e-4, 0.01), (0.1, 0.1), (1e4, 100.0)):
+        fitted = all_in_ten.fitted(5, times * law)
+        assert fitted.factor == pytest.approx(factor) and fitted.noise(5) == pytest.approx(factor * law)
+
+
 def test_no_budget_that_holds_the_smallest_option_is_exceeded() -> None:
     """From a rank to bits is a long step up the hull, and the next one, to more bits, a short one."""
     formats = {f"int{bits}": bits / 8 + 1 / 64 for bits in (2, 3, 4, 5, 6, 8)}
@@ -1295,11 +1305,12 @@ def test_a_first_window_that_is_warm_up_in_part_says_nothing_of_the_overhead() -
         assert under_test.overhead == pytest.approx(overhead)
 
 
-def test_relief_is_not_charged_with_more_than_was_sent() -> None:
+@pytest.mark.parametrize(("by_budget", "sent", "charged"), [(-5.0, 12.0, 12.0), (10.0, 14.0, 4.0), (10.0, 8.0, 0.0)])
+def test_relief_is_charged_with_what_was_sent_beyond_the_budget(by_budget: float, sent: float, charged: float) -> None:
     under_test = ledger()
-    under_test.granted = StepBytes(-5.0, 25.0)
-    under_test.observe(shown([], 12.0, 100.0, 100.0), outside_budget=False)
-    assert under_test.counts.sent_by_relief == 12.0
+    under_test.granted = StepBytes(by_budget, 25.0)
+    under_test.observe(shown([], sent, 100.0, 100.0), outside_budget=False)
+    assert under_test.counts.sent_by_relief == charged
 
 
 def test_a_budget_is_exhausted_by_what_its_steps_take_with_their_overhead() -> None:
@@ -1333,6 +1344,19 @@ def test_a_run_that_rounded_does_so_after_the_host_only_where_the_link_still_spe
     trials = Trials(200, 0.8, overlapped=False, by_host=True)
     under_test = controller(rounds=True, trials=trials, link_times=TIMES)
     assert under_test._follow_link(True, 1.6) and not under_test.rounds
+
+
+def test_a_link_that_becomes_slower_twice_while_the_host_sums_is_followed_twice() -> None:
+    trials = Trials(200, 0.8, overlapped=False, by_host=True)
+    trials.spent = math.inf  # no trial can be afforded
+    times = LinkTimes(ReductionTime(0.8, 1.0), ReductionTime(0.70, 1 / 8), ReductionTime(0.9, 1 / 20))
+    under_test = controller(trials=trials, link_times=times)
+    rounds = []
+    for end, reduction in ((20, 0.8), (30, 1.6), (40, 9.0)):
+        under_test.observe(observed(0.5, reduce_seconds=reduction, step_seconds={True: [1.0] * 10, False: []}))
+        under_test.decide(end)
+        rounds.append(under_test.rounds)
+    assert rounds == [False, True, False]
 
 
 def test_a_resumed_run_compares_with_the_host_on_the_link_that_was_timed_last() -> None:

@@ -147,6 +147,28 @@ def test_a_trial_of_which_steps_were_skipped_is_made_again() -> None:
     assert under_test.by_host and under_test.trial is None
 
 
+def test_a_trial_that_has_ended_waits_for_enough_steps_to_compare_it_with() -> None:
+    under_test = trials()
+    window(under_test, 100, 0.8, 1.1, 1.0)
+    under_test.observe({False: [1.1] * (LEAST_USUAL_STEPS - 1), True: [1.0, 1.0]}, 0.8, ByteCount())
+    under_test.decide(104)
+    assert under_test.trial == (101, 104)
+    under_test.observe({False: [1.1] * LEAST_USUAL_STEPS, True: [1.0, 1.0]}, 0.8, ByteCount())
+    under_test.decide(105)
+    assert under_test.by_host and under_test.trial is None and under_test.host_steps == TRIAL_STEPS
+
+
+def test_the_bytes_of_a_window_with_too_few_steps_are_not_counted_in_the_next_one() -> None:
+    under_test = trials()
+    for iteration in (100, 200):
+        window(under_test, iteration, 0.2, 0.8, 1.0, (0.02 * iteration, iteration))
+    few = {False: [1.0] * (LEAST_USUAL_STEPS - 1), True: []}
+    under_test.observe(few, 0.2, ByteCount(0.02 * 200, 300))  # it has sent nothing
+    # a plan that sends twice as much, and takes twice as long
+    window(under_test, 400, 0.4, 0.8, 1.0, (0.02 * 200 + 0.04 * 100, 400))
+    assert under_test.trial is None
+
+
 def test_the_steps_of_a_trial_count_as_their_mean_if_none_was_held_up() -> None:
     under_test = trials()
     window(under_test, 100, 0.8, 1.1, 1.0)
