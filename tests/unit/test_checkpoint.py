@@ -138,6 +138,19 @@ def test_only_gradients_leave_errors_and_a_spike_is_told_once() -> None:
     assert told == [0, 2, 0]
 
 
+def test_what_a_step_has_measured_of_messages_is_not_saved_before_its_end_though_it_was_run_again() -> None:
+    """A resumed run makes the step, and measures it, once more."""
+    sampler = GradientSampler(iteration_rate=1.0, gradient_rate=1.0)
+    messages = of_messages(sampler=sampler, repeatable=True, step=lambda: Step(3, None), _iteration=2, _before={})
+    messages._window_start = messages.bytes.copy()
+    messages.entropy["backward"] = [2.0]
+    messages.begin()
+    messages._measure("backward", torch.randn(32, 128), messages.step())
+    messages.begin()  # again, and a step is measured once
+    found = [len(messages.state_dict(iteration)["entropy"]["backward"]) for iteration in (3, 4)]
+    assert found == [1, 2]
+
+
 def test_messages_that_are_not_compressed_are_counted() -> None:
     messages, tensor = of_messages(directions=("backward",)), torch.zeros(4, 2, 8)
     assert messages.outgoing("forward", tensor) is tensor

@@ -4,7 +4,7 @@ import math
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from edgc.config import EDGCConfig
 from edgc.errors import StepError
 from edgc.hosts.module_parameters import ModuleParameters
 from edgc.hosts.stage import Stage
-from edgc.hosts.steps import compressed_anew
+from edgc.hosts.steps import Step, compressed_anew
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -199,6 +199,32 @@ def test_bytes_of_steps_that_the_host_sums_are_counted_apart() -> None:
     stage.traffic.count_all_reduce(torch.zeros(10), 2)
     stage.end_step()
     assert stage.take_sent_by_host() == 40, "what was sent before the resume is no part of the step"
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_the_entropy_of_a_tied_embedding_is_that_of_the_gradient_that_its_bucket_has_not_scaled(
+    loss_scale: float | None,
+) -> None:
+    told: list[float] = []
+    reducer: Any = SimpleNamespace(begin=lambda iteration: None, reduce=lambda *arguments: iter(()))
+    reducer.observer = SimpleNamespace(measure=lambda gradients, iteration, scale: told.append(float(scale)))
+    tied = TiedEmbedding.__new__(TiedEmbedding)
+    tied.weight = torch.nn.Parameter(torch.empty(2, 4))
+    tied._group = SimpleNamespace(ddp_config=SimpleNamespace(average_in_collective=False))
+    tied._bucket = SimpleNamespace(
+        gradient_scaling_factor=0.25, grad_data=torch.zeros(8), param_to_index={tied.weight: (0, 8)}
+    )
+    step = Step(3, None if loss_scale is None else torch.tensor(loss_scale))
+    tied.attach(reducer, Spans(CPU), lambda: step)
+    tied.synchronise()
+    assert told == [0.25 * (loss_scale or 1.0)]
+
+
+def test_the_memory_of_a_stage_has_the_shards_of_weights_that_are_kept() -> None:
+    stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
+    shards = torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)
+    stage.groups = [cast(Any, SimpleNamespace(edgc_weights=SimpleNamespace(before=one))) for one in (shards, None)]
+    assert stage.state_bytes() == sum(shard.nbytes for shard in shards)
 
 
 def test_a_window_has_all_that_its_units_have_measured() -> None:

@@ -102,6 +102,38 @@ def test_megatrons_units_follow_shards_where_few_groups_have_them(
     assert units == (cut_shards(gradients, 3) if sharded and groups <= 3 else in_a_row) and len(units) == 3
 
 
+def test_megatrons_units_hold_gradients_of_one_chunk_and_of_one_type() -> None:
+    from megatron.edgc import stages
+
+    stage = stages.MegatronStage.__new__(stages.MegatronStage)
+    stage.named = []
+    for name, chunk, dtype in (
+        ("a", 0, torch.bfloat16),
+        ("b", 0, torch.float32),
+        ("c", 0, torch.float32),
+        ("d", 1, torch.float32),
+    ):
+        group: Any = SimpleNamespace(buckets=[SimpleNamespace(grad_data=torch.empty(8, dtype=dtype))])
+        stage.named.append(stages.NamedBucketGroup(group, chunk, {}, (Parameter(name, (8,)),)))
+    assert [[one.name for one in unit] for unit in stage.units_of_parameters] == [["a"], ["b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(("for_nan", "for_large"), [(False, False), (True, False), (False, True)])
+def test_gradients_are_checked_as_megatron_is_asked_to_before_they_are_scaled(for_nan: bool, for_large: bool) -> None:
+    from megatron.edgc.bucket_groups import EDGCBucketGroup
+
+    bucket = SimpleNamespace(grad_data=torch.ones(4), gradient_scaling_factor=0.5)
+    config = SimpleNamespace(
+        check_for_nan_in_grad=for_nan, check_for_large_grads=for_large, average_in_collective=False
+    )
+    checked: list[tuple[bool, bool, float]] = []
+    group: Any = SimpleNamespace(buckets=[bucket], ddp_config=config)
+    group.check_grads = lambda *asked: checked.append((*asked, float(bucket.grad_data[0])))
+    EDGCBucketGroup._check_and_scale(group)
+    assert checked == ([(for_nan, for_large, 1.0)] if for_nan or for_large else [])
+    assert bucket.grad_data.tolist() == [0.5] * 4
+
+
 def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
     from megatron.edgc.bucket_groups import StageReductions
 
