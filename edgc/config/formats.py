@@ -52,8 +52,8 @@ class Formats(Settings):
     )
     basis_wire: str = setting(
         "fp32",
-        f"format of powersgd's first factor, one of {', '.join(FORMATS)}; in int6+int4 the strongest quarter of its "
-        "columns is in int6, the others are in int4",
+        f"format of powersgd's first factor, one of {', '.join(FORMATS)}; in int5+int3 the strongest quarter of its "
+        "columns is in int5, the others are in int3",
         "format",
         "EDGC's own",
     )

@@ -41,8 +41,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {
         **_FRONT,
         **_FEWER_BYTES,
-        "basis_wire": "int6+int4",
-        "wire": "int4",
+        "basis_wire": "int5+int3",
+        "wire": "int5",
         "rest_wire": "int4",
         "param_wire": "auto:int4",
         "warmup_fraction": 0.01,
