@@ -7,8 +7,8 @@ and more: the largest magnitude of the group divided by the largest code, roundi
 best for normal values (Max 1960, "Quantizing for minimum distortion", table II), because the largest of 128 values
 would stretch so few levels too far. Codes are packed without padding bits.
 
-A group with an entry that is not finite comes out not finite; so may one of magnitudes beyond 1e18, whose squares
-overflow. In codes of less than 8 bits other groups of its row may come out with any values.
+A group with an entry that is not finite comes out not finite. In codes of less than 8 bits other groups of its row may
+then come out with any values.
 """
 
 import functools
@@ -184,7 +184,8 @@ class Wire:
     def _scale(self, groups: Tensor) -> Tensor:
         """(rows, groups, 128) -> bf16 (rows, groups, 1): what the code, or number, 1 stands for."""
         if self.bits in _NORMAL_STEP:
-            norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
+            # in float64, in which the squares of no finite value overflow
+            norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True, dtype=torch.float64)
             return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
         # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
         largest = _largest(groups)

@@ -192,7 +192,7 @@ def test_a_preset_gives_defaults_that_what_is_given_overrides() -> None:
     assert (balanced.preset, balanced.formats.wire, balanced.ranks.static_rank) == ("balanced", "int8", 64)
     balanced.check_run(500)  # no window is needed where the rank is static
     assert balanced.formats.basis_wires == ("int5", "int5")
-    assert EDGCConfig.from_preset("fast").formats.basis_wires == ("int6", "int4")
+    assert EDGCConfig.from_preset("fast").formats.basis_wires == ("int5", "int3")
     single = EDGCConfig.from_preset("balanced", basis_wire="fp32")
     assert single.formats.basis_wires == ("fp32", "fp32")
     assert EDGCConfig.from_preset("balanced", pp="both").pipeline.pp == "both:int4"
