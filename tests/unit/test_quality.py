@@ -16,6 +16,7 @@ from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, run_to_end
 from edgc.compress import probe
+from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.engines.rows import Rows
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
@@ -285,6 +286,18 @@ def test_a_preset_leaves_no_more_behind_than_it_did(preset: str, share: float, m
     rank = int(share * MATRIX.rows)
     found = late_in_units_of_the_update(rank, **settings)
     assert 0 < found < most
+
+
+def test_the_formats_of_fast_leave_less_behind_than_others_of_the_same_bytes() -> None:
+    fast = {name: value for name, value in PRESETS["fast"].items() if name not in ("volume", "pp", "error_gain")}
+
+    def left(basis_wire: str, wire: str) -> float:
+        settings = {**fast, "basis_wire": basis_wire, "wire": wire}
+        per_rank = PowerSGD.bytes_per_rank(MATRIX, EDGCConfig.of(**settings))
+        return late_in_units_of_the_update(int(4 * MATRIX.elements / 48 / per_rank), **settings)
+
+    own = left(fast["basis_wire"], fast["wire"])
+    assert own < 0.9 * min(left("int6+int4", "int4"), left("int5", "int5"), left("int8", "int8"))
 
 
 @pytest.mark.parametrize("engine", ["int4", "int3", "int2", "onebit", "loco"])
