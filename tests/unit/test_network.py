@@ -351,8 +351,8 @@ def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else()
 
     assert told(today) == ""
     assert told(unknown, other).startswith("**All rows of presets with a volume (`safe`, ")
-    assert told(unknown, today).endswith("are of older presets, except those of def5678.**")
-    assert "`error_gain 1.0` at abc1234" in markdown([POINT, unknown, other], "a machine")
+    assert told(unknown, today).endswith("are of older presets, except those of `balanced` (def5678).**")
+    assert "`error_gain 1.0` of `balanced` (abc1234)" in markdown([POINT, unknown, other], "a machine")
     assert keeps_speed([unknown, replace(unknown, mbit=20.0)]), "summaries keep what is known of them"
     steps = [Run(name, 0, (1.0,), {}) for name in COMPARED[:2]]
     page = overhead.page([*steps, Run("balanced", 0, (1.0,), None)], "a machine", "abc1234")

@@ -116,19 +116,27 @@ def of_older_presets(runs: Sequence[Point | Curve]) -> list[str]:
     if not any(run.older_preset for run in own):
         return []
     names = ", ".join(f"`{name}`" for name in ("safe", "balanced", "fast"))
-    today = sorted({run.commit for run in own if not run.older_preset})
+    today = _where([run for run in own if not run.older_preset])
     which = f"Rows of presets with a volume ({names}) are of older presets"
-    which = f"{which}, except those of {', '.join(today)}" if today else f"All {which[0].lower()}{which[1:]}"
+    which = f"{which}, except those of {today}" if today else f"All {which[0].lower()}{which[1:]}"
     differences = []
     for one in sorted({run.older_preset for run in own if run.older_preset}):
-        commits = ", ".join(sorted({run.commit for run in own if run.older_preset == one}))
-        differences.append(one if one == UNRECORDED else f"`{one}` at {commits}")
+        where = _where([run for run in own if run.older_preset == one])
+        differences.append(one if one == UNRECORDED else f"`{one}` of {where}")
     return [
         f"**{which}.**",
         f"What differs there: {'; '.join(differences)}.",
         *([] if today else ["Whether a step of today's presets takes as long was not timed."]),
         "",
     ]
+
+
+def _where(runs: Sequence[Point | Curve]) -> str:
+    """The contenders of these runs, with the commits of each."""
+    commits: dict[str, set[str]] = {}
+    for run in runs:
+        commits.setdefault(run.contender, set()).add(run.commit)
+    return ", ".join(f"`{name}` ({', '.join(sorted(own))})" for name, own in sorted(commits.items()))
 
 
 def tables(points: Sequence[Point]) -> list[str]:
