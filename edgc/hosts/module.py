@@ -87,7 +87,8 @@ class EDGCState:
     4. At the end of a window process 0 decides on the ranks of the next one.
 
     Args:
-        module: the bare module, not one that ``DistributedDataParallel`` has wrapped (see ``ModuleParameters``).
+        module: the bare module, not one that ``DistributedDataParallel`` has wrapped. Embeddings are told by their
+            type, an output layer by the attribute ``is_embedding_or_output_parameter`` of its weight.
         config: settings, or the name of a preset.
         iterations: optimizer steps of the run, those before a checkpoint included.
         group: the processes that average; None: all.

@@ -13,12 +13,8 @@ from edgc.specs import Parameter
 class ModuleParameters:
     """Those that required a gradient when the module was given, by the names that they have without torch.compile.
 
-    Args:
-        module: the bare module. Embeddings are told by their type, an output layer by the attribute
-            ``is_embedding_or_output_parameter`` of its weight.
-        ignored: names of parameters whose gradients are not to be averaged.
-
-    Raises ``ConfigError`` for a parameter whose gradient EDGC cannot average, and for a module without any.
+    ``module`` and ``ignored`` are those of ``EDGCState``. Raises ``ConfigError`` for a parameter whose gradient EDGC
+    cannot average, and for a module without any.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()):
