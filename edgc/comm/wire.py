@@ -184,9 +184,7 @@ class Wire:
     def _scale(self, groups: Tensor) -> Tensor:
         """(rows, groups, 128) -> bf16 (rows, groups, 1): what the code, or number, 1 stands for."""
         if self.bits in _NORMAL_STEP:
-            # in float64, in which the squares of no finite value overflow
-            norm: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True, dtype=torch.float64)
-            return (norm * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
+            return (_norms(groups) * (_NORMAL_STEP[self.bits] / math.sqrt(GROUP))).to(torch.bfloat16)
         # 0.4 % more, so that rounding to bf16 never pushes the largest value past the last code
         largest = _largest(groups)
         last = torch.finfo(_FLOATS[self.bits]).max if self.floating else self._centre
@@ -230,6 +228,20 @@ def _largest(groups: Tensor) -> Tensor:
         return torch.maximum(most, -least)
     norms: Tensor = torch.linalg.vector_norm(groups, math.inf, dim=-1, keepdim=True)
     return norms
+
+
+def _norms(groups: Tensor) -> Tensor:
+    """(..., 128) -> Euclidean norms (..., 1), finite where all values are: the squares of large ones overflow fp32.
+
+    On a CPU float64 would take as long as all else of the rounding, so it is for such groups alone.
+    """
+    if on_cpu(groups):
+        norms: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
+        if torch.isfinite(norms).all():
+            return norms
+        return torch.where(norms.isinf(), torch.linalg.vector_norm(groups.double(), dim=-1, keepdim=True), norms)
+    wide: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True, dtype=torch.float64)
+    return wide
 
 
 def _less(codes: Tensor, centre: float) -> Tensor:

@@ -11,7 +11,8 @@ from edgc.specs import Parameter
 
 
 class ModuleParameters:
-    """Those that required a gradient when the module was given, by the names that they have without torch.compile.
+    """Those that required a gradient when the module was given, by the names that they have without torch.compile, so
+    that a run may resume with it and without.
 
     ``module`` and ``ignored`` are those of ``EDGCState``. Raises ``ConfigError`` for a parameter whose gradient EDGC
     cannot average, and for a module without any.

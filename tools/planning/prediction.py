@@ -52,8 +52,6 @@ def predict(
         compressing, rank = _chosen(reductions, contender, methods)
         if rank is not None:
             sent, units = reductions.sent(compressing, rank), reductions.units(compressing, rank)
-        else:
-            sent, units = reductions.dense_bytes, reductions.dense(reductions.dense_bytes)
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
     gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
@@ -85,8 +83,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _Reductions:
-    """Of a stage's gradients. ``links``: of all stages. ``factors_in_fp32``: whether factors are summed by all-reduces
-    in fp32; else sums travel in few bits.
+    """Sums of a stage's gradients.
+
+    ``links``: of all stages. ``factors_in_fp32``: whether factors are summed by all-reduces in fp32; else sums travel
+    in few bits.
     """
 
     training: Training
