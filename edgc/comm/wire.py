@@ -233,7 +233,7 @@ def _largest(groups: Tensor) -> Tensor:
 def _norms(groups: Tensor) -> Tensor:
     """(..., 128) -> Euclidean norms (..., 1), finite where all values are: the squares of large ones overflow fp32.
 
-    On a CPU float64 would take as long as all else of the rounding, so it is for such groups alone.
+    On a CPU float64 takes longer, so it is for such groups alone.
     """
     if on_cpu(groups):
         norms: Tensor = torch.linalg.vector_norm(groups, dim=-1, keepdim=True)
