@@ -1,20 +1,19 @@
-"""What a reduction costs on this link: timed on scratch buffers before training, or computed from a bandwidth."""
+"""What a reduction takes on this link, timed on scratch buffers before training."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
-from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes, run_to_end
+from edgc.comm.collectives import AllReduce, Communicator, run_to_end
 from edgc.comm.overlap import Handle, Overlap
-from edgc.comm.wire import wire
 from edgc.compress import lowrank
 from edgc.compress.reducer import GradientReducer
+from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
-from edgc.engines import engine_class
 from edgc.plan.by_volume.choices import ROUNDED, rounded_format
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
@@ -28,56 +27,6 @@ REPETITIONS = 3
 # at some ranks the times would lie on no line. Not tuned.
 SHARE_IN_LOW_RANK = 0.9
 BLOCK = 1_000_003  # values; prime, so that the rows of no matrix repeat
-
-
-@dataclass(frozen=True)
-class SentBytes:
-    """What a process sends in the reductions of a step of a stage, in bytes.
-
-    ``compressed``: at a rank. ``uncompressed``: in EDGC's own sums without compression. ``host``: in the host's sums.
-    """
-
-    compressed: LinearCost
-    uncompressed: float
-    host: float
-
-    def at_rank(self, rank: int | None) -> float:
-        """Bytes at this rank; None: uncompressed."""
-        return self.uncompressed if rank is None else self.compressed.at(rank)
-
-    def over(self, gbps: float) -> StageCost:
-        """What they take on links of ``gbps`` Gbit/s, without latency."""
-        return StageCost(self.compressed, self.uncompressed, self.host).scaled(8 / (gbps * 1e9))
-
-
-def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Run) -> SentBytes:
-    """Bytes of a stage whose data-parallel group has so many processes."""
-    # A rounded sum of which each process needs its shard ends halfway, unless one needs most of what there is: so it is
-    # with what low rank does not take.
-    rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
-    factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
-    values = selection.matrix_elements + selection.other_elements
-    warmup = wire(config.formats.dense_wire)
-    value_bytes = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
-    uncompressed = all_reduce_bytes(values * value_bytes, processes)
-    return SentBytes(LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_bytes, processes))
-
-
-def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
-    """The mean rank at which a step sends ``volume`` times fewer bytes than an all-reduce in fp32."""
-    allowed = 4 * (selection.matrix_elements + selection.other_elements) / volume
-    return int(LinearCost(_rest_bytes(selection, config), _bytes_per_rank(selection, config)).rank(allowed))
-
-
-def _rest_bytes(selection: Selection, config: EDGCConfig) -> float:
-    """Bytes of a message of what the engine leaves."""
-    return selection.other_elements * wire(config.formats.rest_wire).bytes_per_value()
-
-
-def _bytes_per_rank(selection: Selection, config: EDGCConfig) -> float:
-    """Bytes of a message of factors, per unit of rank."""
-    engine = engine_class(config.engine)
-    return float(sum(engine.bytes_per_rank(matrix, config) for matrix in selection.matrices))
 
 
 def probe(

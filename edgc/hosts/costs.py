@@ -8,6 +8,7 @@ from edgc.comm.collectives import Communicator
 from edgc.comm.wire import wire
 from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
+from edgc.compress.sent_bytes import sent_bytes
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.by_volume.choices import PLANNED_FORMATS
@@ -50,4 +51,4 @@ def reduction_cost(
         return None
     if config.ranks.link_gbps is None:
         return probe.probe(selections, config, communicator, device, run)
-    return probe.sent_bytes(whole, config, communicator.world_size, run).over(config.ranks.link_gbps)
+    return sent_bytes(whole, config, communicator.world_size, run).over(config.ranks.link_gbps)

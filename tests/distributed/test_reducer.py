@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.comm.collectives import Communicator, Traffic, all_reduce_bytes, run_to_end
-from edgc.compress.probe import sent_bytes
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.routes import elementwise
+from edgc.compress.sent_bytes import sent_bytes
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.hosts.units import cut, cut_shards

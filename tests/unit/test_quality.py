@@ -20,6 +20,7 @@ from edgc.compress.engines.powersgd import PowerSGD
 from edgc.compress.engines.rows import Rows
 from edgc.compress.error_feedback import ErrorFeedback
 from edgc.compress.reducer import GradientReducer
+from edgc.compress.sent_bytes import sent_bytes
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.observe.fidelity import Fidelity
@@ -418,7 +419,7 @@ def test_the_probe_times_rounding_with_a_volume(
     assert cost.rounded_seconds == (0.25 if timed else None)
     if volume is not None and timed:
         rank = cost.volume_rank
-        sent = probe.sent_bytes(selection, config, 8, RUN)
+        sent = sent_bytes(selection, config, 8, RUN)
         assert rank is not None
         assert sent.at_rank(rank) <= sent.host / volume < sent.at_rank(rank + 1)
         again = probe.probe([selection], config.replace(dense_wire="int4"), communicator(), CPU, run)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.compress.probe import sent_bytes
+from edgc.compress.sent_bytes import sent_bytes
 from edgc.config import ConfigError, EDGCConfig
 from edgc.engines import ENGINES, has_rank
 from edgc.plan.run import Run

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from edgc.compress.probe import rank_of_volume
+from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgc.comm.collectives import all_reduce_bytes
-from edgc.compress.probe import rank_of_volume
+from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK

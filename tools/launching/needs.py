@@ -17,7 +17,7 @@ from tools.launching.checks import check
 from tools.launching.configs import Cluster, LaunchError, Model, method_flags, split_flags
 
 if TYPE_CHECKING:
-    from edgc.compress.probe import SentBytes
+    from edgc.compress.sent_bytes import SentBytes
     from edgc.config import EDGCConfig
     from edgc.specs import Parameter
 
@@ -198,7 +198,7 @@ def _stage_needs(
 
     from edgc.comm.collectives import all_reduce_bytes
     from edgc.comm.wire import wire
-    from edgc.compress.probe import sent_bytes
+    from edgc.compress.sent_bytes import sent_bytes
     from edgc.plan.run import Run
     from edgc.plan.selection import select
     from edgc.plan.stages import StageKey, StageKind, dense_because
