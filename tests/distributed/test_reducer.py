@@ -28,8 +28,17 @@ PARAMETERS = [
     Parameter("word", (50, 8), embedding=True),
 ]
 CPU = torch.device("cpu")
-# of one bucket with all of them, half for each of two ranks: the second half of "wide" begins the other one's
-SHARDS = {"wide": [0, 1876, 2304], "conv": [0, 0, 1024], "bias": [0, 0, 24], "word": [0, 0, 400]}
+
+
+def equal_shards() -> dict[str, list[int]]:
+    """Of one bucket with all parameters, an equal part for each rank: some begin within a parameter."""
+    ends = list(itertools.accumulate(math.prod(p.shape) for p in PARAMETERS))
+    part = -(-ends[-1] // dist.get_world_size())
+    starts = [0, *ends[:-1]]
+    return {
+        p.name: shard_bounds(start, end, part, dist.get_world_size())
+        for p, start, end in zip(PARAMETERS, starts, ends, strict=True)
+    }
 
 
 def reducer(**settings: object) -> GradientReducer:
@@ -69,7 +78,7 @@ SETTINGS: list[dict[str, object]] = [
 
 def across_plans(rank: int) -> None:
     """Whatever the plan does, all that was ever put in is either in a result or in an error."""
-    for settings, shards in itertools.product(SETTINGS, (None, SHARDS)):
+    for settings, shards in itertools.product(SETTINGS, (None, equal_shards())):
         under_test = reducer(**settings)
         put_in = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
         came_out = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in PARAMETERS}
@@ -92,8 +101,9 @@ def across_plans(rank: int) -> None:
             assert under_test.plain == (exact and stage_rank in (None, 400))
 
 
-def test_nothing_is_lost_when_plans_change_between_dense_and_compressed() -> None:
-    run_on_ranks(across_plans, 2)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_lost_when_plans_change_between_dense_and_compressed(ranks: int) -> None:
+    run_on_ranks(across_plans, ranks)
 
 
 def one_bad_gradient(rank: int) -> list[str]:
@@ -106,7 +116,7 @@ def one_bad_gradient(rank: int) -> list[str]:
         {"engine": "int4", "equalise": True},
         {"engine": "loco"},
     ]
-    for settings, shards in itertools.product(several, (None, SHARDS)):
+    for settings, shards in itertools.product(several, (None, equal_shards())):
         for bad in ("bias", "wide"):  # what low rank leaves, and what it takes
             under_test, twin = reducer(**settings), reducer(**settings)
             for each in (under_test, twin):
@@ -129,15 +139,16 @@ def one_bad_gradient(rank: int) -> list[str]:
     return wrong
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_spoils_all_and_changes_no_state() -> None:
-    assert run_on_ranks(one_bad_gradient, 2) == [[], []]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_spoils_all_and_changes_no_state(ranks: int) -> None:
+    assert run_on_ranks(one_bad_gradient, ranks) == [[]] * ranks
 
 
 def sums_of_shards(rank: int) -> tuple[float, float, float]:
     """Of a step in which each rank needs its shard: bytes, those of whole sums, and how far apart their scales are."""
     sent = []
     scales = []
-    for shards in (SHARDS, None):
+    for shards in (equal_shards(), None):
         plain, equalised = reducer(engine="int4"), reducer(engine="int4", equalise=True)
         for under_test in (plain, equalised):
             under_test.set_rank(4)
@@ -276,9 +287,10 @@ def formats_of_parameters(rank: int) -> tuple[float, float, dict[str, float]]:
 
 
 def collectives(rank: int) -> list[int]:
-    """How many a step takes: with factors in fp32, in few bits, and in few bits where each process needs its half."""
+    """How many a step takes: with factors in fp32, in few bits, and in few bits where each process needs its part."""
     calls: list[str] = []
-    halves = {"wide": [0, 1152, 2304], "conv": [0, 512, 1024], "bias": [0, 12, 24], "word": [0, 200, 400]}
+    ranks = dist.get_world_size()
+    parts = {p.name: [math.prod(p.shape) * part // ranks for part in range(ranks + 1)] for p in PARAMETERS}
 
     def noted(name: str) -> Callable[..., Any]:
         own = getattr(dist, name)
@@ -290,7 +302,7 @@ def collectives(rank: int) -> list[int]:
         return call
 
     counts = []
-    for settings, shards in ((SETTINGS[0], None), (SETTINGS[3], None), (SETTINGS[3], halves)):
+    for settings, shards in ((SETTINGS[0], None), (SETTINGS[3], None), (SETTINGS[3], parts)):
         under_test = reducer(**settings)
         under_test.set_rank(4)
         run_to_end(under_test.reduce(gradients(rank, 1), 1, shards=shards))
@@ -303,9 +315,10 @@ def collectives(rank: int) -> list[int]:
     return counts
 
 
-def test_all_routes_of_a_step_share_their_messages() -> None:
-    """Two factors take two sums in fp32 and four messages in few bits. With halves one more tells what they hold."""
-    assert run_on_ranks(collectives, 2) == [[2, 4, 5]] * 2
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_routes_of_a_step_share_their_messages(ranks: int) -> None:
+    """Two factors take two sums in fp32 and four messages in few bits. With parts one more tells what they hold."""
+    assert run_on_ranks(collectives, ranks) == [[2, 4, 5]] * ranks
 
 
 def test_every_parameter_travels_in_its_own_format() -> None:
