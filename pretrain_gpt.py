@@ -5,11 +5,14 @@ Takes the command line of Megatron-LM's script of this name plus the ``--edgc-*`
 
 import os
 import sys
+import time
 
 from edgc.config import ConfigError
 from edgc.errors import StepError
 from megatron.edgc.compatibility import check_megatron
 from megatron.edgc.recipes import cpu
+
+LAUNCHER_SECONDS = 10  # after which a launcher has ended the other processes of a node, if one has failed
 
 
 def main() -> int:
@@ -25,13 +28,23 @@ def main() -> int:
 
         pretrain_gpt(on_cpu)
     except ConfigError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # by every node: one alone may have the fault
-            print(f"edgc: error: {error}", file=sys.stderr, flush=True)
+        _say_once_on_a_node(error)
         return 2
     except StepError as error:  # by every process that sees it: rank 0 need not be one
         print(f"edgc: error: process {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
         return 3
     return 0
+
+
+def _say_once_on_a_node(error: ConfigError) -> None:
+    """Print it, by every node, as one alone may have the fault. Where the node's first process has it too, that one
+    prints it, and the launcher ends the others before they do.
+    """
+    place = ""
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        time.sleep(LAUNCHER_SECONDS)
+        place = f"process {os.environ.get('RANK', '?')}: "
+    print(f"edgc: error: {place}{error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -49,3 +49,12 @@ def test_replicas_that_drift_apart_end_the_run_at_the_end_of_the_window() -> Non
     )
     assert re.search(line, finished.stdout), failure(finished.stdout)
     assert len(losses(finished.stdout)) == 7
+
+
+@pytest.mark.parametrize(("fault", "said"), [("settings", "process 1: what"), ("all settings", "what")])
+def test_settings_that_any_process_refuses_are_said_once(fault: str, said: str) -> None:
+    """Also where the first process of the node has nothing to refuse, and waits for the one that has."""
+    finished = launch(FAULTY, [fault, *EDGC], processes=2)
+    assert finished.returncode != 0
+    errors = [line for line in finished.stdout.splitlines() if "edgc: error" in line]
+    assert errors == [f"edgc: error: {said} EDGC cannot take"], failure(finished.stdout)
