@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -147,9 +148,29 @@ class EDGCState:
             return str(error)
         return ""
 
+    def _check_processes(self) -> None:
+        """Raise ``ConfigError`` on all processes where one cannot write the event log, or was told something else."""
+        told = {"iterations": self.iterations, **self.requested.flat()}
+        told = {name: value for name, value in told.items() if name not in JOB_SETTINGS}
+        everyone = all_gather_objects((self._log_problem(), told, self.parameters.layout()), self.group)
+        for problem, _, _ in everyone:
+            if problem:
+                raise ConfigError(problem)
+        _, told, layout = everyone[0]
+        for number, (_, own, own_layout) in enumerate(everyone):
+            for name, value in own.items():
+                if value != told[name]:
+                    what = name if name == "iterations" else flag(name)
+                    raise ConfigError(f"{what} = {value} on process {number} of the group, {told[name]} on process 0")
+            for one, other in zip_longest(own_layout, layout, fillvalue="nothing"):
+                if one != other:
+                    raise ConfigError(
+                        f"process {number} of the group trains {one} where process 0 trains {other}: EDGC averages "
+                        "the same parameters on all processes"
+                    )
+
     def _build(self, config: EDGCConfig, timed: bool) -> None:
-        for problem in filter(None, all_gather_objects(self._log_problem(), self.group)):
-            raise ConfigError(problem)  # on all processes
+        self._check_processes()
         self._close_log()
         self.report = None
         parameters = self.parameters
@@ -419,6 +440,12 @@ class EDGCState:
             self.windows.resume(self.steps)
             return
         self._check(state)
+        if state["steps"] > self.iterations:
+            warn(
+                f"the EDGC state is of step {state['steps']}, and this run has {self.iterations} iterations: those of "
+                "the whole run are meant, the steps before included",
+                self.group,
+            )
         requested = self.requested.flat()
         same = all(state["requested"].get(name) == requested[name] for name in requested.keys() - set(JOB_SETTINGS))
         # one process has no link that could bound ranks

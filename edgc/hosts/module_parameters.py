@@ -43,6 +43,10 @@ class ModuleParameters:
             raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
         return first
 
+    def layout(self) -> list[str]:
+        """Each as name, type and shape, in order: what all processes must have alike."""
+        return [f"{name} ({p.dtype}, {tuple(p.shape)})" for p, name in self.names.items()]
+
     @property
     def most_frequent_itemsize(self) -> int:
         """Bytes of a value in the type that most values have."""

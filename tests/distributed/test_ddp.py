@@ -432,6 +432,12 @@ def sharded() -> None:
     attach(fully_shard(net(), mesh=init_device_mesh("cpu", (2,))), LOW_RANK, iterations=40)
 
 
+def half_frozen(layer: int) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    layers[layer].requires_grad_(False)
+    return layers
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is not taken, and why."""
     cases = {
@@ -452,6 +458,9 @@ def refused(rank: int) -> dict[str, str]:
         "no iterations": lambda: attach(net(), LOW_RANK, iterations=0),
         "part of one": lambda: attach(net(), LOW_RANK, iterations=20.5),  # type: ignore[arg-type]
         "a dict": lambda: attach(net(), {"volume": 24}, iterations=20),  # type: ignore[arg-type]
+        "other iterations": lambda: attach(net(), LOW_RANK, iterations=40 + rank).start(),
+        "other settings": lambda: attach(net(), LOW_RANK.replace(static_rank=4 + rank), iterations=40).start(),
+        "other parameters": lambda: attach(half_frozen(rank), LOW_RANK, iterations=40).start(),
     }
     used = trained_once(rank)
     found = {}
@@ -565,6 +574,24 @@ def lengthened(rank: int) -> tuple[int, int, bool]:
     return drivers[0].window, drivers[1].window, drivers[0].plan.formats == drivers[1].plan.formats
 
 
+def shortened(rank: int) -> list[bool]:
+    """Whether a run of so many iterations that goes on from step 8 is told that they are too few."""
+    before, told = Training(rank, LOW_RANK, 20), []
+    before.train(8)
+    assert before.state is not None
+    for iterations in (7, 8):
+        found = list[str]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "warn", lambda message, group, found=found: found.append(message))
+            edgc.EDGCState(net(), LOW_RANK, iterations=iterations).load_state_dict(before.state.state_dict())
+        told.append(any(f"is of step 8, and this run has {iterations} iterations" in warning for warning in found))
+    return told
+
+
+def test_a_run_that_has_fewer_iterations_than_are_behind_it_is_told() -> None:
+    assert run_on_ranks(shortened, 2) == [[True, False]] * 2
+
+
 def a_volume_after_a_rank(rank: int) -> tuple[bool, int, float]:
     """Whether the steps after the resume begin with a warm-up, its end, and the volume of these steps."""
     before = Training(rank, LOW_RANK, iterations=400)
@@ -661,6 +688,10 @@ def test_what_cannot_work_is_refused() -> None:
         "no iterations": "ConfigError: iterations = 0: must be a whole number of at least 1",
         "part of one": "ConfigError: iterations = 20.5: must be a whole number of at least 1",
         "a dict": "ConfigError: config is of type dict: must be an EDGCConfig, or the name of a preset",
+        "other iterations": "ConfigError: iterations = 41 on process 1 of the group, 40 on process 0",
+        "other settings": "ConfigError: --edgc-static-rank = 5 on process 1 of the group, 4 on process 0",
+        "other parameters": "ConfigError: process 1 of the group trains 0.weight (torch.float32, (8, 8)) where process "
+        "0 trains 1.weight (torch.float32, (8, 8)): EDGC averages the same parameters",
     }
     for found, learned in run_on_ranks(refused_or_not, 2):
         for name, reason in reasons.items():

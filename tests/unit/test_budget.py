@@ -1313,6 +1313,14 @@ def test_relief_is_charged_with_what_was_sent_beyond_the_budget(by_budget: float
     assert under_test.counts.sent_by_relief == charged
 
 
+def test_relief_goes_on_where_nothing_is_sent() -> None:
+    """As in a run that was resumed by one process."""
+    under_test = Ledger(10.0, 20, fp32_bytes=0.0, uncompressed=0.0, least=0.0)
+    under_test.granted = StepBytes(0.0, 25.0)
+    under_test.observe(shown([], 0.0, 0.0, 0.0), outside_budget=False)
+    assert under_test.counts.sent_by_relief == 0 and under_test.per_step is None
+
+
 def test_a_budget_is_exhausted_by_what_its_steps_take_with_their_overhead() -> None:
     under_test = ledger(least=8.0)
     assert not under_test.exhausted()

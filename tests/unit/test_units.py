@@ -134,6 +134,14 @@ def test_gradients_are_checked_as_megatron_is_asked_to_before_they_are_scaled(fo
     assert bucket.grad_data.tolist() == [0.5] * 4
 
 
+def test_a_backward_pass_that_is_made_while_its_sums_are_under_way_is_refused() -> None:
+    from megatron.edgc.bucket_groups import EDGCBucketGroup
+
+    group: Any = SimpleNamespace(is_first_batch=False, grad_reduce_handle=object())
+    with pytest.raises(StepError, match="while the sums of the one before were under way"):
+        EDGCBucketGroup.start_grad_sync(group)
+
+
 def test_only_a_step_that_megatron_runs_again_may_reduce_its_gradients_again() -> None:
     from megatron.edgc.bucket_groups import StageReductions
 

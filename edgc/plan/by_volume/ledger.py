@@ -96,7 +96,7 @@ class Ledger:
             host_step_share, sent_by_host, outside = 1.0, taken.sent, True
         if outside:
             counts.outside_budget += ByteCount(sent_by_host, host_step_share * taken.host, host_step_share * taken.fp32)
-        if self.granted is not None and not self.host_steps_unknown:
+        if self.granted is not None and self.fp32_bytes and not self.host_steps_unknown:
             # steps may have taken less than relief offers, at first from their budget
             steps = (1 - host_step_share) * taken.fp32 / self.fp32_bytes
             beyond = taken.sent - sent_by_host - max(self.granted.by_budget, 0.0) * steps
