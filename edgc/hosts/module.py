@@ -135,7 +135,8 @@ class EDGCState:
     def start(self) -> None:
         """Time the link, plan the run and build its reducers, once; the first step does so where nobody has.
 
-        Every process of the group must call this together. Raises ``ConfigError`` for ranks that do not fit the module.
+        Every process of the group must call this together. Raises ``ConfigError`` for ranks that do not fit the module,
+        and where processes have other iterations, settings or parameters.
         """
         if not self._started:
             self._build(self.requested, timed=True)
