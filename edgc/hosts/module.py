@@ -150,20 +150,23 @@ class EDGCState:
         return ""
 
     def _check_processes(self) -> None:
-        """Raise ``ConfigError`` on all processes where one cannot write the event log, or was told something else."""
-        told = {"iterations": self.iterations, **self.requested.flat()}
-        told = {name: value for name, value in told.items() if name not in JOB_SETTINGS}
-        everyone = all_gather_objects((self._log_problem(), told, self.parameters.layout()), self.group)
+        """Raise ``ConfigError`` on all processes where the event log cannot be written, and where processes have other
+        iterations, settings or parameters.
+        """
+        settings = {flag(name): value for name, value in self.requested.flat().items() if name not in JOB_SETTINGS}
+        settings["iterations"] = self.iterations
+        everyone = all_gather_objects((self._log_problem(), settings, self.parameters.signatures()), self.group)
         for problem, _, _ in everyone:
             if problem:
                 raise ConfigError(problem)
-        _, told, layout = everyone[0]
-        for number, (_, own, own_layout) in enumerate(everyone):
-            for name, value in own.items():
-                if value != told[name]:
-                    what = name if name == "iterations" else flag(name)
-                    raise ConfigError(f"{what} = {value} on process {number} of the group, {told[name]} on process 0")
-            for one, other in zip_longest(own_layout, layout, fillvalue="nothing"):
+        _, first_settings, first_signatures = everyone[0]
+        for number, (_, settings, signatures) in enumerate(everyone):
+            for name, first in first_settings.items():
+                if settings[name] != first:
+                    raise ConfigError(
+                        f"{name} = {settings[name]} on process {number} of the group, {first} on process 0"
+                    )
+            for one, other in zip_longest(signatures, first_signatures, fillvalue="nothing"):
                 if one != other:
                     raise ConfigError(
                         f"process {number} of the group trains {one} where process 0 trains {other}: EDGC averages "
@@ -443,8 +446,8 @@ class EDGCState:
         self._check(state)
         if state["steps"] > self.iterations:
             warn(
-                f"the EDGC state is of step {state['steps']}, and this run has {self.iterations} iterations: those of "
-                "the whole run are meant, the steps before included",
+                f"the EDGC state is of step {state['steps']}, and this run has {self.iterations} iterations: count "
+                "those of the whole run, with the steps before the state",
                 self.group,
             )
         requested = self.requested.flat()

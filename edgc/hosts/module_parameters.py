@@ -43,8 +43,8 @@ class ModuleParameters:
             raise ConfigError("the module's parameters are on several devices: EDGC averages those of one")
         return first
 
-    def layout(self) -> list[str]:
-        """Each as name, type and shape, in order: what all processes must have alike."""
+    def signatures(self) -> list[str]:
+        """The name, type and shape of each, in the order that all processes must have."""
         return [f"{name} ({p.dtype}, {tuple(p.shape)})" for p, name in self.names.items()]
 
     @property

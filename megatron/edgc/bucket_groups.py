@@ -180,7 +180,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # already under way: in the first step Megatron asks twice
         if self.grad_reduce_handle is not None:
-            raise StepError("a backward pass was made while the sums of the one before were under way: they would mix")
+            raise StepError("a backward pass was made while the sums of the one before were under way")
         sums, overlapped = self.edgc_sums, self.ddp_config.overlap_grad_reduce
         gradients = self._gradients()
         sums.begin(self, gradients)
