@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar
 
 from edgc.config import ConfigError
 
@@ -69,8 +69,8 @@ RELIED_ON = (
     Dependency(
         "training/training.py",
         "",
-        "save_checkpoint is replaced in its names; the step under way is args.curr_iteration",
-        names=("save_checkpoint", "finalize_model_grads_func", "curr_iteration"),
+        "save_checkpoint and load_checkpoint are replaced in its names; the step under way is args.curr_iteration",
+        names=("save_checkpoint", "load_checkpoint", "finalize_model_grads_func", "curr_iteration"),
     ),
     Dependency(
         "training/training.py",
@@ -89,13 +89,13 @@ RELIED_ON = (
         "training/checkpointing.py",
         "save_checkpoint",
         "its replacement reads these arguments; generate_state_dict is replaced; what writes the format torch",
-        names=("iteration", "non_persistent_ckpt", "generate_state_dict", "dp_rank", "expt_dp_rank"),
+        names=("iteration", "model", "non_persistent_ckpt", "generate_state_dict", "dp_rank", "expt_dp_rank"),
     ),
     Dependency(
         "training/checkpointing.py",
         "load_checkpoint",
-        "_load_base_checkpoint is replaced",
-        names=("_load_base_checkpoint",),
+        "its replacement reads this argument; _load_base_checkpoint is replaced",
+        names=("ddp_model", "_load_base_checkpoint"),
     ),
     Dependency(
         "training/checkpointing.py",
@@ -192,9 +192,12 @@ class Seam:
     """What one training run replaces in Megatron. A context manager: on leaving, also by an exception, it restores
     everything in reverse order.
 
-    Objects that Megatron builds for the run, such as bucket groups, end with the run and are not restored. Nor are the
-    redirections of ``cpu.redirect``, which are made once for the process.
+    One run at a time replaces functions of Megatron's modules. Objects that Megatron builds for the run, such as bucket
+    groups, end with the run and are not restored. Nor are the redirections of ``cpu.redirect``, which are made once for
+    the process.
     """
+
+    _holder: ClassVar["Seam | None"] = None  # whose functions are in the place of Megatron's
 
     def __init__(self) -> None:
         self._restore = ExitStack()
@@ -214,15 +217,26 @@ class Seam:
     def replace(self, owner: Any, attribute: str, replacement: Any) -> Any:
         """Set an attribute of a module, a class or an object; return what was there.
 
-        Raises ``AttributeError`` if the owner has no such attribute.
+        Raises ``AttributeError`` if the owner has no such attribute, and ``ConfigError`` while another run has replaced
+        functions of modules.
         """
         found = getattr(owner, attribute)
+        if isinstance(owner, ModuleType):
+            self._hold()
         if attribute in vars(owner):  # not getattr's answer: of a static method that would be the bare function
             self._restore.callback(setattr, owner, attribute, vars(owner)[attribute])
         else:
             self._restore.callback(delattr, owner, attribute)
         setattr(owner, attribute, replacement)
         return found
+
+    def _hold(self) -> None:
+        """Be the one whose functions are in the place of Megatron's, until ``close``."""
+        if Seam._holder is None:
+            Seam._holder = self
+            self._restore.callback(setattr, Seam, "_holder", None)
+        elif Seam._holder is not self:
+            raise ConfigError("EDGC is attached to another model of this process: close its session first")
 
     def add(self, hooks: list[Any], hook: Any) -> None:
         """Append to a list of Megatron's."""

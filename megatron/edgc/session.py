@@ -194,7 +194,7 @@ class Session:
             self.windows.message_controller,
         )
         self.saver = CheckpointSaver(state)
-        CheckpointHooks(state, self.saver, self._resume).install(self.seam)
+        CheckpointHooks(state, self.chunks, self.saver, self._resume).install(self.seam)
 
     def _plan(self, device: torch.device) -> RunPlan:
         """The same plan on every process, and the stages of this one. A tied embedding is one of them unless the run

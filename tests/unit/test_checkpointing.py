@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.config import ConfigError, EDGCConfig
@@ -280,7 +281,8 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
     from megatron.edgc.seam import Seam
 
     saver: Any = SimpleNamespace(entry=lambda iteration, local: {"state": iteration})
-    own = CheckpointHooks(run_state(), saver, lambda: None)
+    model, teacher = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    own = CheckpointHooks(run_state(), [model], saver, lambda iteration: None)
     monkeypatch.setattr(megatron_checkpointing, "generate_state_dict", lambda *args, **kwargs: {"model": 1})
 
     def saved(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -291,11 +293,42 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
     with Seam() as seam:
         own.install(seam)
         for module in (megatron_checkpointing, megatron_training):
-            assert module.save_checkpoint(7) == {"model": 1, "edgc": {"state": 7}}
+            assert module.save_checkpoint(7, [model]) == {"model": 1, "edgc": {"state": 7}}
+            assert module.save_checkpoint(7, [teacher]) == {"model": 1}, "of another model"
         with pytest.raises(ConfigError, match="this checkpoint would be without EDGC's state"):
             saved(7)
         assert megatron_checkpointing.generate_state_dict(None) == {"model": 1}, "as a load asks for it"
     assert megatron_checkpointing.save_checkpoint is saved
+
+
+def test_a_teacher_is_loaded_without_edgcs_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of another model is read as it is, also where a run with EDGC has written it."""
+    from megatron.training import checkpointing as megatron_checkpointing
+    from megatron.training import training as megatron_training
+
+    from megatron.edgc.checkpoint.hooks import CheckpointHooks
+    from megatron.edgc.seam import Seam
+
+    model, teacher, resumed_at = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), list[int]()
+    saver: Any = SimpleNamespace()
+
+    def read(load_dir: Any, args: Namespace, rank0: bool = False, sharded_state_dict: Any = None) -> Any:
+        return {"iteration": 7}, "name", False, None
+
+    def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any) -> Any:
+        return megatron_checkpointing._load_base_checkpoint("folder", Namespace(finetune=False))
+
+    monkeypatch.setattr(megatron_checkpointing, "_load_base_checkpoint", read)
+    for module in (megatron_checkpointing, megatron_training):
+        monkeypatch.setattr(module, "load_checkpoint", load)
+    monkeypatch.setattr("megatron.edgc.checkpoint.hooks._on_all_processes", lambda work: None)  # EDGC's state
+    with Seam() as seam:
+        CheckpointHooks(run_state(), [model], saver, resumed_at.append).install(seam)
+        for module in (megatron_checkpointing, megatron_training):
+            assert module.load_checkpoint([teacher], None, None)[0] == {"iteration": 7}
+            assert resumed_at == []
+        megatron_training.load_checkpoint([model], None, None)
+        assert resumed_at == [7]
 
 
 @pytest.mark.parametrize(

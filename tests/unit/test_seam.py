@@ -1,9 +1,10 @@
 """Replacements in Megatron, and the way back."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from edgc.config import ConfigError
 from megatron.edgc.seam import RELIED_ON, Seam
 
 
@@ -50,6 +51,20 @@ def test_a_name_that_is_not_there_is_not_replaced() -> None:
     with Seam() as seam, pytest.raises(AttributeError, match="function"):
         seam.replace(module, "function", 1)
     assert vars(module) == {}
+
+
+def test_one_run_at_a_time_replaces_functions_of_modules() -> None:
+    module = ModuleType("training")
+    module.function = 1  # type: ignore[attr-defined]
+    with Seam() as first:
+        first.replace(module, "function", 2)
+        with Seam() as second, pytest.raises(ConfigError, match="EDGC is attached to another model of this process"):
+            second.replace(module, "function", 3)
+        second.replace(SimpleNamespace(function=1), "function", 3)  # what is of one model is no matter of the others
+        second.close()
+        assert vars(module)["function"] == 2
+    with Seam() as third:
+        assert third.replace(module, "function", 3) == 1
 
 
 def test_every_method_of_megatrons_that_is_overridden_is_relied_on() -> None:

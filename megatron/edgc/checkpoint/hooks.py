@@ -9,16 +9,19 @@ a checkpoint complete only with it, and removes it with the rest. Plain Megatron
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import CheckpointType
+from torch import nn
 
 from edgc.comm.objects import all_gather_objects
 from edgc.config import ConfigError
@@ -55,37 +58,66 @@ def shield_writer(args: Namespace) -> None:
 class CheckpointHooks:
     """The methods that run around Megatron's functions once ``install`` has been called.
 
-    Each gets Megatron's function first and then its arguments. ``on_loaded`` is called after a load, with the
-    iterations that the checkpoint's run has behind it.
+    Each gets Megatron's function first and then its arguments. ``chunks`` are those of the model whose gradients EDGC
+    reduces: another one, such as a teacher, is saved and loaded without EDGC's state. ``on_loaded`` is called after a
+    load, with the iterations that the checkpoint's run has behind it.
     """
 
-    def __init__(self, run: RunState, saver: CheckpointSaver, on_loaded: Callable[[int], None]):
+    def __init__(
+        self,
+        run: RunState,
+        chunks: Sequence[nn.Module],
+        saver: CheckpointSaver,
+        on_loaded: Callable[[int], None],
+    ):
         self.run, self.saver, self.on_loaded = run, saver, on_loaded
+        self.model: list[nn.Module] = unwrap_model(list(chunks))
+        self._other_model = False  # whether the save or load under way is of another model
         self._entry: dict[str, Any] | None = None  # of the save under way
         self._found: tuple[Any, ...] | None = None  # what Megatron has read first of the checkpoint to load
 
     def install(self, seam: Seam) -> None:
         """Take the place of what Megatron saves and loads with."""
-        save = partial(self.save, megatron_training.save_checkpoint)
-        seam.replace(megatron_training, "save_checkpoint", save)
-        seam.replace(megatron_checkpointing, "save_checkpoint", save)  # for loops that are not Megatron's
+        for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
+            own = partial(method, getattr(megatron_checkpointing, name))
+            seam.replace(megatron_training, name, own)
+            seam.replace(megatron_checkpointing, name, own)  # for loops that are not Megatron's
         for name, method in (("generate_state_dict", self.generate), ("_load_base_checkpoint", self.read)):
             seam.replace(megatron_checkpointing, name, partial(method, getattr(megatron_checkpointing, name)))
 
-    def save(self, save_checkpoint: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    def save(self, save_checkpoint: Callable[..., Any], iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         """A save begins: make the entry. It takes collectives, and with the format ``torch`` not every process
         generates a state dict.
         """
         local = bool(kwargs.get("non_persistent_ckpt")) and self.run.args.non_persistent_ckpt_type == "local"
-        self._entry = self.saver.entry(iteration, local)
+        with self._handling(model):
+            if not self._other_model:
+                self._entry = self.saver.entry(iteration, local)
+            try:
+                return save_checkpoint(iteration, model, *args, **kwargs)
+            finally:
+                self._entry = None
+
+    def load(self, load_checkpoint: Callable[..., Any], ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """A load begins: ``read`` must know of which model."""
+        with self._handling(ddp_model):
+            return load_checkpoint(ddp_model, *args, **kwargs)
+
+    @contextmanager
+    def _handling(self, model: Any) -> Iterator[None]:
+        """Within this context a model, or a list of its chunks, is saved or loaded."""
+        chunks = unwrap_model(model if isinstance(model, list) else [model])
+        self._other_model = not any(chunk is own for chunk in chunks for own in self.model)
         try:
-            return save_checkpoint(iteration, *args, **kwargs)
+            yield
         finally:
-            self._entry = None
+            self._other_model = False
 
     def generate(self, generate_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron makes a state dict, for a save or for a load. Raises ``ConfigError`` for a save without entry."""
         state_dict = generate_state_dict(*args, **kwargs)
+        if self._other_model:
+            return state_dict
         if self._entry is not None:
             state_dict[ENTRY] = self._entry
         elif kwargs.get("iteration") is not None:  # a load asks for none
@@ -111,11 +143,11 @@ class CheckpointHooks:
         what it wants, to which the state that this run can use is added. In the format ``torch`` it reads the whole
         file at once. Raises ``ConfigError``, on all processes alike, for state that does not fit.
         """
-        if rank0:
-            self._found = load_base_checkpoint(
-                load_dir, args, rank0=True, sharded_state_dict=sharded_state_dict, **kwargs
-            )
-            return self._found
+        if rank0 or self._other_model:
+            found = load_base_checkpoint(load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs)
+            if not self._other_model:
+                self._found = found
+            return found
         first, self._found = self._found, None
         sharded, resume = sharded_state_dict is not None, None
         if sharded and first is not None and _goes_on(first, args):
