@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("mkdocs.hooks")  # a warning fails a strict build
-LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)\)")
+LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:

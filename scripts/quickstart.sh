@@ -9,6 +9,9 @@
 # are the same.
 set -euo pipefail
 
+case "$*" in
+    -h | --help) exec sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" ;;
+esac
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 case "$*" in
     '') run=runs/quickstart shorter=() ;;
@@ -16,7 +19,7 @@ case "$*" in
         run=runs/quickstart/quick
         shorter=(--train-iters 40 --lr-warmup-iters 10 --edgc-window 5 --save-interval 20 --eval-iters 5)
         ;;
-    *) printf 'quickstart: error: %s: only --quick is known\n' "$*" >&2 && exit 2 ;;
+    *) printf 'quickstart: error: %s: only --quick and --help are known\n' "$*" >&2 && exit 2 ;;
 esac
 bash scripts/setup_env.sh
 mkdir -p -- "$run"

@@ -60,9 +60,9 @@ class Ranks(Settings):
     )
     rank_model: str = setting(
         "gaussian",
-        "how the measured gradient sets the rank where it is not static. The rank keeps the norm constant that it "
-        "drops, for normal entries of the sampled entropy (gaussian) or by the measured spectrum (measured); or it "
-        "keeps the dropped share of the whole norm constant (residual)",
+        "how measurements set the rank where it is not static. gaussian: the norm that the rank drops stays constant, "
+        "computed for normal entries of the sampled entropy. measured: the same, by the measured spectrum. residual: "
+        "the dropped share of the whole norm stays constant",
         "name",
         f"{PAPER}, CQM; docs/algorithm.md, 2",
         RANK_MODELS,

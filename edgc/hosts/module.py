@@ -17,6 +17,7 @@ from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
+from edgc.comm.replicas import digest
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, Job, flag
 from edgc.hosts.checkpoint import (
@@ -173,6 +174,19 @@ class EDGCState:
                         "the same parameters on all processes"
                     )
 
+    def _check_weights(self) -> None:
+        """Raise ``ConfigError`` on all processes where their parameters are not the same."""
+        own = torch.stack([digest(parameter) for parameter in self.parameters.names]).tolist()
+        first, *others = all_gather_objects(own, self.group)
+        for number, digests in enumerate(others, 1):
+            for name, one, other in zip(self.parameters.names.values(), digests, first, strict=True):
+                if one != other:
+                    raise ConfigError(
+                        f"{name} has other values on process {number} of the group than on process 0: averaged "
+                        "gradients keep parameters equal only if they start equal. Give all processes the same "
+                        "weights, or wrap the module in DistributedDataParallel, which sends them those of process 0"
+                    )
+
     def _build(self, config: EDGCConfig, timed: bool) -> None:
         self._check_processes()
         self._close_log()
@@ -216,8 +230,6 @@ class EDGCState:
 
     def _announce(self) -> None:
         """Report the start before the first step, not when built: a run that is resumed is built twice."""
-        if self.reporter is not None:
-            return
         warn_of_kernels(self.config, self.device, self.group)
         for warning in self.plan.warnings:
             warn(warning, self.group)
@@ -252,11 +264,16 @@ class EDGCState:
 
     @_on_its_device
     def begin(self) -> None:
-        """A step begins: no gradient has come. Raises RuntimeError after ``close`` and after a step that has failed."""
+        """A step begins: no gradient has come. Raises RuntimeError after ``close`` and after a step that has failed.
+
+        Before the first step raises ``ConfigError`` where the processes have different parameters.
+        """
         if self._ended:
             raise RuntimeError("this EDGC state was closed, or a step of it has failed")
         self.start()
-        self._announce()
+        if self.reporter is None:
+            self._check_weights()
+            self._announce()
         self._handles, self._copies = [], []
         step = self.driver.step()
         self.stage.units.begin()
@@ -370,8 +387,7 @@ class EDGCState:
         self.driver.note_loss(loss)
 
     def _report(self, last: bool) -> None:
-        self._announce()
-        assert self.reporter is not None
+        assert self.reporter is not None  # since the first step
         self.report = self.windows.exchange(self.steps)
         self.reporter.window(self.report, last)
 

@@ -57,7 +57,7 @@ UNSUPPORTED: tuple[tuple[str, str, Callable[[Namespace], bool]], ...] = (
     ),
     (
         "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards",
-        "EDGC's state in a checkpoint does not tell apart the ranks that hold the shards of a weight",
+        "EDGC's state in a checkpoint does not tell apart the processes that hold the shards of a weight",
         lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
     ),
     (

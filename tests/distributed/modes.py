@@ -434,8 +434,8 @@ def page(seen: dict[str, Seen]) -> str:
         "(`tests/distributed/test_volume.py`).",
         "- *full rank*: the distance of the parameters from those of plain Megatron, divided by the distance that "
         "plain Megatron's moved. In this run errors of spikes are not scaled down.",
-        "- *lost*: the largest relative difference between gradients with their old errors and sums with the new ones, "
-        "without what the rule for spikes takes away.",
+        "- *lost*: whether something is lost: the largest relative difference between gradients with their old errors "
+        "and sums with the new ones. What the rule for spikes takes away does not count.",
         "- *ranks agree*: factors, scales and ranks in each data-parallel group, and parameters wherever they are "
         "replicated, are the same bits.",
         "- *resumed*: whether the resumed run ends with the same bits as the one that went on.",

@@ -438,6 +438,15 @@ def half_frozen(layer: int) -> nn.Module:
     return layers
 
 
+def other_weights(rank: int) -> None:
+    """A layer starts from values that each process has by itself."""
+    module = net()
+    nn.init.constant_(module.hidden.weight, rank)
+    state = attach(module, LOW_RANK, iterations=40)
+    module(batch(rank, 0)[0]).sum().backward()
+    state.step()
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is not taken, and why."""
     cases = {
@@ -461,6 +470,7 @@ def refused(rank: int) -> dict[str, str]:
         "other iterations": lambda: attach(net(), LOW_RANK, iterations=40 + rank).start(),
         "other settings": lambda: attach(net(), LOW_RANK.replace(static_rank=4 + rank), iterations=40).start(),
         "other parameters": lambda: attach(half_frozen(rank), LOW_RANK, iterations=40).start(),
+        "other weights": lambda: other_weights(rank),
     }
     used = trained_once(rank)
     found = {}
@@ -692,6 +702,7 @@ def test_what_cannot_work_is_refused() -> None:
         "other settings": "ConfigError: --edgc-static-rank = 5 on process 1 of the group, 4 on process 0",
         "other parameters": "ConfigError: process 1 of the group trains 0.weight (torch.float32, (8, 8)) where process "
         "0 trains 1.weight (torch.float32, (8, 8)): EDGC averages the same parameters",
+        "other weights": "ConfigError: hidden.weight has other values on process 1 of the group than on process 0",
     }
     for found, learned in run_on_ranks(refused_or_not, 2):
         for name, reason in reasons.items():

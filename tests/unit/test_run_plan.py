@@ -276,6 +276,15 @@ def test_gradients_are_rounded_where_that_is_clearly_faster_than_low_rank(
         assert controller.plan.ranks == (NO_RANK, NO_RANK) and controller.plan.reasons[0] == "rounding is faster"
 
 
+@pytest.mark.parametrize(("scatters", "more"), [(False, True), (True, False)])
+def test_rounding_is_said_to_send_more_than_a_volume_only_where_it_does(scatters: bool, more: bool) -> None:
+    """A reduce-scatter in 4 bits sends a sixteenth of an all-reduce in fp32, an all-reduce in 4 bits an eighth."""
+    known = processes(*2 * [replace(DEAR, rounded_seconds=0.010, volume_rank=40)])
+    plan = plan_run(EDGCConfig.from_preset(volume=10.0), replace(RUN, scatters=scatters), known)
+    assert plan.rounds and "So gradients are rounded" in plan.warnings[0]
+    assert ("sends more bytes than --edgc-volume 10 allows" in plan.warnings[0]) == more
+
+
 def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
     """Of gradients in 16 bits every process needs whole sums, so that rounding sends as much as without."""
     for size, host, rounded in ((4, 1 / 2, 1 / 16), (2, 1 / 4, 1 / 8)):

@@ -21,7 +21,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "",
         "With this page you can see how long training steps take on limited links, dense and compressed.",
         "A *contender* is a way to reduce gradients: a preset or an engine. *Trial* and *probe* are [words of the",
-        "README](../../README.md).",
+        "README](../../README.md#words).",
         "",
         "Made by `bash scripts/bench_network.sh`; every run is in [points.json](points.json). These are real Megatron",
         "runs over gloo. Each process has its own network namespace, and `tc tbf` limits the namespace's link in both",

@@ -20,9 +20,9 @@ LEAST_BUDGET_USED, LEAST_GAIN_OF_PLAN = 0.97, 0.05
 # Less noise, of the whole plan, than the best one in which every parameter keeps its method. Not tuned.
 LEAST_GAIN_OF_METHODS = 0.1
 # Mean noise that is little enough at the first step of a run with a volume of 24. What such a step does not need is
-# kept for later ones: the noise of the same bytes grows during a run. Of 0, 0.03 and 0.1 trials chose 0.03
+# kept for later ones: the noise of the same bytes grows during a run. Of 0, 0.03 and 0.1 experiments chose 0.03
 # (docs/frontier, "Bytes kept for later"). The bound of other volumes goes with this power of theirs, because fewer
-# bytes leave more noise. No trial of the power is recorded.
+# bytes leave more noise. No experiment with the power is recorded.
 LITTLE_NOISE, LITTLE_NOISE_POWER = 0.03, 1.7
 
 Choices = list[Choice]  # of all parameters, in the order of ``BudgetPlanner.parameters``

@@ -105,10 +105,11 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
 def _why_rounded(config: EDGCConfig, times: LinkTimes) -> str:
     """Why all gradients are rounded, with the times."""
     instead = f"Low rank takes {times.low_rank.seconds:.2g} s" if times.low_rank_pays else "No rank is worth its time"
+    more = f", although that sends more bytes than {flag('volume')} {config.ranks.volume:g} allows"
     return (
         f"on this link reductions take {times.rounded.seconds:.2g} s with every gradient rounded to 4 bits, "
-        f"{times.host.seconds:.2g} s dense. {instead}. So gradients are rounded, although that sends more bytes than "
-        f"{flag('volume')} {config.ranks.volume:g} allows. Give {flag('rmax')} a rank to keep low rank"
+        f"{times.host.seconds:.2g} s dense. {instead}. So gradients are rounded{more if times.may_replace else ''}. "
+        f"Give {flag('rmax')} a rank to keep low rank"
     )
 
 

@@ -78,12 +78,13 @@ class CheckpointHooks:
 
     def install(self, seam: Seam) -> None:
         """Take the place of what Megatron saves and loads with."""
-        for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
+        methods: dict[str, Callable[..., Any]] = {"save_checkpoint": self.save, "load_checkpoint": self.load}
+        methods |= {"generate_state_dict": self.generate, "_load_base_checkpoint": self.read}
+        for name, method in methods.items():
             own = partial(method, getattr(megatron_checkpointing, name))
-            seam.replace(megatron_training, name, own)
-            seam.replace(megatron_checkpointing, name, own)  # for loops that are not Megatron's
-        for name, method in (("generate_state_dict", self.generate), ("_load_base_checkpoint", self.read)):
-            seam.replace(megatron_checkpointing, name, partial(method, getattr(megatron_checkpointing, name)))
+            seam.replace(megatron_checkpointing, name, own)
+            if hasattr(megatron_training, name):  # Megatron's own loop calls it by this name
+                seam.replace(megatron_training, name, own)
 
     def save(self, save_checkpoint: Callable[..., Any], iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         """A save begins: make the entry. It takes collectives, and with the format ``torch`` not every process
