@@ -175,7 +175,7 @@ class EDGCState:
                     )
 
     def _check_weights(self) -> None:
-        """Raise ``ConfigError`` on all processes where their parameters are not the same."""
+        """Raise ``ConfigError`` on all processes where the parameters that they train begin with other values."""
         own = torch.stack([digest(parameter) for parameter in self.parameters.names]).tolist()
         first, *others = all_gather_objects(own, self.group)
         for number, digests in enumerate(others, 1):

@@ -144,7 +144,7 @@ class EDGCBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]  # Megatr
 
     Megatron's own object changes its class (``attach``) instead of being replaced, so everything that refers to it
     goes on working. As long as nothing of the stage is compressed or owed, Megatron's own collective runs and is only
-    counted.
+    counted, unless the group holds a tied embedding that EDGC sums.
 
     With the distributed optimizer a process computes and, where possible, gets only its own shard of the sums. The
     factors of a matrix reach all processes anyway, since the next step starts from them.

@@ -60,7 +60,10 @@ class TiedEmbedding:
             members = [process for process, one in enumerate(everyone) if one == (tensor_rank, True)]
             if not members:  # no copy is trained
                 continue
-            group = dist.new_group(members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes))
+            # Megatron's, so that --distributed-timeout-seconds-after-init reaches it
+            group = parallel_state.create_group(
+                members, timeout=timedelta(minutes=get_args().distributed_timeout_minutes), group_desc="EDGC_EMBEDDING"
+            )
             if dist.get_rank() in members:
                 own = group
         return own  # type: ignore[return-value]  # only asked for where there is a copy

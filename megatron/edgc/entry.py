@@ -91,6 +91,7 @@ def _install_on_built_models(session: Session) -> None:
     def get_model_with_edgc(*args: Any, **kwargs: Any) -> Any:
         chunks = get_model(*args, **kwargs)
         # a model that is not trained, as for inference in reinforcement learning
-        return session.install(chunks) if kwargs.get("wrap_with_ddp", True) else chunks
+        wrapped = args[2] if len(args) > 2 else kwargs.get("wrap_with_ddp", True)
+        return session.install(chunks) if wrapped else chunks
 
     get_model = session.seam.replace(megatron_training, "get_model", get_model_with_edgc)

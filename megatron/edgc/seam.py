@@ -222,7 +222,7 @@ class Seam:
         """
         found = getattr(owner, attribute)
         if isinstance(owner, ModuleType):
-            self._hold()
+            self.hold()
         if attribute in vars(owner):  # not getattr's answer: of a static method that would be the bare function
             self._restore.callback(setattr, owner, attribute, vars(owner)[attribute])
         else:
@@ -230,8 +230,11 @@ class Seam:
         setattr(owner, attribute, replacement)
         return found
 
-    def _hold(self) -> None:
-        """Be the one whose functions are in the place of Megatron's, until ``close``."""
+    def hold(self) -> None:
+        """Be the one that may replace functions of Megatron's modules, until ``close``.
+
+        Raises ``ConfigError`` while another run is.
+        """
         if Seam._holder is None:
             Seam._holder = self
             self._restore.callback(setattr, Seam, "_holder", None)

@@ -113,6 +113,12 @@ class Session:
 
         Every process calls this at the same point, before a checkpoint is loaded.
         """
+        self.seam.hold()
+        if self.chunks:
+            raise ConfigError(
+                "EDGC was given a second model that Megatron's DDP has wrapped, and reduces the gradients of one. If "
+                "this run does not train it, build it with wrap_with_ddp=False"
+            )
         self._validate_chunks(chunks)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
@@ -314,8 +320,14 @@ class Session:
         """What gradients are multiplied with, 0-dimensional."""
         if not self.scaled:
             return None
-        scale: Tensor = self.model_config.grad_scale_func(torch.ones((), device=self.stages[0].device))
-        return scale.reshape(())  # Megatron's own has one element in one dimension
+        if self.model_config.grad_scale_func is None:
+            raise StepError(
+                "this run scales its loss, and EDGC does not know the scale: set config.grad_scale_func, as Megatron's "
+                "own loop does (optimizer.scale_loss), before the first step"
+            )
+        device = self.stages[0].device
+        scale = self.model_config.grad_scale_func(torch.ones((), device=device))
+        return torch.as_tensor(scale, device=device).reshape(())  # Megatron's own has one element in one dimension
 
     def step(self) -> None:
         """After all reductions of a step, before the optimizer's: count it; at the end of a window exchange what was

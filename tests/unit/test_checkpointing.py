@@ -293,7 +293,8 @@ def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.Monk
     with Seam() as seam:
         own.install(seam)
         for module in (megatron_checkpointing, megatron_training):
-            assert module.save_checkpoint(7, [model]) == {"model": 1, "edgc": {"state": 7}}
+            for own_model in ([model], model, [torch.compile(model)]):
+                assert module.save_checkpoint(7, own_model) == {"model": 1, "edgc": {"state": 7}}
             assert module.save_checkpoint(7, [teacher]) == {"model": 1}, "of another model"
         with pytest.raises(ConfigError, match="this checkpoint would be without EDGC's state"):
             saved(7)

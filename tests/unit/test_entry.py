@@ -1,16 +1,20 @@
 """EDGC in a training script: what is noticed where the script gives it too little."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from megatron.training import training as megatron_training
 
 from edgc.config import ConfigError
+from edgc.errors import StepError
 from edgc.hosts import steps
 from edgc.hosts.steps import StepDriver
 from edgc.plan.rank_plan import RankPlan
 from megatron.edgc import entry
 from megatron.edgc.seam import Seam
+from megatron.edgc.session import Session
 
 
 def test_a_model_that_edgc_never_sees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,12 +30,41 @@ def test_a_model_that_edgc_never_sees_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_is_not_trained_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script for reinforcement learning builds one for inference as well, without a wrapper."""
-    monkeypatch.setattr(megatron_training, "get_model", lambda provider, wrap_with_ddp=True: [provider])
+    monkeypatch.setattr(megatron_training, "get_model", lambda provider, kind=None, wrap_with_ddp=True: [provider])
     with Seam() as own_seam:
         session = SimpleNamespace(seam=own_seam, install=lambda chunks: [*chunks, "installed"])
         entry._install_on_built_models(session)  # type: ignore[arg-type]
         assert megatron_training.get_model("model") == ["model", "installed"]
         assert megatron_training.get_model("model", wrap_with_ddp=False) == ["model"]
+        assert megatron_training.get_model("model", None, False) == ["model"]
+
+
+def session(**parts: Any) -> Any:
+    """Of a run, with nothing but these parts."""
+    one = object.__new__(Session)
+    vars(one).update({"seam": Seam(), "chunks": [], **parts})
+    return one
+
+
+def test_a_second_model_is_refused_before_anything_of_it_is_changed() -> None:
+    own = session(chunks=["a model"])
+    with own.seam, pytest.raises(ConfigError, match="EDGC was given a second model"):
+        own.install(["another model"])
+    with Seam() as first, (own := session()).seam:
+        first.hold()
+        with pytest.raises(ConfigError, match="EDGC is attached to another model of this process"):
+            own.install(["another model"])
+        assert own.chunks == []
+
+
+def test_a_loss_scale_that_edgc_cannot_know_is_an_error() -> None:
+    config = SimpleNamespace(grad_scale_func=None)
+    own = session(scaled=True, model_config=config, stages=[SimpleNamespace(device=torch.device("cpu"))])
+    with pytest.raises(StepError, match="set config.grad_scale_func"):
+        own._loss_scale()
+    for scale in (lambda loss: 8 * loss, lambda loss: 8 * loss.reshape(1), lambda loss: 8.0):
+        config.grad_scale_func = scale
+        assert own._loss_scale().shape == () and own._loss_scale() == 8
 
 
 def test_a_step_that_was_never_ended_is_noticed_when_the_next_one_begins() -> None:

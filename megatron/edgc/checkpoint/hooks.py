@@ -17,7 +17,6 @@ from multiprocessing import forkserver
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
-from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import training as megatron_training
 from megatron.training.checkpointing import CheckpointType
@@ -71,7 +70,7 @@ class CheckpointHooks:
         on_loaded: Callable[[int], None],
     ):
         self.run, self.saver, self.on_loaded = run, saver, on_loaded
-        self.model: list[nn.Module] = unwrap_model(list(chunks))
+        self._parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}
         self._other_model = False  # whether the save or load under way is of another model
         self._entry: dict[str, Any] | None = None  # of the save under way
         self._found: tuple[Any, ...] | None = None  # what Megatron has read first of the checkpoint to load
@@ -106,9 +105,9 @@ class CheckpointHooks:
 
     @contextmanager
     def _handling(self, model: Any) -> Iterator[None]:
-        """Within this context a model, or a list of its chunks, is saved or loaded."""
-        chunks = unwrap_model(model if isinstance(model, list) else [model])
-        self._other_model = not any(chunk is own for chunk in chunks for own in self.model)
+        """Within this context a model, or a list of its chunks, is saved or loaded. It may be wrapped in anything."""
+        chunks: list[nn.Module] = model if isinstance(model, list) else [model]
+        self._other_model = not any(one in self._parameters for chunk in chunks for one in chunk.parameters())
         try:
             yield
         finally:
