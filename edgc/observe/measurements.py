@@ -15,7 +15,7 @@ from edgc.observe.moments import GradientStatistics
 
 @dataclass
 class Measurements:
-    """What a reducer saw in a window so far: one entry a measured iteration.
+    """What a reducer saw in a window so far: one entry a measured iteration, of ``losses`` one a step.
 
     0-dimensional tensors stay on the device until somebody asks, so that no step waits for them.
     """

@@ -25,10 +25,10 @@ from edgc.specs import MatrixSpec
 class ControlledStage:
     """A stage as the controller knows it.
 
-    ``matrices``: those that one process compresses; a stage that has none stays dense. ``cost``: of its reduction; None
-    where it was not measured. ``message_cost``: of the message with a micro-batch's activation gradients to the stage
-    before; None where there is none. ``price``: of its bytes, where one rank is shared out over all stages.
-    ``excluded``: it is never compressed.
+    ``matrices``: those that one process compresses; where entropy sets ranks, a stage without any stays dense.
+    ``cost``: of its reduction; None where it was not measured. ``message_cost``: of the message with a micro-batch's
+    activation gradients to the stage before; None where there is none. ``price``: of its bytes, where one rank is
+    shared out over all stages. ``excluded``: it is never compressed.
     """
 
     matrices: Sequence[MatrixSpec]

@@ -150,9 +150,10 @@ def _check_ranks(config: EDGCConfig, matrices: Sequence[MatrixSpec], usable: int
         if rank is None or rank <= usable:
             continue
         if not any(pays(rank, one.rows, one.cols, config.study.min_saving) for one in matrices):
+            largest_usable = f"the largest rank that does is {usable}" if usable else "no rank does"
             raise ConfigError(
                 f"{flag(name)} = {getattr(config.ranks, name)}: no matrix of this model saves "
-                f"{config.study.min_saving:g}x at rank {rank}; the largest rank that does is {usable}"
+                f"{config.study.min_saving:g}x at rank {rank}; {largest_usable}"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from edgc.config import ConfigError, EDGCConfig
+from edgc.plan.allocation import uniform_ranks
 from edgc.plan.by_entropy.rank_model import StageRankModel
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -612,6 +613,52 @@ def test_by_measured_spectra_a_steeper_one_needs_a_lower_rank(model: str) -> Non
         ranks.append(c.decide(window * WINDOW).ranks[0])
     assert ranks[:4] == [None, 64, 64, 64]
     assert 16 <= ranks[4] < 64 and ranks[5] == 64  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("model", ["measured", "residual"])
+def test_matrices_that_join_low_rank_at_a_smaller_rank_do_not_move_it(model: str) -> None:
+    """At rank 96 the square one does not pay. Its dropped norm is no part of what is tolerated."""
+    both = [MatrixSpec("wide", 256, 1024), MatrixSpec("square", 256, 256)]
+    settings = {"rmin": 24, "rmax": 96, "window": WINDOW, "warmup_fraction": 0.0, "rank_model": model}
+    config, last = EDGCConfig.of(**settings), list[int | None]()  # type: ignore[arg-type]
+    for matrices in (both, both[:1]):
+        c = Controller(config, 100 * WINDOW, [ControlledStage(matrices)])
+        for window in range(1, 30):
+            (rank,) = c.plan.ranks
+            first = 1.0 if window < 4 else 0.6  # both spectra fall once
+            ranks = uniform_ranks(matrices, rank, 2.0) if rank else {}
+            energies = {name: [first * (1 + j) ** -1.2 for j in range(own)] for name, own in ranks.items()}
+            c.observe(WindowObservation([StageObservation(entropy=-5.0, energies=energies)]))
+            c.decide(window * WINDOW)
+        last += [*c.plan.ranks]
+    assert last[0] == last[1] is not None
+
+
+@pytest.mark.parametrize("model", ["gaussian", "measured"])
+def test_a_stage_that_alignment_has_left_dense_compresses_after_a_resume_without(model: str) -> None:
+    costs = [StageCost(LinearCost(1, 0.1), 5, 5), StageCost(LinearCost(0.1, 0.05), 1, 1)]
+    stages = [ControlledStage([MatrixSpec(f"m{place}", 64, 128)], cost) for place, cost in enumerate(costs)]
+    settings = {"rmin": 4, "rmax": 16, "window": WINDOW, "warmup_fraction": 0.0, "rank_model": model}
+
+    def decided(c: Controller, window: int) -> tuple[int | None, ...]:
+        seen = [
+            StageObservation(-5.0, micro_backward_seconds=2.0, energies={f"m{place}": [1.0] * rank} if rank else {})
+            for place, rank in enumerate(c.plan.ranks)
+        ]
+        c.observe(WindowObservation(seen))
+        return c.decide(window * WINDOW).ranks
+
+    aligned, alone = (
+        Controller(EDGCConfig.of(**settings, align=align), 100 * WINDOW, stages)  # type: ignore[arg-type]
+        for align in (True, False)
+    )
+    for window in range(1, 8):
+        ranks = decided(aligned, window)
+    assert ranks[0] is not None and ranks[1] is None
+    alone.load_state_dict(json.loads(json.dumps(aligned.state_dict())))
+    for window in range(8, 12):
+        ranks = decided(alone, window)
+    assert None not in ranks
 
 
 def test_measured_holds_the_norm_and_residual_its_share() -> None:

@@ -644,6 +644,22 @@ def test_a_state_that_is_kept_twice_takes_twice_the_memory() -> None:
     assert found[1] == pytest.approx(2 * found[0], rel=0.01)
 
 
+def test_the_probe_times_both_factors_that_are_sent_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tall matrix one has twice as many bytes as the other."""
+    seen, reduce = list[int](), GradientReducer.reduce
+
+    def noted(self: Any, gradients: Any, iteration: int, *rest: Any, **named: Any) -> Any:
+        seen.append(iteration % 2)
+        return reduce(self, gradients, iteration, *rest, **named)
+
+    monkeypatch.setattr(GradientReducer, "reduce", noted)
+    monkeypatch.setattr(probe, "fastest", lambda work, *rest: work() or 1.0)
+    config = EDGCConfig.of(engine="alternating", dense_wire="fp32")
+    cost = probe.probe([Selection((MATRIX,))], config, communicator(), CPU, RUN)
+    assert seen == 3 * [1, 0], "three ranks"
+    assert cost.compressed.at(8) == pytest.approx(0.5), "seconds of one"
+
+
 @pytest.mark.parametrize("scatters", [False, True])
 def test_the_probe_reduces_as_training_will(scatters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, reduce = list[bool](), GradientReducer.reduce

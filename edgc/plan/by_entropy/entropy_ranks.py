@@ -11,6 +11,7 @@ from edgc.plan.by_entropy.rank_model import StageRankModel
 from edgc.plan.observation import StageObservation
 from edgc.plan.rank_plan import NEVER_COMPRESSED, RankPlan
 from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
+from edgc.plan.selection import pays
 from edgc.plan.spectrum import dropped, extended, rank_for_dropped
 from edgc.specs import MatrixSpec
 
@@ -115,8 +116,8 @@ class EntropyRanks:
             return None, WARM_UP
         if begins:
             return self._rmax, STABLE
-        if proposed is None:
-            return before, "nothing measured"
+        if proposed is None:  # a resume without alignment leaves no stage dense
+            return self._rmax if before is None else before, "nothing measured"
         return self._bounded(proposed), "entropy"
 
     def _proposed(
@@ -136,11 +137,14 @@ class EntropyRanks:
         self, stage: int, rank: int | None, energies: Mapping[str, Sequence[float]]
     ) -> float | None:
         """CQM with measured spectra in place of normal entries; the first that are measured, at ``rank``, set what is
-        tolerated.
+        tolerated. They are of the matrices that are in low rank at every rank: others come and go with it.
         """
+        always = [
+            one for one in self.matrices[stage] if pays(self._rmax, one.rows, one.cols, self.config.study.min_saving)
+        ]
         spectra = [
             extended(energies[matrix.name], min(matrix.rows, matrix.cols))
-            for matrix in self.matrices[stage]
+            for matrix in always
             if energies.get(matrix.name)
         ]
         whole = dropped(spectra, 0)
