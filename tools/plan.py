@@ -207,7 +207,7 @@ def flags_on_cluster(training: Training, places: Sequence[page.Place]) -> str:
     """Those of the order of ranks and the contender with the shortest step on the cluster's own links."""
     own = [place for place in places if place.network == page.own_network(training.network)]
     chosen = {place.order: page.recommended(place.predictions)[0] for place in own}
-    order = min(chosen, key=lambda order: chosen[order].seconds)
+    order = min(chosen, key=lambda order: chosen[order].run_seconds)
     return " ".join(filter(None, [flags_of(training, chosen[order]), ORDERS[order]]))
 
 
@@ -265,6 +265,7 @@ def _raw(training: Training, one: Prediction) -> dict[str, Any]:
         "rank": one.rank,
         "compresses": one.compresses,
         "step_seconds": one.seconds,
+        "run_step_seconds": one.run_seconds,
         "exposed_seconds": one.exposed,
         "gradient_bytes": one.gradient_bytes,
     }

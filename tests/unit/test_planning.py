@@ -201,6 +201,44 @@ def test_without_sequence_parallelism_every_gpu_sends_whole_activations() -> Non
     assert without.message_bytes == 2 * without.micro_batch * without.sequence * without.layer.width
 
 
+def test_tensor_ranks_sum_twice_in_each_layer_and_pass_over_the_links_that_they_have(training: Training) -> None:
+    whole = 2 * 4 * 1024 * 4480  # bytes of a micro-batch of activations
+    assert training.tensor_seconds(Link(8.0)) == pytest.approx(2 * 12 * 2 * whole * (1 / 2) / 1e9), "12 layers"
+    interleaved = Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "6"])
+    assert interleaved.tensor_seconds(Link(8.0)) == pytest.approx(training.tensor_seconds(Link(8.0)) / 2)
+    assert replace(training, tensor=1).tensor_seconds(Link(8.0)) == 0
+    inside, gbps = training.network.inside, 100.0
+    assert {own.tensor.gbps for own in training.apart(gbps)} == {inside}, "a node has eight GPUs"
+    assert {own.tensor.gbps for own in replace(training, tensor=16).apart(gbps)} == {gbps}
+    assert {own.tensor.gbps for own in Placement(2, 4, 4).links(NETWORK)} == {NETWORK.inside}
+    four = replace(NETWORK, nodes=8, gpus_per_node=4)  # eight tensor ranks are on two nodes
+    assert {own.tensor.gbps for own in Placement(8, 1, 4).links(four)} == {4 * NETWORK.gbps}
+    passes = {
+        name: sum(
+            span.seconds for span in predict(one, CONTENDERS[0], {}, one.apart(gbps)).step.spans if span.stage == 0
+        )
+        for name, one in (("with", training), ("without", replace(training, tensor=1, layers=training.layers // 2)))
+    }
+    assert passes["with"] > passes["without"]
+
+
+def test_the_mean_step_of_a_run_has_the_warm_up_of_its_flags(training: Training) -> None:
+    by_name = {one.name: one for one in CONTENDERS}
+    shares = {name: (one.warm_up, one.warm_up_share) for name, one in by_name.items()}
+    assert shares == {
+        **{"dense fp32": ("", 0.0), "dense bf16": ("", 0.0), "PowerSGD, rank 64": ("", 0.1), "safe": ("int8", 0.025)},
+        **{"int8": ("int8", 0.025), "int4": ("int8", 0.025), "balanced": ("int4", 0.025), "fast": ("int4", 0.01)},
+    }
+    found = {name: predict(training, one, costs(training), training.apart(10.0)) for name, one in by_name.items()}
+    dense, rank_64, int8, balanced = (found[name] for name in ("dense fp32", "PowerSGD, rank 64", "int8", "balanced"))
+    assert dense.run_seconds == dense.seconds
+    assert rank_64.run_seconds == pytest.approx(0.9 * rank_64.seconds + 0.1 * dense.seconds)
+    assert found["int4"].run_seconds == pytest.approx(0.975 * found["int4"].seconds + 0.025 * int8.seconds)
+    assert balanced.seconds < balanced.run_seconds < 1.02 * balanced.seconds
+    fast = predict(training, by_name["balanced"], costs(training), training.apart(3000.0))
+    assert not fast.compresses and fast.run_seconds == fast.seconds, "nothing to warm up"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from edgc.config.presets import PRESETS
+from edgc.config.ranks import Ranks
 from edgc.plan.rank_plan import NO_RANK
 
 
@@ -10,7 +11,8 @@ from edgc.plan.rank_plan import NO_RANK
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
     counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``; ``messages``:
-    the method that rounds gradients between stages, if any; ``weights``: the one that rounds gathered weights.
+    the method that rounds gradients between stages, if any; ``weights``: the one that rounds gathered weights;
+    ``warm_up``: the method that rounds gradients in the warm-up, if any, which has this ``warm_up_share`` of the run.
     """
 
     name: str
@@ -21,6 +23,8 @@ class Contender:
     volume: float = 1.0
     messages: str = ""
     weights: str = ""
+    warm_up: str = ""
+    warm_up_share: float = 0.0
 
 
 def _preset(name: str) -> Contender:
@@ -34,17 +38,29 @@ def _preset(name: str) -> Contender:
         volume=own["volume"],
         messages=messages,
         weights=weights,
+        warm_up=own["dense_wire"],
+        warm_up_share=own["warmup_fraction"],
     )
 
 
+def _engine(name: str) -> Contender:
+    """One that rounds. Without these flags its warm-up would be a tenth of the run in fp32."""
+    flags = f"--edgc-engine {name} --edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
+    return Contender(name, flags, method=name, rank=NO_RANK, warm_up="int8", warm_up_share=0.025)
+
+
 FP32_FACTORS = "paper"  # a method whose sums are all-reduces in fp32, not in few bits
-# An engine without a preset has a dense warm-up in fp32 of a tenth of the run.
-_SHORT_WARM_UP = "--edgc-dense-wire int8 --edgc-warmup-fraction 0.025"
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
     Contender("dense bf16", "--edgc-engine dense --grad-reduce-in-bf16", bits=16),  # Megatron's own sum
-    Contender("int8", f"--edgc-engine int8 {_SHORT_WARM_UP}", method="int8", rank=NO_RANK),
-    Contender("int4", f"--edgc-engine int4 {_SHORT_WARM_UP}", method="int4", rank=NO_RANK),
-    Contender("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", method="paper", rank=64),
+    _engine("int8"),
+    _engine("int4"),
+    Contender(
+        "PowerSGD, rank 64",
+        "--edgc-preset paper --edgc-static-rank 64",
+        method="paper",
+        rank=64,
+        warm_up_share=Ranks().warmup_fraction,  # in fp32
+    ),
     *map(_preset, ("safe", "balanced", "fast")),
 )

@@ -107,6 +107,7 @@ class Network:
 class StageLinks(NamedTuple):
     """What a stage sends over: to the next stage, to the one before, and in its reductions. ``ring``: all-reduces;
     ``once``: reduce-scatters and all-gathers; ``direct``: all-to-alls. ``tokens``: those of tokens among experts.
+    ``tensor``: all-reduces among its tensor ranks.
     """
 
     next: Link
@@ -115,6 +116,7 @@ class StageLinks(NamedTuple):
     once: Link
     direct: Link
     tokens: Link
+    tensor: Link
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,14 @@ class Placement:
 
     def rings(self, stage: int, of_experts: bool = False) -> list[list[Edge]]:
         """Of the reductions of a stage, or of those of its experts."""
-        groups = self.groups(stage, of_experts)
-        return [[*pairwise(gpus), (gpus[-1], gpus[0])] for gpus in groups if len(gpus) > 1]
+        return [_ring(gpus) for gpus in self.groups(stage, of_experts) if len(gpus) > 1]
+
+    def tensor_rings(self, stage: int) -> list[list[Edge]]:
+        """Of the sums of a stage's activations, and of their gradients, among its tensor ranks."""
+        groups = [
+            [self.gpu(tensor, replica, stage) for tensor in range(self.tensor)] for replica in range(self.replicas)
+        ]
+        return [_ring(gpus) for gpus in groups if len(gpus) > 1]
 
     def rings_stay_in_nodes(self, network: Network) -> bool:
         """Whether no reduction leaves a node."""
@@ -186,7 +194,8 @@ class Placement:
         if self.of_experts:
             both = zip(reductions, self._reductions(network, of_experts=True), strict=True)
             reductions = [[self._one_after_another(*pair) for pair in zip(*kinds, strict=True)] for kinds in both]
-        parts = messages[: self.pipeline], messages[self.pipeline :], *reductions, tokens
+        tensor = network.links([self.tensor_rings(stage) for stage in stages], 2)
+        parts = messages[: self.pipeline], messages[self.pipeline :], *reductions, tokens, tensor
         return [StageLinks(*links) for links in zip(*parts, strict=True)]
 
     def _reductions(self, network: Network, of_experts: bool) -> list[list[Link]]:
@@ -200,3 +209,8 @@ class Placement:
         """The link of what goes over one, and then, as far as it is of experts, over the other."""
         rate = 1 / ((1 - self.of_experts) / shared.gbps + self.of_experts / experts.gbps)
         return Link(rate, max(shared.latency, experts.latency))
+
+
+def _ring(gpus: Sequence[int]) -> list[Edge]:
+    """Each to the next, and the last to the first."""
+    return [*pairwise(gpus), (gpus[-1], gpus[0])]

@@ -1,7 +1,7 @@
 """The step of a contender on a cluster: what its reductions, messages and gathers cost goes into the simulation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MAX_UNITS as UNITS
@@ -20,13 +20,16 @@ from tools.planning.training import OPTIMIZER_BYTES, Training
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of one contender. ``gbps``: of the slowest reductions; ``rank``: None for what is sent whole."""
+    """A step of one contender. ``gbps``: of the slowest reductions; ``rank``: None for what is sent whole; ``warm_up``:
+    a step of it, None: there is none.
+    """
 
     contender: Contender
     gbps: float
     rank: int | None
     step: Step
     gradient_bytes: float  # of a process and step, the layers of a stage
+    warm_up: Step | None = None
 
     @property
     def compresses(self) -> bool:
@@ -35,6 +38,14 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return self.step.seconds
+
+    @property
+    def run_seconds(self) -> float:
+        """The mean step of the whole run, its warm-up included."""
+        if self.warm_up is None:
+            return self.seconds
+        share = self.contender.warm_up_share
+        return share * self.warm_up.seconds + (1 - share) * self.seconds
 
     @property
     def exposed(self) -> float:
@@ -47,19 +58,34 @@ def predict(
     """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
     reductions = _Reductions(training, links, factors_in_fp32=contender.method == FP32_FACTORS)
     sent = reductions.dense_bytes * contender.bits / 32
-    units, rank = reductions.dense(sent), None
+    units, rank, warm_up = reductions.dense(sent), None, None
     if contender.method in methods and training.replicas > 1:
         compressing, rank = _chosen(reductions, contender, methods)
         if rank is not None:
+            if contender.warm_up_share:
+                warm_up = _step(training, contender, methods, links, _warm_up(reductions, contender, methods))
             sent, units = reductions.sent(compressing, rank), reductions.units(compressing, rank)
+    step = _step(training, contender, methods, links, units)
+    slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
+    return Prediction(contender, slowest.gbps, rank, step, sent, warm_up)
+
+
+def _step(
+    training: Training,
+    contender: Contender,
+    methods: Mapping[str, Compressing],
+    links: Sequence[StageLinks],
+    units: tuple[Unit, ...],
+) -> Step:
+    """One step, with these reductions in each stage."""
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
     gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
         StageTimes(
-            forward=forward + (experts := training.expert_seconds(own.tokens)),
-            backward=2 * forward + experts + (rounding if place else of_first * rounding),
+            forward=forward + (sums := training.tensor_seconds(own.tensor) + training.expert_seconds(own.tokens)),
+            backward=2 * forward + sums + (rounding if place else of_first * rounding),
             link=own.next,
             before=own.before,
             ring=own.ring,
@@ -76,9 +102,7 @@ def predict(
             zip(links, sends, gathers, strict=True)
         )
     ]
-    step = simulate(stages, training.micro_batches, training.chunks, training.overlapped)
-    slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
-    return Prediction(contender, slowest.gbps, rank, step, sent)
+    return simulate(stages, training.micro_batches, training.chunks, training.overlapped)
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,14 @@ class _Reductions:
         """Seconds of the slowest stage, with nothing beside them."""
         stages = [StageTimes(0.0, 0.0, own.ring, once=own.once, direct=own.direct) for own in self.links]
         return max(sum(sum(one.computing) + sum(own.seconds(one)) for one in units) for own in stages)
+
+
+def _warm_up(reductions: _Reductions, contender: Contender, methods: Mapping[str, Compressing]) -> tuple[Unit, ...]:
+    """The reductions of a step of its warm-up, which is dense where nothing rounds it."""
+    rounding = methods.get(contender.warm_up)
+    if rounding is None:
+        return reductions.dense(reductions.dense_bytes)
+    return replace(reductions, factors_in_fp32=False).units(rounding, NO_RANK)
 
 
 def _chosen(

@@ -121,9 +121,12 @@ class Training:
         return self.network.gbps
 
     def apart(self, gbps: float) -> list[StageLinks]:
-        """Links of stages whose replicas and neighbours are all on other nodes."""
+        """Links of stages whose replicas and neighbours are all on other nodes. Tensor ranks share one, if they can."""
         link = Link(gbps, LATENCY)
-        return [StageLinks(*[link] * len(StageLinks._fields))] * self.pipeline
+        own = StageLinks(*[link] * len(StageLinks._fields))
+        if self.tensor <= self.network.gpus_per_node:
+            own = own._replace(tensor=Link(self.network.inside, LATENCY))
+        return [own] * self.pipeline
 
     def placement(self, stages_first: bool) -> Placement:
         experts = 1 if self.experts is None else self.experts.parallel
@@ -195,6 +198,15 @@ class Training:
         flops = per_layer * self.layers_here / self.chunks
         return flops / (REACHED * self.gpu.flops16)
 
+    def tensor_seconds(self, link: Link) -> float:
+        """Of a micro-batch through a chunk, in either pass: the sums over its tensor ranks, two in each layer (Shoeybi
+        et al. 2019). With sequence parallelism they are reduce-scatters and all-gathers, of as many bytes.
+        """
+        if self.tensor == 1:
+            return 0.0
+        layers = self.layers / self.pipeline / self.chunks
+        return 2 * layers * link.seconds(all_reduce_bytes(self.activation_bytes, self.tensor))
+
     def expert_seconds(self, link: Link) -> float:
         """Of a micro-batch through a chunk: its tokens go to their experts and come back, in each layer."""
         if self.experts is None or self.experts.parallel == 1:
@@ -229,8 +241,12 @@ class Training:
     @property
     def message_bytes(self) -> float:
         """Of activations, or their gradients, in 16 bits. With sequence parallelism a GPU sends its part, else all."""
-        whole = 2.0 * self.micro_batch * self.sequence * self.layer.width
-        return whole / self.tensor if self.sequence_parallel else whole
+        return self.activation_bytes / self.tensor if self.sequence_parallel else self.activation_bytes
+
+    @property
+    def activation_bytes(self) -> float:
+        """Of a micro-batch, in 16 bits."""
+        return 2.0 * self.micro_batch * self.sequence * self.layer.width
 
 
 def _network(cluster: Cluster) -> Network:
