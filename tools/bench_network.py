@@ -23,6 +23,7 @@ OUTPUT/stage_ends.json and OUTPUT/stage_ends.md.
 With --quick: dense and `balanced` at 135 Mbit/s, under four minutes, into runs/network/quick.json.
 """
 
+import argparse
 import json
 import shlex
 import sys
@@ -74,6 +75,18 @@ CODE = ("edgc", "megatron", "tools/network", "pretrain_gpt.py")  # what times de
 QUICK_RATE = 135.0
 RATES = (20.0, 60.0, 135.0, 400.0, 0.0)
 RANGE = ("dense", "int8", "powersgd", "balanced")
+DEFAULTS: dict[str, Any] = {
+    **{"rates": RATES, "modes": ["plain"], "contenders": RANGE, "links": EVEN, "windows": 3, "repetitions": 1},
+    **{"output": Path("docs/network"), "report": False},
+}
+# What may be given beside each flag that says what to time; without one, everything.
+TAKEN = {
+    "quick": {"windows"},
+    "linear": {"output", "report"},
+    "overhead": {"repetitions", "output", "report"},
+    "stage_ends": {"repetitions", "output", "report"},
+    "to_the_end": {"rates", "modes", "contenders", "output", "report"},
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,29 +99,23 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--overhead", action="store_true", help="time steps with EDGC and without it, on fast links")
     what.add_argument("--stage-ends", action="store_true", help="time when the stages of pipelines have their sums")
     what.add_argument("--linear", action="store_true", help="time reductions at many ranks, on links of all kinds")
+    parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s; 0: no limit (default: 20 60 135 400 0)")
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0: no limit (default: 20 60 135 400 0)"
+        "--modes", nargs="+", metavar="MODE", choices=list(MODES), help=_names(MODES, DEFAULTS["modes"])
     )
     parser.add_argument(
-        "--modes", nargs="+", metavar="MODE", choices=list(MODES), default=["plain"], help=_names(MODES, ["plain"])
+        "--contenders", nargs="+", metavar="NAME", choices=list(CONTENDERS), help=_names(CONTENDERS, RANGE)
     )
+    parser.add_argument("--links", choices=LINKS, help="how links differ from the rate (default: even)")
+    parser.add_argument("--windows", type=int, help="measured windows of seven steps each (default: 3)")
+    parser.add_argument("--repetitions", type=int, help="of each run, in turn forwards and backwards (default: 1)")
+    parser.add_argument("--output", type=Path, help="folder of the page (default: docs/network)")
     parser.add_argument(
-        "--contenders",
-        nargs="+",
-        metavar="NAME",
-        choices=list(CONTENDERS),
-        default=RANGE,
-        help=_names(CONTENDERS, RANGE),
+        "--report", action="store_true", default=None, help="time nothing: make the page of the points kept"
     )
-    parser.add_argument("--links", choices=LINKS, default=EVEN, help="how links differ from the rate (default: even)")
-    parser.add_argument("--windows", type=int, default=3, help="measured windows of seven steps each (default: 3)")
-    parser.add_argument(
-        "--repetitions", type=int, default=1, help="of each run, in turn forwards and backwards (default: 1)"
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/network"), help="folder of the page")
-    parser.add_argument("--report", action="store_true", help="time nothing: make the page of the points kept")
     options = parser.parse_args(argv)
     try:
+        _fill_in(options)
         _check_lengths(options.windows, options.links, options.repetitions)
         if options.links != EVEN:  # a third of no limit is no limit
             options.rates = list(filter(None, options.rates))
@@ -139,6 +146,16 @@ def main(argv: list[str] | None = None) -> int:
         say_error("bench_network", error)
         return 1
     return 0
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """Give options that were left out their defaults. Raises ``RunFailed`` for those that would have no effect."""
+    given = {name for name in DEFAULTS if getattr(options, name) is not None}
+    for what, taken in TAKEN.items():
+        if getattr(options, what) and (unused := sorted(given - taken)):
+            raise RunFailed(f"--{unused[0]}: has no effect with --{what.replace('_', '-')}")
+    for name in DEFAULTS.keys() - given:
+        setattr(options, name, DEFAULTS[name])
 
 
 def _check_lengths(windows: int, links: str, repetitions: int) -> None:

@@ -462,6 +462,10 @@ def test_a_page_without_figures_is_refused_in_one_line(
         (["--repetitions", "0"], "--repetitions 0: must be at least 1"),
         (["--links", "one at a third", "--rates", "0"], "--links 'one at a third': needs a rate above 0"),
         (["--report"], "there are no points"),
+        (["--quick"], "--output: has no effect with --quick"),
+        (["--linear", "--windows", "3"], "--windows: has no effect with --linear"),
+        (["--stage-ends", "--rates", "60"], "--rates: has no effect with --stage-ends"),
+        (["--to-the-end", "--repetitions", "2"], "--repetitions: has no effect with --to-the-end"),
     ],
 )
 def test_what_could_not_be_measured_or_shown_is_refused_in_one_line(
