@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import wraps
-from itertools import zip_longest
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from edgc.arithmetic import own_arithmetic
 from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes
-from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, process, processes
+from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, processes
 from edgc.comm.overlap import Handle, Overlap
 from edgc.comm.packed import Packed
-from edgc.comm.replicas import digest
 from edgc.compress.reducer import GradientReducer
-from edgc.config import ConfigError, EDGCConfig, Job, flag
+from edgc.config import ConfigError, EDGCConfig, flag
+from edgc.hosts.agreement import JOB_SETTINGS, check_run, check_values
 from edgc.hosts.checkpoint import (
     STATE_VERSION,
     load_stage,
@@ -36,7 +35,6 @@ from edgc.hosts.stage import Stage
 from edgc.hosts.steps import NO_STEP, StepDriver
 from edgc.hosts.units import MIN_UNIT_BYTES, Unit, Units, cut
 from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
-from edgc.observe.events import EventLog
 from edgc.observe.window import WindowReport
 from edgc.plan.run import Run
 from edgc.plan.run_plan import plan_run
@@ -45,7 +43,6 @@ from edgc.specs import Parameter
 from edgc.timing import Spans
 
 KEY = StageKey(StageKind.LAYERS, 0)
-JOB_SETTINGS = tuple(one.name for one in fields(Job))  # may differ between a run and its resume
 # Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
 KEPT_AS_REQUESTED = (*JOB_SETTINGS, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
@@ -142,53 +139,8 @@ class EDGCState:
         if not self._started:
             self._build(self.requested, timed=True)
 
-    def _log_problem(self) -> str:
-        """Why the event log cannot be written, if it cannot."""
-        try:
-            EventLog(self.requested.job.log_dir if process(self.group) == 0 else None).close()
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    def _check_processes(self) -> None:
-        """Raise ``ConfigError`` on all processes where the event log cannot be written, and where processes have other
-        iterations, settings or parameters.
-        """
-        settings = {flag(name): value for name, value in self.requested.flat().items() if name not in JOB_SETTINGS}
-        settings["iterations"] = self.iterations
-        everyone = all_gather_objects((self._log_problem(), settings, self.parameters.signatures()), self.group)
-        for problem, _, _ in everyone:
-            if problem:
-                raise ConfigError(problem)
-        _, first_settings, first_signatures = everyone[0]
-        for number, (_, settings, signatures) in enumerate(everyone):
-            for name, first in first_settings.items():
-                if settings[name] != first:
-                    raise ConfigError(
-                        f"{name} = {settings[name]} on process {number} of the group, {first} on process 0"
-                    )
-            for one, other in zip_longest(signatures, first_signatures, fillvalue="nothing"):
-                if one != other:
-                    raise ConfigError(
-                        f"process {number} of the group trains {one} where process 0 trains {other}: EDGC averages "
-                        "the same parameters on all processes"
-                    )
-
-    def _check_weights(self) -> None:
-        """Raise ``ConfigError`` on all processes where the parameters that they train begin with other values."""
-        own = torch.stack([digest(parameter) for parameter in self.parameters.names]).tolist()
-        first, *others = all_gather_objects(own, self.group)
-        for number, digests in enumerate(others, 1):
-            for name, one, other in zip(self.parameters.names.values(), digests, first, strict=True):
-                if one != other:
-                    raise ConfigError(
-                        f"{name} has other values on process {number} of the group than on process 0: averaged "
-                        "gradients keep parameters equal only if they start equal. Give all processes the same "
-                        "weights, or wrap the module in DistributedDataParallel, which sends them those of process 0"
-                    )
-
     def _build(self, config: EDGCConfig, timed: bool) -> None:
-        self._check_processes()
+        check_run(self.requested, self.iterations, self.parameters, self.group)
         self._close_log()
         self.report = None
         parameters = self.parameters
@@ -272,7 +224,7 @@ class EDGCState:
             raise RuntimeError("this EDGC state was closed, or a step of it has failed")
         self.start()
         if self.reporter is None:
-            self._check_weights()
+            check_values(self.parameters, self.group)
             self._announce()
         self._handles, self._copies = [], []
         step = self.driver.step()
