@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import edgc
+import megatron.edgc
+
 REPOSITORY = Path(__file__).parents[2]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -28,3 +31,11 @@ def test_the_index_names_every_page() -> None:
     docs = REPOSITORY / "docs"
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
     assert {path for path, _ in LINK.findall((docs / "index.md").read_text())} == pages
+
+
+def test_the_page_of_hosts_has_every_public_name() -> None:
+    page = (REPOSITORY / "docs" / "hosts.md").read_text()
+    table = page[page.index("## All names") :]
+    assert [name for name in (*edgc.__all__, *megatron.edgc.__all__) if not re.search(rf"\b{name}\b", table)] == []
+    methods = re.findall(r"state\.(\w+)", table)
+    assert methods and all(hasattr(edgc.EDGCState, name) or name == "report" for name in methods)

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from edgc import flags
+from edgc import __version__, flags
 from edgc.config import EDGCConfig, setting_fields
 from edgc.flags import HEADINGS
 
@@ -26,6 +26,12 @@ def test_the_command_needs_no_torch() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert printed.stdout == flags.text()
+
+
+def test_the_command_tells_its_version() -> None:
+    command = [sys.executable, "-m", "edgc", "--version"]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert printed.stdout == f"edgc {__version__}\n"
 
 
 def test_a_flag_stands_with_its_values_default_and_source() -> None:
