@@ -228,6 +228,7 @@ def test_the_mean_step_of_a_run_has_the_warm_up_of_its_flags(training: Training)
     assert shares == {
         **{"dense fp32": ("", 0.0), "dense bf16": ("", 0.0), "PowerSGD, rank 64": ("", 0.1), "safe": ("int8", 0.025)},
         **{"int8": ("int8", 0.025), "int4": ("int8", 0.025), "balanced": ("int4", 0.025), "fast": ("int4", 0.01)},
+        **{"paper, r_max": ("", 0.1), "paper, r_min": ("", 0.1), "optimus": ("", 0.1)},
     }
     found = {name: predict(training, one, costs(training), training.apart(10.0)) for name, one in by_name.items()}
     dense, rank_64, int8, balanced = (found[name] for name in ("dense fp32", "PowerSGD, rank 64", "int8", "balanced"))
@@ -237,6 +238,39 @@ def test_the_mean_step_of_a_run_has_the_warm_up_of_its_flags(training: Training)
     assert balanced.seconds < balanced.run_seconds < 1.02 * balanced.seconds
     fast = predict(training, by_name["balanced"], costs(training), training.apart(3000.0))
     assert not fast.compresses and fast.run_seconds == fast.seconds, "nothing to warm up"
+
+
+def test_the_papers_largest_rank_is_what_the_link_allows(training: Training) -> None:
+    paper = {"paper": costs(training)["paper"]}
+    largest, smallest = (one for one in CONTENDERS if one.name.startswith("paper"))
+    ranks = {}
+    for gbps in (10.0, 100.0, 3000.0):
+        ranks[gbps] = tuple(predict(training, one, paper, training.apart(gbps)).rank for one in (largest, smallest))
+    assert ranks[10.0] == (744, 186 // 4 * 4 + 4), "4480 x 2240 sends half of its bytes at rank 746"
+    assert 4 <= (ranks[100.0][0] or 0) < 744 and ranks[3000.0] == (None, None)
+    dense = predict(training, CONTENDERS[0], {}, training.apart(100.0))
+    reduced = predict(training, largest, paper, training.apart(100.0))
+    assert reduced.compresses and reduced.gradient_bytes < dense.gradient_bytes
+
+
+def test_optimus_compresses_the_first_three_of_four_stages(training: Training) -> None:
+    methods = {"paper": costs(training)["paper"]}
+    optimus = next(one for one in CONTENDERS if one.name == "optimus")
+    links = training.apart(10.0)
+    own, whole, dense = (
+        predict(training, one, methods, links)
+        for one in (optimus, replace(optimus, stage_share=1.0), replace(optimus, method=""))
+    )
+    assert own.rank == 128
+    assert own.gradient_bytes == pytest.approx(0.75 * whole.gradient_bytes + 0.25 * dense.gradient_bytes)
+    reducing = [
+        [
+            sum(span.seconds for span in one.step.spans if (span.stage, span.kind) == (stage, "reduce"))
+            for stage in (2, 3)
+        ]
+        for one in (own, dense)
+    ]
+    assert reducing[0][0] < 0.1 * reducing[1][0] and reducing[0][1] == pytest.approx(reducing[1][1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The ways to reduce gradients that are compared."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from edgc.config.presets import PRESETS
 from edgc.config.ranks import Ranks
@@ -10,9 +11,11 @@ from edgc.plan.rank_plan import NO_RANK
 @dataclass(frozen=True)
 class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
-    counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``; ``messages``:
-    the method that rounds gradients between stages, if any; ``weights``: the one that rounds gathered weights;
-    ``warm_up``: the method that rounds gradients in the warm-up, if any, which has this ``warm_up_share`` of the run.
+    counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``, or without one
+    this ``rank_share`` of the largest rank that is not slower than the host's own sum; ``stage_share``: of the stages,
+    which are compressed. ``messages``: the method that rounds gradients between stages, if any; ``weights``: the one
+    that rounds gathered weights; ``warm_up``: the method that rounds gradients in the warm-up, if any, which has this
+    ``warm_up_share`` of the run.
     """
 
     name: str
@@ -20,7 +23,9 @@ class Contender:
     bits: int = 32
     method: str = ""
     rank: int | None = None
-    volume: float = 1.0
+    volume: float | None = None
+    rank_share: float = 1.0
+    stage_share: float = 1.0
     messages: str = ""
     weights: str = ""
     warm_up: str = ""
@@ -49,18 +54,26 @@ def _engine(name: str) -> Contender:
     return Contender(name, flags, method=name, rank=NO_RANK, warm_up="int8", warm_up_share=0.025)
 
 
+def _powersgd(name: str, flags: str, **settings: Any) -> Contender:
+    """One with factors and a warm-up in fp32."""
+    return Contender(name, flags, method=FP32_FACTORS, warm_up_share=Ranks().warmup_fraction, **settings)
+
+
 FP32_FACTORS = "paper"  # a method whose sums are all-reduces in fp32, not in few bits
 CONTENDERS = (
     Contender("dense fp32", "--edgc-engine dense"),
     Contender("dense bf16", "--edgc-engine dense --grad-reduce-in-bf16", bits=16),  # Megatron's own sum
     _engine("int8"),
     _engine("int4"),
-    Contender(
-        "PowerSGD, rank 64",
-        "--edgc-preset paper --edgc-static-rank 64",
-        method="paper",
-        rank=64,
-        warm_up_share=Ranks().warmup_fraction,  # in fp32
+    _powersgd("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", rank=64),
+    # entropy sets the rank between these two
+    _powersgd("paper, r_max", "--edgc-preset paper"),
+    _powersgd("paper, r_min", "--edgc-preset paper", rank_share=1 / 4),
+    _powersgd(
+        "optimus",
+        "--edgc-preset optimus",
+        rank=PRESETS["optimus"]["static_rank"],
+        stage_share=PRESETS["optimus"]["stage_share"],
     ),
     *map(_preset, ("safe", "balanced", "fast")),
 )

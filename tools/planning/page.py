@@ -172,7 +172,7 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     for gbps in dict.fromkeys(one.gbps for one in predictions):
         chosen, why = recommended([one for one in predictions if one.gbps == gbps])
         lines.append(f"- {gbps:g} Gbit/s: {way(training, chosen.contender)}: {why}.")
-    rank = max((one.rank or 0 for one in predictions if one.contender.volume > 1), default=0)
+    rank = max((one.rank or 0 for one in predictions if one.contender.volume is not None), default=0)
     errors, factors = training.error_bytes / 2**30, training.factor_bytes(rank) / 2**30
     of_factors = f" Of it {factors:.1f} GiB are factors at rank {rank}, the largest above." if rank else ""
     twice = " This includes the state of before a step, which a loss scale needs." if training.loss_scale else ""
@@ -226,8 +226,12 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  share a node. An all-reduce goes twice round its ring, the others once. In the all-to-all with which a sum",
         "  in few bits begins, each GPU sends over its own link. What crosses between racks shares the uplink of its",
         "  rack evenly, and waits for the latency of each crossing.",
-        "- A preset gives every matrix the one rank that its volume pays for. In training EDGC's planner also sends",
-        "  some in few bits.",
+        "- A volume gives every matrix the one rank that it pays for. In training EDGC's planner also sends some in",
+        "  few bits.",
+        "- `paper` is shown at its r_max and at its r_min, a quarter of it, between which entropy sets the rank. r_max",
+        "  is the largest rank at which reductions take at most as long as the host's own sum, and at which every",
+        "  matrix sends at most half of its bytes. `optimus` compresses three quarters of the stages. The messages",
+        "  between stages that these two send in low rank are taken to be uncompressed.",
         "- `safe`, `balanced` and `fast` round the gradients that a stage sends to the one before, where that makes",
         f"  the message {MESSAGE_GAIN:g} times faster. For this the stage that sends takes as long as for rounding as",
         "  many gradients of parameters.",

@@ -1,5 +1,6 @@
 """The step of a contender on a cluster: what its reductions, messages and gathers cost goes into the simulation."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.ranks import RANK_MULTIPLE
+from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
 from edgc.plan.times.gather_times import GatherTimes
 from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
@@ -28,7 +29,7 @@ class Prediction:
     gbps: float
     rank: int | None
     step: Step
-    gradient_bytes: float  # of a process and step, the layers of a stage
+    gradient_bytes: float  # of a process and step, the layers of a stage, the mean of all
     warm_up: Step | None = None
 
     @property
@@ -58,13 +59,16 @@ def predict(
     """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
     reductions = _Reductions(training, links, factors_in_fp32=contender.method == FP32_FACTORS)
     sent = reductions.dense_bytes * contender.bits / 32
-    units, rank, warm_up = reductions.dense(sent), None, None
+    units, rank, warm_up = [reductions.dense(sent)] * len(links), None, None
     if contender.method in methods and training.replicas > 1:
         compressing, rank = _chosen(reductions, contender, methods)
         if rank is not None:
             if contender.warm_up_share:
-                warm_up = _step(training, contender, methods, links, _warm_up(reductions, contender, methods))
-            sent, units = reductions.sent(compressing, rank), reductions.units(compressing, rank)
+                of_warm_up = [_warm_up(reductions, contender, methods)] * len(links)
+                warm_up = _step(training, contender, methods, links, of_warm_up)
+            compressed = math.ceil(contender.stage_share * len(links))  # stages: the first ones
+            units[:compressed] = [reductions.units(compressing, rank)] * compressed
+            sent += compressed / len(links) * (reductions.sent(compressing, rank) - sent)
     step = _step(training, contender, methods, links, units)
     slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
     return Prediction(contender, slowest.gbps, rank, step, sent, warm_up)
@@ -75,9 +79,9 @@ def _step(
     contender: Contender,
     methods: Mapping[str, Compressing],
     links: Sequence[StageLinks],
-    units: tuple[Unit, ...],
+    units: Sequence[tuple[Unit, ...]],
 ) -> Step:
-    """One step, with these reductions in each stage."""
+    """One step, with these reductions of each stage."""
     forward = training.forward_seconds()
     sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
     gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
@@ -93,7 +97,7 @@ def _step(
             direct=own.direct,
             activations=training.message_bytes,
             gradients=gradients,
-            units=units,
+            units=units[place],
             gathered=gathered,
             rounding_weights=rounding_weights,
             optimizer=OPTIMIZER_BYTES * training.updated_elements / training.gpu.memory,
@@ -181,9 +185,12 @@ def _chosen(
         return reductions.alone(reductions.units(compressing, rank))
 
     host = reductions.alone(reductions.dense(reductions.dense_bytes))
+    if contender.volume is None:
+        largest = _rank_worth_its_time(int(compressing.ranks[-1]), low_rank, host)
+        return compressing, None if largest is None else nearest_rank(contender.rank_share * largest)
     whole = reductions.training.dense_bytes
     most = reductions.rank_of(compressing, whole / contender.volume)
-    rank = _rank_worth_its_time(most, low_rank, host)
+    rank = _rank_worth_its_time(most, low_rank, MAX_TIME_RATIO * host)
     if (rounding := methods.get(ROUNDED)) is not None:
         times = LinkTimes(
             ReductionTime(host, reductions.half),
@@ -198,11 +205,9 @@ def _chosen(
     return compressing, rank
 
 
-def _rank_worth_its_time(rank: int, seconds: Callable[[int], float], host: float) -> int | None:
-    """The largest rank up to this one at which reductions take clearly less than the ``host`` seconds of the host's own
-    sum; None: there is none.
-    """
-    while rank >= RANK_MULTIPLE and seconds(rank) > MAX_TIME_RATIO * host:
+def _rank_worth_its_time(rank: int, seconds: Callable[[int], float], most: float) -> int | None:
+    """The largest rank up to this one at which reductions take at most so many seconds; None: there is none."""
+    while rank >= RANK_MULTIPLE and seconds(rank) > most:
         rank = min(rank - RANK_MULTIPLE, int(rank * 0.95) // RANK_MULTIPLE * RANK_MULTIPLE)
     return rank if rank >= RANK_MULTIPLE else None
 
