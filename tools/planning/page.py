@@ -152,7 +152,7 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     if (own := training.experts) is not None:
         experts = f"EP {own.parallel}, {own.count} experts in each layer of which a token goes to {own.per_token}, "
     optimizer = ", distributed optimizer" if training.scatters else ""
-    overlap = ", reductions beside the backward pass" if training.overlapped else ""
+    overlap = ", reductions overlapped with the backward pass" if training.overlapped else ""
     each_way = training.micro_batches * training.chunks  # of a step
     tensor = ""
     if training.tensor > 1:
@@ -216,7 +216,7 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  many tokens. Gradients of experts go round the ring of the processes that hold the same ones, after those",
         "  of the other parameters.",
         f"- What compressing computes, and its messages, are those of [a step, counted]({costs}), between counted",
-        "  ranks on a straight line. It runs beside the backward pass and does not slow it down.",
+        "  ranks on a straight line. It overlaps with the backward pass and does not slow it down.",
         f"- A message takes {LATENCY * 1e6:g} µs and its bytes over its process's link.",
         "- In the first table of a model every replica and every stage is on another node. No link is shared.",
         "- In the second table processes are where Megatron puts them. By default the replicas of a stage are side",
