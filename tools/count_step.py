@@ -59,9 +59,9 @@ def page(counts: Sequence[Count], raw: str) -> str:
         "to the layers in turn, so fewer matrices are handled at once. Memory: the most that a step takes beside",
         "gradients, errors and factors, in units of the gradients, with two units under way.",
         "",
-        f"**Times are computed, not measured.** Host: each launch takes the CPU {gpu_model.HOST_SECONDS * 1e6:g} µs,",
+        f"**Times are computed, not measured.** CPU: each launch takes {gpu_model.HOST_SECONDS * 1e6:g} µs,",
         "as on a virtual machine with an H100 ([measured](../gpu.md#a-small-stage)).",
-        "Device: each operator takes as long as its bytes at",
+        "GPU: each operator takes as long as its bytes at",
         f"{gpu_model.MEMORY_SHARE:.0%} of the data sheet's memory speed, or its arithmetic at",
         f"{gpu_model.FLOPS_SHARE:.0%} of the peak in fp32 or float64, whichever is longer, and at least",
         f"{gpu_model.LEAST_SECONDS * 1e6:g} µs; a factorisation at least {gpu_model.COLUMN_SECONDS * 1e6:g} µs",
@@ -84,7 +84,7 @@ def page(counts: Sequence[Count], raw: str) -> str:
             "",
             *header(
                 ["method", "ranks", "reductions", "launches", "messages", "passes over the gradient", "Tflop", "memory"]
-                + ["host, ms", "device, ms", "messages, ms", "in all, ms"]
+                + ["CPU, ms", "GPU, ms", "messages, ms", "in all, ms"]
             ),
             *(row(_cells(one)) for one in own),
             "",
