@@ -8,7 +8,7 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.ranks import RANK_MULTIPLE, nearest_rank
+from edgc.plan.ranks import RANK_MULTIPLE, rank_below
 from edgc.plan.times.comm_cost import MESSAGE_GAIN
 from edgc.plan.times.gather_times import GatherTimes
 from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
@@ -187,7 +187,7 @@ def _chosen(
     host = reductions.alone(reductions.dense(reductions.dense_bytes))
     if contender.volume is None:
         largest = _rank_worth_its_time(int(compressing.ranks[-1]), low_rank, host)
-        return compressing, None if largest is None else nearest_rank(contender.rank_share * largest)
+        return compressing, None if largest is None else rank_below(contender.rank_share * largest)
     whole = reductions.training.dense_bytes
     most = reductions.rank_of(compressing, whole / contender.volume)
     rank = _rank_worth_its_time(most, low_rank, MAX_TIME_RATIO * host)
