@@ -10,6 +10,7 @@ from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.selection import Selection, largest_rank
+from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
@@ -64,7 +65,7 @@ def all_ways(name: str) -> Iterator[Count]:
     count = partial(_count, replace(stage, title=model.title), GPU_OF[cluster.compute_capability], cluster.link_gbps)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (
-        *(("paper", PAPER_AT_RANK, (rank,)) for rank in (*SINGLE, 2 * SINGLE[-1], paper_rank(stage))),
+        *(("paper", PAPER_AT_RANK, (rank,)) for rank in (*SINGLE, 2 * SINGLE[-1], paper_rank(stage.matrices))),
         *(("balanced", BALANCED_AT_RANK, (rank,)) for rank in SINGLE),
         ("balanced", BALANCED_AT_RANK, MIXED),
         ("balanced", BALANCED_AT_RANK, (max(MIXED),)),
@@ -84,7 +85,8 @@ def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
     """What a planner needs of a stage: one rank for all matrices, or none, in units, without their memory."""
     # what one replica alone would send says nothing of the messages
     stage = replace(stage, data_parallel=max(stage.data_parallel, 2))
-    for rank in sorted({RANK, 2 * SINGLE[-1], paper_rank(stage)}):
+    largest = paper_rank(stage.matrices)
+    for rank in sorted({RANK, min(2 * SINGLE[-1], largest), largest}):
         yield _count(stage, gpu, link_gbps, "paper", PAPER_AT_RANK, (rank,))
     for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
         yield _count(stage, gpu, link_gbps, "balanced", BALANCED_AT_RANK, (rank,))
@@ -92,9 +94,9 @@ def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
         yield _count(stage, gpu, link_gbps, method, config, (NO_RANK,))
 
 
-def paper_rank(stage: Stage) -> int:
-    """The largest rank at which every matrix sends at most what `paper` asks for, half of its bytes."""
-    return largest_rank(stage.matrices, EDGCConfig.from_preset("paper").study.min_saving, share=1.0)
+def paper_rank(matrices: Sequence[MatrixSpec]) -> int:
+    """The largest rank at which each of these sends at most what `paper` asks for, half of its bytes."""
+    return largest_rank(matrices, EDGCConfig.from_preset("paper").study.min_saving, share=1.0)
 
 
 def balanced_rank(stage: Stage) -> int:

@@ -186,7 +186,7 @@ def _chosen(
 
     host = reductions.alone(reductions.dense(reductions.dense_bytes))
     if contender.volume is None:
-        largest = _rank_worth_its_time(int(compressing.ranks[-1]), low_rank, host)
+        largest = _rank_worth_its_time(reductions.training.paper_rank, low_rank, host)
         return compressing, None if largest is None else rank_below(contender.rank_share * largest)
     whole = reductions.training.dense_bytes
     most = reductions.rank_of(compressing, whole / contender.volume)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import STORED
 from edgc.config.presets import PRESETS
+from edgc.specs import MatrixSpec
+from tools.benchmarks.step_costs import paper_rank
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.flags import chunks_of_stage, read_flags
 from tools.planning.placement import Network, Placement, StageLinks
@@ -214,6 +216,12 @@ class Training:
         elsewhere = (self.experts.parallel - 1) / self.experts.parallel
         layers = self.layers / self.pipeline / self.chunks
         return 2 * layers * link.seconds(self.experts.per_token * self.message_bytes * elsewhere)
+
+    @property
+    def paper_rank(self) -> int:
+        """The largest rank at which every matrix sends at most half of its bytes."""
+        own = self.layer if self.experts is None else replace(self.layer, inside=self.experts.width)
+        return paper_rank([MatrixSpec(name, *shape) for name, shape in own.matrices(self.tensor).items()])
 
     @property
     def copies(self) -> int:
