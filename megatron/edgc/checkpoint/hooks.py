@@ -80,10 +80,9 @@ class CheckpointHooks:
         methods: dict[str, Callable[..., Any]] = {"save_checkpoint": self.save, "load_checkpoint": self.load}
         methods |= {"generate_state_dict": self.generate, "_load_base_checkpoint": self.read}
         for name, method in methods.items():
-            own = partial(method, getattr(megatron_checkpointing, name))
-            seam.replace(megatron_checkpointing, name, own)
-            if hasattr(megatron_training, name):  # Megatron's own loop calls it by this name
-                seam.replace(megatron_training, name, own)
+            for module in (megatron_checkpointing, megatron_training):  # the second has what Megatron's own loop calls
+                if hasattr(module, name):
+                    seam.replace(module, name, partial(method, getattr(module, name)))
 
     def save(self, save_checkpoint: Callable[..., Any], iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         """A save begins: make the entry. It takes collectives, and with the format ``torch`` not every process
