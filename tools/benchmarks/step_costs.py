@@ -9,14 +9,14 @@ from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.plan.rank_plan import NO_RANK
-from edgc.plan.selection import Selection, largest_rank
-from edgc.specs import MatrixSpec
+from edgc.plan.selection import Selection
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.shared.gpus import GPU, GPU_OF
+from tools.shared.paper_rank import paper_rank
 
 RANK = 64
 SINGLE = (32, RANK, 128)  # those of the benchmark on a GPU
@@ -92,11 +92,6 @@ def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
         yield _count(stage, gpu, link_gbps, "balanced", BALANCED_AT_RANK, (rank,))
     for method, config in ROUNDED.items():
         yield _count(stage, gpu, link_gbps, method, config, (NO_RANK,))
-
-
-def paper_rank(matrices: Sequence[MatrixSpec]) -> int:
-    """The largest rank at which each of these sends at most what `paper` asks for, half of its bytes."""
-    return largest_rank(matrices, EDGCConfig.from_preset("paper").study.min_saving, share=1.0)
 
 
 def balanced_rank(stage: Stage) -> int:

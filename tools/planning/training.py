@@ -8,13 +8,13 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.engines.powersgd import STORED
 from edgc.config.presets import PRESETS
 from edgc.specs import MatrixSpec
-from tools.benchmarks.step_costs import paper_rank
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read, split_flags
 from tools.planning.flags import chunks_of_stage, read_flags
 from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.simulation import Link
 from tools.shared.gpus import GPU, GPU_OF
 from tools.shared.layer import Layer
+from tools.shared.paper_rank import paper_rank
 
 # Assumptions, none of them measured here: the share of a GPU's peak in 16 bits that a training step reaches; bytes of a
 # parameter that its optimizer reads and writes at its memory's speed; seconds of latency of a collective among nodes.
