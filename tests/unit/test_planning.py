@@ -14,7 +14,7 @@ from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning import prediction
 from tools.planning.compressing import Compressing
-from tools.planning.contenders import CONTENDERS
+from tools.planning.contenders import CONTENDERS, Contender
 from tools.planning.page import EDGC, networks, recommended, timeline, way
 from tools.planning.placement import Network, Placement
 from tools.planning.prediction import Prediction, predict
@@ -502,6 +502,33 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
     assert predict(single, balanced, found, single.apart(10.0)) == replace(
         predict(single, plain, found, single.apart(10.0)), contender=balanced
     )
+
+
+def test_paper_and_optimus_send_what_a_stage_waits_for_idle_in_low_rank(training: Training) -> None:
+    found = costs(training)
+    plain, width = training.apart(10.0)[0].before.seconds(training.message_bytes), training.layer.width
+
+    def sent(contender: Contender, gbps: float, of: Training = training) -> list[float]:
+        """Seconds of each message from the third stage to the second, in the order of micro-batches."""
+        spans = predict(of, contender, found, of.apart(gbps)).step.spans
+        ends = {span.end for span in spans if span.stage == 2 and span.kind == "backward"}
+        return [span.seconds for span in spans if span.stage == 2 and span.kind == "message" and span.start in ends]
+
+    by_name = {one.name: one for one in CONTENDERS}
+    low_rank = training.apart(10.0)[0].before.seconds(4 * 16 * (training.message_bytes / 2 / width + width))
+    for name in ("paper, r_max", "paper, r_min", "optimus"):
+        seconds = sent(by_name[name], 10.0)
+        assert len(seconds) == training.micro_batches
+        # two of them: the second stage has no forward pass left to do
+        assert seconds[:-2] == pytest.approx([plain] * (training.micro_batches - 2))
+        assert max(seconds[-2:]) < 0.51 * plain, "half of the bytes, or fewer"
+        assert (seconds[-2:] == pytest.approx([low_rank] * 2)) == (name == "optimus")
+    # on a fast link low rank takes longer than the message as it is
+    fast = sent(by_name["paper, r_min"], 3000.0)
+    assert fast == pytest.approx([fast[0]] * len(fast))
+    interleaved = Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "4"])
+    chunks = sent(by_name["optimus"], 10.0, interleaved)
+    assert chunks == pytest.approx([chunks[0]] * len(chunks))
 
 
 @pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])

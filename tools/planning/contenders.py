@@ -13,9 +13,10 @@ class Contender:
     """A way to reduce gradients. ``bits``: of a gradient value that travels whole, 32 or 16; ``method``: else, of the
     counted steps; ``rank``: a rank, ``NO_RANK`` where the method has none, None: that of the ``volume``, or without one
     this ``rank_share`` of the largest rank that is not slower than the host's own sum; ``stage_share``: of the stages,
-    which are compressed. ``messages``: the method that rounds gradients between stages, if any; ``weights``: the one
-    that rounds gathered weights; ``warm_up``: the method that rounds gradients in the warm-up, if any, which has this
-    ``warm_up_share`` of the run.
+    which are compressed. ``messages``: the method that compresses gradients between stages, if any. One in low rank
+    does so for those that a stage waits for idle, at ``message_rank``; None: at the rank of its reductions, where that
+    saves time. ``weights``: the method that rounds gathered weights; ``warm_up``: the one that rounds gradients in the
+    warm-up, if any, which has this ``warm_up_share`` of the run.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Contender:
     rank_share: float = 1.0
     stage_share: float = 1.0
     messages: str = ""
+    message_rank: int | None = None
     weights: str = ""
     warm_up: str = ""
     warm_up_share: float = 0.0
@@ -67,13 +69,15 @@ CONTENDERS = (
     _engine("int4"),
     _powersgd("PowerSGD, rank 64", "--edgc-preset paper --edgc-static-rank 64", rank=64),
     # entropy sets the rank between these two
-    _powersgd("paper, r_max", "--edgc-preset paper"),
-    _powersgd("paper, r_min", "--edgc-preset paper", rank_share=1 / 4),
+    _powersgd("paper, r_max", "--edgc-preset paper", messages=FP32_FACTORS),
+    _powersgd("paper, r_min", "--edgc-preset paper", messages=FP32_FACTORS, rank_share=1 / 4),
     _powersgd(
         "optimus",
         "--edgc-preset optimus",
         rank=PRESETS["optimus"]["static_rank"],
         stage_share=PRESETS["optimus"]["stage_share"],
+        messages=FP32_FACTORS,
+        message_rank=int(PRESETS["optimus"]["pp"].rpartition(":")[2]),
     ),
     *map(_preset, ("safe", "balanced", "fast")),
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgc.comm.collectives import all_reduce_bytes
+from edgc.config import EDGCConfig
 from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
@@ -65,11 +66,11 @@ def predict(
         if rank is not None:
             if contender.warm_up_share:
                 of_warm_up = [_warm_up(reductions, contender, methods)] * len(links)
-                warm_up = _step(training, contender, methods, links, of_warm_up)
+                warm_up = _step(training, contender, methods, links, of_warm_up, None)
             compressed = math.ceil(contender.stage_share * len(links))  # stages: the first ones
             units[:compressed] = [reductions.units(compressing, rank)] * compressed
             sent += compressed / len(links) * (reductions.sent(compressing, rank) - sent)
-    step = _step(training, contender, methods, links, units)
+    step = _step(training, contender, methods, links, units, rank)
     slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
     return Prediction(contender, slowest.gbps, rank, step, sent, warm_up)
 
@@ -80,10 +81,17 @@ def _step(
     methods: Mapping[str, Compressing],
     links: Sequence[StageLinks],
     units: Sequence[tuple[Unit, ...]],
+    rank: int | None,
 ) -> Step:
-    """One step, with these reductions of each stage."""
+    """One step, with these reductions of each stage, which have this rank."""
     forward = training.forward_seconds()
-    sends = [_message(training, methods.get(contender.messages), own.before) for own in links]
+    in_low_rank = contender.messages == FP32_FACTORS
+    sends = [_message(training, None if in_low_rank else methods.get(contender.messages), own.before) for own in links]
+    late: list[tuple[float, float] | None] = [None] * len(links)
+    if in_low_rank and rank is not None and contender.messages in methods and training.chunks == 1:
+        late[1:] = [
+            _late_message(training, methods[contender.messages], contender, rank, own.before) for own in links[1:]
+        ]
     gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
@@ -97,6 +105,7 @@ def _step(
             direct=own.direct,
             activations=training.message_bytes,
             gradients=gradients,
+            late=late[place],
             units=units[place],
             gathered=gathered,
             rounding_weights=rounding_weights,
@@ -222,6 +231,28 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
     if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
         return plain, 0.0
     return sent, seconds
+
+
+def _late_message(
+    training: Training, low_rank: Compressing, contender: Contender, rank: int, link: Link
+) -> tuple[float, float] | None:
+    """The same of one in low rank that the stage before waits for idle, at a reduction's rank or at its own; None: as
+    it is.
+    """
+    plain, cols = training.message_bytes, training.layer.width
+    rows = plain / 2 / cols
+
+    def sent(rank: int) -> float:
+        return 4 * rank * (rows + cols)
+
+    def seconds(rank: int) -> float:
+        return rows * cols / low_rank.elements * low_rank.at(rank)
+
+    if contender.message_rank is not None:
+        return sent(contender.message_rank), seconds(contender.message_rank)
+    most = min(rank, int(plain / EDGCConfig.from_preset("paper").study.min_saving / sent(1)))
+    chosen = _rank_worth_its_time(most, lambda rank: seconds(rank) + link.seconds(sent(rank)), link.seconds(plain))
+    return None if chosen is None else (sent(chosen), seconds(chosen))
 
 
 def _gather(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:

@@ -59,9 +59,10 @@ class StageTimes:
     """Seconds of a pass of one micro-batch through a chunk; bytes and seconds of what it sends to its neighbours.
 
     ``units``: reductions, in the order in which backward passes complete them. ``gathered``: bytes of updated weights
-    that come back, and ``rounding_weights`` seconds of computing for it. ``link``: its own; ``before``: that to the
-    stage before; of reductions ``ring``, ``once`` and ``direct`` (``tools.planning.placement.StageLinks``), if they are
-    others.
+    that come back, and ``rounding_weights`` seconds of computing for it. ``late``: bytes of a message with gradients
+    that the stage before waits for idle, and seconds of compressing it, if they are others (one chunk a stage).
+    ``link``: its own; ``before``: that to the stage before; of reductions ``ring``, ``once`` and ``direct``
+    (``tools.planning.placement.StageLinks``), if they are others.
     """
 
     forward: float
@@ -69,6 +70,7 @@ class StageTimes:
     link: Link
     activations: float = 0.0
     gradients: float = 0.0
+    late: tuple[float, float] | None = None
     units: tuple[Unit, ...] = ()
     gathered: float = 0.0
     rounding_weights: float = 0.0
@@ -158,12 +160,14 @@ def simulate(
         ]
         start, stage = min(ready)
         times, work = stages[stage], orders[stage][done[stage]]
-        end = start + (times.backward if work.backward else times.forward)
+        late = times.late if work.backward and work.micro_batch >= micro_batches - (count - stage) else None
+        end = start + (times.backward if work.backward else times.forward) + (late[1] if late else 0.0)
         step.spans.append(Span(stage, "backward" if work.backward else "forward", start, end))
         ended[stage, work] = end
         virtual = work.chunk * count + stage + (-1 if work.backward else 1)
         if 0 <= virtual < count * chunks:
-            nbytes = times.gradients if work.backward else times.activations
+            gradients = late[0] if late else times.gradients
+            nbytes = gradients if work.backward else times.activations
             if count > 1:
                 leaves = max(end, link_free[stage])
                 link = (times.before or times.link) if work.backward else times.link
