@@ -41,25 +41,9 @@ from tools.network import linear, overhead, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import markdown, older_markdown
 from tools.network.pictures import loss_over_time, over_time, picture
-from tools.network.runs import (
-    CHANGING,
-    CONTENDERS,
-    CORPUS,
-    EVEN,
-    FALLING,
-    LINKS,
-    MODES,
-    PLANNED,
-    RISING,
-    UNEVEN,
-    WINDOW,
-    Curve,
-    Point,
-    RunFailed,
-    changes_after,
-    measure,
-    to_the_end,
-)
+from tools.network.points import CHANGING, EVEN, FALLING, LINKS, RISING, UNEVEN, Curve, Point, changes_after
+from tools.network.runs import RunFailed, measure, to_the_end
+from tools.network.setups import CONTENDERS, CORPUS, MODES, PLANNED, WINDOW
 from tools.network.tables import rate_name, table
 from tools.shared.changes import CHANGES
 from tools.shared.checkout import commit

@@ -16,18 +16,9 @@ from tools.network.links import Links, LinksUnavailable, check
 from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
 from tools.network.page import markdown, older_markdown
 from tools.network.pictures import loss_over_time, over_time, picture
-from tools.network.runs import (
-    CONTENDERS,
-    EVEN,
-    FALLING,
-    MODES,
-    RISING,
-    Curve,
-    Point,
-    flags,
-    meaning,
-    seconds_of_training,
-)
+from tools.network.points import EVEN, FALLING, RISING, Curve, Point
+from tools.network.runs import seconds_of_training
+from tools.network.setups import CONTENDERS, MODES, flags, meaning
 from tools.network.tables import _crossing, changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
 from tools.shared import checkout
 from tools.shared.changes import CHANGES

@@ -29,7 +29,7 @@ from tools.shared.processes import under_way
 
 RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
 REPETITIONS = 7  # of which the median counts; one more comes before them
-LAYERS, WIDTH = 4, 256  # of the model of tools/network/runs.py
+LAYERS, WIDTH = 4, 256  # of the model of tools/network/setups.py
 FORMATS: Mapping[str, Mapping[str, object]] = {
     "fp32": {"preset": "paper"},
     "balanced": {"preset": "balanced", "basis_cycle": 1},

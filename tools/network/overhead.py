@@ -13,18 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from tools.network.links import Links
-from tools.network.runs import (
-    CONTENDERS,
-    MEGATRON,
-    MODES,
-    SEQUENCES,
-    WINDOW,
-    arguments,
-    failed,
-    meaning,
-    older_preset,
-    training,
-)
+from tools.network.runs import failed, training
+from tools.network.setups import CONTENDERS, MEGATRON, MODES, SEQUENCES, WINDOW, arguments, meaning, older_preset
 from tools.shared.markdown import header, row
 from tools.shared.processes import under_way
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from tools.network.pictures import SMOOTH
-from tools.network.runs import CHANGING, EVEN, LINKS, MODES, SEQUENCES, UNRECORDED, WINDOW, Curve, Point, has_volume
+from tools.network.points import CHANGING, EVEN, LINKS, Curve, Point
+from tools.network.setups import MODES, SEQUENCES, UNRECORDED, WINDOW, has_volume
 from tools.network.tables import changing_table, curve_table, newest, repeated, speed_table, table
 
 GLOO = (

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tools.network.runs import CONTENDERS, MODES, WINDOW, Curve, Point, changes_after
+from tools.network.points import Curve, Point, changes_after
+from tools.network.setups import CONTENDERS, MODES, WINDOW
 from tools.network.tables import by_rate, dated, of_contender, place_of, rate_name, sweep, two_rates
 from tools.shared.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY_BLUE, VERMILION, panels, tidy, to_png
 

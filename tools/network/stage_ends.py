@@ -9,7 +9,8 @@ from statistics import fmean, median
 
 from edgc.observe.events import read_events
 from tools.network.links import Links
-from tools.network.runs import CONTENDERS, MODES, WINDOW, arguments, failed, started
+from tools.network.runs import failed, started
+from tools.network.setups import CONTENDERS, MODES, WINDOW, arguments
 from tools.shared.markdown import header, row
 from tools.shared.processes import under_way
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from tools.network.runs import CONTENDERS, EVEN, FALLING, MODES, Curve, Point, changes_after
+from tools.network.points import EVEN, FALLING, Curve, Point, changes_after
+from tools.network.setups import CONTENDERS, MODES
 from tools.shared.markdown import header, rank_in_words, row
 
 KEPT = (0.5, 0.8, 0.9, 0.95)  # shares of the speed without reductions
