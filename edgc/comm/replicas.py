@@ -82,5 +82,5 @@ def check(names: Sequence[str], digests: Tensor, processes: Sequence[int], itera
         raise ReplicaMismatch(
             f"iteration {iteration + 1}: {who} in the {KINDS[kind]} of {names[index]}. All must compute the same bits: "
             "use one type of GPU and one version of each library for the whole job, and resume from a checkpoint that "
-            "was written before this iteration"
+            "was written before the window of this iteration"
         )

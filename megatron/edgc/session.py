@@ -380,8 +380,7 @@ class Session:
         if not asked:
             raise StepError(
                 f"iteration {iteration + 1}: the gradient of the tied embedding was not summed: this run's "
-                "finalize_model_grads_func does not call Megatron's finalize_model_grads. Give "
-                "--edgc-no-fuse-embedding-sync"
+                "finalize_model_grads_func does not call Megatron's finalize_model_grads, which sums it. Call it there"
             )
 
     def _check_messages(self, iteration: int) -> None:

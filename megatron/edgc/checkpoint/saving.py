@@ -91,8 +91,8 @@ class CheckpointSaver:
             run.messages.roll_back(iteration)
         if not run.stages[0].reducers[0].repeatable:
             warn(
-                f"this checkpoint is without step {iteration + 1}, but EDGC's state in it is that of after its "
-                "reduction: the state before a step is kept only with a loss scale or where Megatron checks for spikes"
+                f"this checkpoint is without step {iteration + 1}, but EDGC's state in it already has the reduction of "
+                "that step: the state before a step is kept only with a loss scale or where Megatron checks for spikes"
             )
 
 
