@@ -236,6 +236,8 @@ class EDGCState:
 
     def awaits(self, parameters: Iterable[Tensor]) -> bool:
         """Whether a step is under way in which the gradients of these have not come."""
+        if not self._started:
+            return False
         names = (self.parameters.names.get(one) for one in parameters)  # type: ignore[call-overload]
         return self.stage.units.awaits(name for name in names if name is not None)
 

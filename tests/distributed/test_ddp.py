@@ -205,10 +205,14 @@ def ways(rank: int) -> dict[str, dict[str, Tensor]]:
             (EDGCConfig.of(engine="dense"), SMALL),
         )
     )
-    for training in (views, plain, dense):
+    by_hand = Training(rank, None, **SMALL)
+    own = edgc.EDGCState(by_hand.net, LOW_RANK, iterations=40, unit_bytes=by_hand.model.bucket_bytes_cap)
+    by_hand.model.register_comm_hook(own, edgc.ddp_hook)  # nothing has started it
+    for training in (views, plain, dense, by_hand):
         training.train(6)
     return {
         "DDP": plain.parameters,
+        "registered by hand": by_hand.parameters,
         "dense": dense.parameters,
         "hook": several.parameters,
         "views": views.parameters,
@@ -523,7 +527,7 @@ def all_layouts(rank: int) -> dict[str, list[float]]:
 def test_hook_and_step_give_the_same_bits_and_dense_is_ddp_itself() -> None:
     first, second = run_on_ranks(ways, 2)
     assert same(first["DDP"], first["dense"])
-    assert same(first["hook"], first["views"]) and same(first["hook"], first["step"])
+    assert all(same(first["hook"], first[way]) for way in ("views", "step", "registered by hand"))
     assert not same(first["DDP"], first["hook"])
     assert all(same(first[way], second[way]) for way in first)
 
