@@ -111,7 +111,7 @@ class FusedRoute(FactorRoute):
                 errors[name] = error.T if operand.transposed else error
         return FusedBatch(self.kernels, operands, errors, self.context.loss_scale, self.error_gain)
 
-    def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
+    def _write(self, factored: FactoredSums, finite: Tensor) -> None:
         feedback, loss_scale = self.context.feedback, self.context.loss_scale
         for name, matrix in self.matrices.items():
             older = feedback.packed[name].stored().view_as(matrix) if name in feedback.packed else None

@@ -38,7 +38,7 @@ class Measuring:
         due = observer.measures(context.iteration)
         self.of_compression = due and router.compressed
         by_volume = router.config.rank_policy is RankPolicy.VOLUME
-        self._of_rows = due and by_volume and not router.compressed and not router.by_host
+        self._of_rows = due and by_volume and not router.compressed and not router.unrounded
         self._gradients: Mapping[str, Tensor] = {}
         self._route_of: dict[str, Route] = {}
         self._fed_back: dict[str, Tensor] = {}  # what may leave errors

@@ -14,7 +14,7 @@ from edgc.compress import lowrank
 from edgc.compress.reducer import GradientReducer
 from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
-from edgc.plan.by_volume.choices import ROUNDED, rounded_format
+from edgc.plan.by_volume.choices import ROUNDED, rest_format, rounded_format
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.run import Run
@@ -77,7 +77,7 @@ class _Scratch:
         run: Run,
     ):
         # iterations 1 and 2 are then no measured ones: what measuring costs comes on top, and not at every step
-        unmeasured = config.replace(iteration_sampling_rate=1e-6)
+        unmeasured = config.replace(iteration_sampling_rate=1e-6, rest_wire=rest_format(config))
         self.iterations = (1, 2) if config.engine == "alternating" else (1,)  # it sends each factor in every other one
         self.communicator, self.device, self.run = communicator, device, run
         self.reducers = [GradientReducer(selection, unmeasured, communicator, device) for selection in selections]

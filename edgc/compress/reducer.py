@@ -74,10 +74,10 @@ class GradientReducer:
         rank: int | None,
         matrix_ranks: Mapping[str, int] | None = None,
         formats: Mapping[str, str] | None = None,
-        by_host: bool = False,
+        unrounded: bool = False,
     ) -> None:
         """Follow this plan from the next reduction on: see ``Router.set_rank``."""
-        self.router.set_rank(rank, matrix_ranks, formats, by_host)
+        self.router.set_rank(rank, matrix_ranks, formats, unrounded)
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration, before ``plain`` is asked. With ``repeatable``, a repeated one starts anew."""

@@ -48,7 +48,7 @@ class Router:
         self.ranks: dict[str, int] = {}
         self.formats: dict[str, str] = {}  # or engines, of parameters without a rank, where a plan sets them
         self.compressed = False  # whether the stage is, also where nothing here has a rank
-        self.by_host = False  # whether sums are those of fp32, whatever the settings
+        self.unrounded = False  # whether sums are those of fp32, whatever the settings
         self._elementwise: dict[str, Elementwise] = {}  # by wire format, or by name of an engine
         self._kernels = triton_kernels(device) if config.study.kernels == "fused" else None
 
@@ -57,11 +57,12 @@ class Router:
         rank: int | None,
         matrix_ranks: Mapping[str, int] | None = None,
         formats: Mapping[str, str] | None = None,
-        by_host: bool = False,
+        unrounded: bool = False,
     ) -> None:
         """Use this rank from the next reduction on, any for an engine that has none; None: do not compress.
 
-        ``by_host``: not even in ``dense_wire``, so that the host's own sum will do once all errors are sent.
+        ``unrounded``: what is not compressed is not rounded to ``dense_wire`` either. The host's own sum will then do
+        once all errors are sent.
 
         ``matrix_ranks`` may hold the rank of each matrix of the stage, ``formats`` the wire format, or the engine, of
         parameters that have none (default: ``rest_wire``). Of a matrix that is in both, rows travel first
@@ -73,7 +74,7 @@ class Router:
                 raise ValueError(f"rank {lowest}: the rank of a matrix must be at least 1")
         self.compressed = rank is not None and self.engine is not None
         self.formats = dict(formats or {})
-        self.by_host = by_host and not self.compressed
+        self.unrounded = unrounded and not self.compressed
         if rank is None or self.engine is None:
             self.ranks = {}
         elif matrix_ranks is not None:
@@ -86,7 +87,7 @@ class Router:
     def elementwise(self, name: str) -> Elementwise:
         """The engine of a gradient without a rank, or the one that takes rows of a gradient before low rank does."""
         formats = self.config.formats
-        uncompressed = "fp32" if self.by_host else formats.dense_wire
+        uncompressed = "fp32" if self.unrounded else formats.dense_wire
         chosen = self.formats.get(name, formats.rest_wire) if self.compressed else uncompressed
         if chosen not in self._elementwise:
             engine, arguments = (

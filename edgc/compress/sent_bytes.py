@@ -6,6 +6,7 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.comm.wire import wire
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
+from edgc.plan.by_volume.choices import rest_format
 from edgc.plan.run import Run
 from edgc.plan.selection import Selection
 from edgc.plan.times.comm_cost import LinearCost, StageCost
@@ -38,10 +39,14 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
     factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
     values = selection.matrix_elements + selection.other_elements
-    warmup = wire(config.formats.dense_wire)
-    value_bytes = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
-    uncompressed = all_reduce_bytes(values * value_bytes, processes)
+    uncompressed = all_reduce_bytes(values * uncompressed_bytes(config, run), processes)
     return SentBytes(LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_bytes, processes))
+
+
+def uncompressed_bytes(config: EDGCConfig, run: Run) -> float:
+    """That a value takes in EDGC's own sums without compression, relative to an all-reduce."""
+    form = wire(config.formats.dense_wire)
+    return run.uncompressed_bytes(None if form.exact else form.bytes_per_value())
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:
@@ -52,7 +57,7 @@ def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> i
 
 def _rest_bytes(selection: Selection, config: EDGCConfig) -> float:
     """Bytes of a message of what the engine leaves."""
-    return selection.other_elements * wire(config.formats.rest_wire).bytes_per_value()
+    return selection.other_elements * wire(rest_format(config)).bytes_per_value()
 
 
 def _bytes_per_rank(selection: Selection, config: EDGCConfig) -> float:

@@ -56,6 +56,10 @@ class CompressionState:
         if iteration == self._iteration:
             self.load_state_dict(self._before)
 
+    def forget(self) -> None:
+        """Drop what ``keep`` has kept."""
+        self._iteration, self._before = None, {}
+
     def bytes(self) -> int:
         """Memory between two reductions, that of a kept state included."""
         return sum(message.nbytes for message in self.tensors())

@@ -1,4 +1,4 @@
-"""What this process tells the others before a run is planned: its parameters, and what reducing them costs."""
+"""What reductions cost: in seconds, before a run is planned, and in bytes, for its controller."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from edgc.comm.collectives import Communicator
 from edgc.comm.wire import wire
 from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
-from edgc.compress.sent_bytes import sent_bytes
+from edgc.compress.sent_bytes import sent_bytes, uncompressed_bytes
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.by_volume.choices import PLANNED_FORMATS
@@ -21,14 +21,13 @@ from edgc.specs import MatrixSpec, Parameter
 
 def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
     """The sizes that the controller of a run needs."""
-    warmup = wire(config.formats.dense_wire)
-    uncompressed = run.uncompressed_bytes(None if warmup.exact else warmup.bytes_per_value())
     bytes_per_value = {name: run.rounded_share * wire(name).bytes_per_value() for name in PLANNED_FORMATS}
 
     def factors(matrix: MatrixSpec) -> float:  # of an engine that may have none
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)
         return size
 
+    uncompressed = uncompressed_bytes(config, run)
     return ReductionSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, run)
 
 

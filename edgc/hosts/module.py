@@ -15,7 +15,6 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import AllReduce, Communicator, all_reduce_bytes
 from edgc.comm.objects import ProcessGroup, all_gather_objects, all_processes, broadcast_object, processes
 from edgc.comm.overlap import Handle, Overlap
-from edgc.comm.packed import Packed
 from edgc.compress.reducer import GradientReducer
 from edgc.config import ConfigError, EDGCConfig, flag
 from edgc.hosts.agreement import JOB_SETTINGS, check_run, check_values
@@ -36,6 +35,7 @@ from edgc.hosts.steps import NO_STEP, StepDriver
 from edgc.hosts.units import MIN_UNIT_BYTES, Unit, Units, cut
 from edgc.hosts.user_warnings import warn, warn_of_budget, warn_of_kernels
 from edgc.observe.window import WindowReport
+from edgc.plan.controller import rounded_all
 from edgc.plan.run import Run
 from edgc.plan.run_plan import plan_run
 from edgc.plan.stages import ProcessStage, StageKey, StageKind
@@ -122,7 +122,6 @@ class EDGCState:
         self.reporter: Reporter | None = None  # from the first step on
         self._started = self._ended = self._warned_of_nan = False
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # that ``ddp_hook`` has to resolve
-        self._before: list[Mapping[str, Mapping[str, Packed]]] = []  # the states of the reducers before the step
         self._handles: list[Handle] = []
         self._plain = False  # whether gradients of this step are summed as DDP itself would
         self._copies: list[tuple[Tensor, Tensor]] = []  # gradients that are not contiguous, and copies that are
@@ -153,6 +152,7 @@ class EDGCState:
             replicas=self.processes,
             gradient_bytes=parameters.most_frequent_itemsize,
             overlapped=True,
+            repeatable=True,  # a step whose sum is not finite changes no state
             learning_rate=self.learning_rate,
         )
         # gradients come about in the reverse order of the parameters
@@ -229,7 +229,6 @@ class EDGCState:
         self._handles, self._copies = [], []
         step = self.driver.step()
         self.stage.units.begin()
-        self._before = [reducer.state.state_dict() for reducer in self.stage.reducers]
         for reducer in self.stage.reducers:
             reducer.begin(step.iteration)
         self._plain = all(reducer.plain for reducer in self.stage.reducers)
@@ -298,9 +297,8 @@ class EDGCState:
             # Steps are compared. Compressed ones wait for whether sums are finite; in others the CPU would run ahead.
             self.overlap.synchronize()
         if self.driver.not_finite():
-            for unit, before in zip(self.stage.units, self._before, strict=True):
-                unit.reducer.state.load_state_dict(before)
-                unit.reducer.observer.roll_back(self.steps)
+            self.driver.roll_back(self.steps)
+            for unit in self.stage.units:
                 torch._foreach_mul_(list(unit.gradients.values()), math.nan)
             skips = self.scaler is not None and self.scaler.is_enabled()
             if not skips and not self._warned_of_nan:
@@ -313,7 +311,9 @@ class EDGCState:
                 )
         for gradient, copy in self._copies:
             gradient.copy_(copy)
-        self._before, self._handles, self._copies = [], [], []  # else the memory of it would stay
+        self._handles, self._copies = [], []  # else their memory would stay
+        for reducer in self.stage.reducers:
+            reducer.state.forget()
         self.stage.units.begin()
         self.stage.end_step()
         self.driver.end(self.steps)
@@ -430,8 +430,8 @@ class EDGCState:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in KEPT_AS_REQUESTED}})
         self._build(config, timed=not same)
         if same:  # resolved ranks look as if they had been asked for, and nothing was timed
-            trials, budget = state["controller"]["trials"], state["controller"]["budget"]
-            self.plan = replace(self.plan, tries=trials is not None, rounds=budget is not None and budget["rounds"])
+            saved = state["controller"]
+            self.plan = replace(self.plan, tries=saved["trials"] is not None, rounds=rounded_all(saved))
         self.steps = state["steps"]
         load_stage(
             self.stage,

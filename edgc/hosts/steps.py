@@ -47,17 +47,17 @@ NO_STEP = Step(-1, None)  # before the first
 
 @dataclass
 class WindowSteps:
-    """Of one window: the ``seconds`` of the steps that ended in it, how many steps it had, and of these ``by_host``
+    """Of one window: the ``seconds`` of the steps that ended in it, how many steps it had, and of these ``host_steps``
     those that the host has summed. A step ends where the next one begins, so the last of a window counts in the next.
     """
 
     seconds: list[float] = field(default_factory=list)
     count: int = 0
-    by_host: int = 0
+    host_steps: int = 0
 
     @property
     def host_step_share(self) -> float:
-        return self.by_host / max(self.count, 1)
+        return self.host_steps / max(self.count, 1)
 
 
 class StepDriver:
@@ -105,7 +105,7 @@ class StepDriver:
                 self._check_ended(self.current, step)
                 self._time(self.current, step.began - self.current.began)
             self.window_steps.count += 1
-            self.window_steps.by_host += step.summing is Summing.HOST
+            self.window_steps.host_steps += step.summing is Summing.HOST
             self._prepare_stages(step)
             self.current = step
         return self.current

@@ -9,7 +9,7 @@ from statistics import median
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy, flag
 from edgc.observe.window import WindowReport
-from edgc.plan.by_volume.choices import ROUNDED_FINE
+from edgc.plan.by_volume.choices import rest_format
 from edgc.plan.loss_watch import RECENT_WINDOWS
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run
@@ -86,7 +86,7 @@ def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iter
     rest: dict[str, list[int]] = {}  # sizes by reason
     for parameter, why in selection.others:
         rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
-    how = ROUNDED_FINE if policy is RankPolicy.VOLUME else config.formats.rest_wire
+    how = rest_format(config)
     for why, sizes in rest.items():
         what = f"{len(sizes)} parameter{'s' * (len(sizes) > 1)}, {_bytes(sum(sizes))} a step"
         yield f"{key} in {how}: {what}: {why}"

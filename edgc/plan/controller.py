@@ -175,7 +175,7 @@ class Controller:
         self.config = self.entropy.config = self.config.replace(**ranks)
         if self.budget is not None:
             self.budget.bound(self.config.ranks.resolved_rmax)
-            self.budget.rounds = state["budget"] is not None and state["budget"]["rounds"]
+            self.budget.rounds = rounded_all(state)
 
     def adopt_excluded(self, state: Mapping[str, Any]) -> bool:
         """Leave those stages out that an earlier run with a constant rank has left out, whatever was timed now.
@@ -228,7 +228,7 @@ class Controller:
             ledger = self.budget.ledger
             ledger.host_steps_unknown |= before.trial is not None
             # of a window's steps before the resume it is not known how many the host has summed
-            changed = (by_host, self.budget.rounds) != (before.by_host, state["budget"]["rounds"])
+            changed = (by_host, self.budget.rounds) != (before.by_host, rounded_all(state))
             ledger.window_outside_budget |= by_host or changed
         by_entropy = self.entropy.load_state_dict(state)
         self.times.load_state_dict(state)
@@ -237,6 +237,11 @@ class Controller:
         self.plan = self.policy.resume(plan, by_entropy)
         self.resumed = True
         return True
+
+
+def rounded_all(state: Mapping[str, Any]) -> bool:
+    """Whether the controller of this state rounded all gradients."""
+    return state["budget"] is not None and bool(state["budget"]["rounds"])
 
 
 def _link_times(state: Mapping[str, Any]) -> LinkTimes | None:

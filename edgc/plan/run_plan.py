@@ -16,29 +16,15 @@ from edgc.plan.selection import largest_rank, pays, select
 from edgc.plan.stages import ProcessStage, StageKey, StageKind, StagePlan, dense_because, slowest
 from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.link_choice import LinkChoice, choose_by_link
-from edgc.plan.times.link_times import LinkTimes
 from edgc.plan.times.trials import Trials
 from edgc.specs import MatrixSpec
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """What holds for the whole run; the same on every process.
+class RunPlan(LinkChoice):
+    """What holds for the whole run: what the link has decided, and the stages; the same on every process."""
 
-    ``config`` has its ranks resolved. ``compresses``: false where on this link neither low rank nor rounding is worth
-    its time. ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.times.trials``).
-    Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume, every gradient is rounded,
-    because on this link that takes less time than low rank. ``link_times``: by which that was decided; None where
-    nothing was timed. ``warnings``: for the user, one line each.
-    """
-
-    config: EDGCConfig
-    stages: tuple[StagePlan, ...]
-    compresses: bool = True
-    warnings: tuple[str, ...] = ()
-    tries: bool = False
-    rounds: bool = False
-    link_times: LinkTimes | None = None
+    stages: tuple[StagePlan, ...] = ()
 
     @property
     def keys(self) -> list[StageKey]:
@@ -113,7 +99,7 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
     if run.alone:  # the host's own sum over one process changes nothing; rounding would
         config = config.replace(dense_wire="fp32")
-    return RunPlan(config, stages, choice.compresses, warnings, choice.tries, choice.rounds, choice.link_times)
+    return RunPlan(**{**vars(choice), "config": config, "warnings": warnings}, stages=stages)
 
 
 def _check_learning_rate(run: Run) -> None:

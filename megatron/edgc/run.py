@@ -9,7 +9,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import training
 
 from edgc.plan.run import Run
-from megatron.edgc.stages import gradient_bytes
 
 
 def described_run(args: Namespace) -> Run:
@@ -26,6 +25,11 @@ def described_run(args: Namespace) -> Run:
         reruns=reruns(args),
         learning_rate=learning_rate(args, iterations),
     )
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """The bytes of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
+    return 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
 
 
 def learning_rate(args: Namespace, iterations: int) -> Callable[[int], float] | None:

@@ -52,7 +52,7 @@ from megatron.edgc.embedding import TiedEmbedding
 from megatron.edgc.messages import p2p_communicator
 from megatron.edgc.messages.costs import message_costs
 from megatron.edgc.messages.pipeline_messages import PipelineMessages
-from megatron.edgc.messages.plan import MessagePlan, plan_messages
+from megatron.edgc.messages.plan import MessageChoice, choose_messages
 from megatron.edgc.run import described_run, scales_loss
 from megatron.edgc.seam import Seam
 from megatron.edgc.stages import MegatronStage, stages_of
@@ -119,15 +119,16 @@ class Session:
                 "EDGC was given a second model that Megatron's DDP has wrapped, and reduces the gradients of one. If "
                 "this run does not train it, build it with wrap_with_ddp=False"
             )
-        self._validate_chunks(chunks)
+        self._take_model(chunks)
+        self.run = described_run(self.args)
         device = next(chunks[0].parameters()).device
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
         self.config, self.keys = plan.config, plan.keys
         weight_times = self._time_weights()
         sent_back = self._message_costs(device)
-        messages_plan = plan_messages(self.config, self.args, sent_back)
-        for line in (*plan.warnings, *filter(None, [messages_plan.warning])):
+        message_choice = choose_messages(self.config, self.args, sent_back)
+        for line in (*plan.warnings, *filter(None, [message_choice.warning])):
             warn(line)
 
         self.driver = StepDriver(
@@ -147,7 +148,7 @@ class Session:
         if dist.get_rank() == 0:
             of_layers = [sent_back.get(k.pipeline_stage) if k.kind is StageKind.LAYERS else None for k in plan.keys]
             controller = plan.controller(reduction_sizes(self.config, self.run), of_layers)
-            message_controller = self._message_controller(messages_plan)
+            message_controller = self._message_controller(message_choice)
         self.windows = WindowExchange(self.driver, self.stages, backward, controller, self.messages, message_controller)
         self.windows.adopt_plans()
         self.reporter = Reporter(
@@ -156,7 +157,7 @@ class Session:
         apart = self.stages[0].embedding
         embedding_bytes = None if apart is None else apart.nbytes
         self.reporter.start(
-            plan, messages_plan.settings, sent_back, embedding_bytes, embedding_apart(self.args), weight_times
+            plan, message_choice.settings, sent_back, embedding_bytes, embedding_apart(self.args), weight_times
         )
         if controller is not None:
             warn_of_budget(controller)
@@ -164,7 +165,7 @@ class Session:
         self.installed = True
         return chunks
 
-    def _validate_chunks(self, chunks: Sequence[nn.Module]) -> None:
+    def _take_model(self, chunks: Sequence[nn.Module]) -> None:
         """Check the model's chunks, and learn from them what Megatron's arguments do not say."""
         self.chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(self.chunks) < len(chunks):
@@ -175,17 +176,16 @@ class Session:
         self.model_config = get_model_config(chunks[0])
         if not compresses_messages(self.config, self.args, self.model_config):
             self.config, self.requested = self.config.replace(pp="off"), self.requested.replace(pp="off")
-        self.run = described_run(self.args)
 
-    def _message_controller(self, plan: MessagePlan) -> Controller | None:
+    def _message_controller(self, choice: MessageChoice) -> Controller | None:
         """The controller of messages between stages; None where none are compressed."""
-        if self.messages is None or plan.settings is None:
+        if self.messages is None or choice.settings is None:
             return None
         stages = [
-            ControlledStage(matrices, excluded=boundary.sender in plan.uncompressed)
+            ControlledStage(matrices, excluded=boundary.sender in choice.left_alone)
             for matrices, boundary in zip(self.messages.specs(), self.messages.boundaries, strict=True)
         ]
-        return Controller(plan.settings, self.run.iterations, stages)
+        return Controller(choice.settings, self.run.iterations, stages)
 
     def _install_checkpoints(self) -> None:
         """Save EDGC's state with Megatron's, and load it with that."""

@@ -1,6 +1,5 @@
 """What one process reduces, by stage of the plan: its pipeline stage's gradients, and apart from them its experts'."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -32,11 +31,6 @@ from megatron.edgc.weights import WeightGather, gather_times
 
 Names = dict[torch.nn.Parameter, str]
 WORDS = "embedding.word_embeddings.weight"
-
-
-def gradient_bytes(args: Namespace) -> int:
-    """The bytes of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
-    return 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
 
 
 @dataclass(frozen=True)
@@ -171,10 +165,6 @@ class EmbeddingStage(MegatronStage):
         return [Parameter(TIED, self.tied.gradient().shape, embedding=True)]
 
     @property
-    def reducers(self) -> list[GradientReducer]:
-        return [self.tied.reducer]
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         return self.tied.process_group
 
@@ -182,6 +172,7 @@ class EmbeddingStage(MegatronStage):
         """Build the reducer; Megatron's own loop asks for the sum (``TiedEmbedding.install``)."""
         communicator = Communicator(self.process_group, self.traffic)
         reducer = GradientReducer.of(self.parameters, config, communicator, self.device, run)
+        self.units = Units([Unit([TIED], reducer)])
         self.tied.attach(reducer, self.spans, step)
 
     def set_rank(self, active: Sequence[int | None], index: int, plan: RankPlan, by_host: bool = False) -> None:

@@ -54,7 +54,7 @@ from edgc.plan.times.gather_times import GatherTimes  # noqa: E402
 from megatron.edgc.messages.costs import message_shape  # noqa: E402
 from megatron.edgc.messages.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402
-from megatron.edgc.stages import gradient_bytes  # noqa: E402
+from megatron.edgc.run import gradient_bytes  # noqa: E402
 
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
 COLLECTIVES: tuple[tuple[Any, str], ...] = (

@@ -191,13 +191,13 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
     given, and rounded, however long it takes.
     """
     communicator([])
-    from megatron.edgc.messages.plan import plan_messages
+    from megatron.edgc.messages.plan import choose_messages
 
     found = []
     for slope, pp in ((1e-3, "backward"), (8e-2, "backward"), (1.0, "backward"), (1.0, "backward:powersgd:8")):
         config = EDGCConfig.of(pp=pp, rmin=8, rmax=40, rest_wire="int6")
         cost = StageCost(LinearCost(0.0, slope), 1.0, 1.0)
-        settled = plan_messages(config, ARGS, {1: cost}).settings
+        settled = choose_messages(config, ARGS, {1: cost}).settings
         found.append((settled.engine, settled.ranks.rmax or settled.ranks.static_rank))
     by_entropy = {"rank_model": "measured", "rank_step": 16}  # of gradients
     for settings in (
@@ -205,7 +205,7 @@ def settings(rank: int) -> list[tuple[str, int | None]]:
         {"pp": "auto:int4", "kernels": "fused"},
         {"pp": "both:powersgd:8", **by_entropy},
     ):
-        settled = plan_messages(
+        settled = choose_messages(
             EDGCConfig.of(**settings), ARGS, {1: StageCost(LinearCost(2.0, 0.0), 1.0, 1.0)}
         ).settings
         found.append((settled.engine, settled.ranks.static_rank))

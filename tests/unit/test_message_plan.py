@@ -10,7 +10,7 @@ from edgc.config import EDGCConfig
 from edgc.plan.times.comm_cost import LinearCost, StageCost
 from megatron.edgc.checkpoint.index import RESOLVED
 from megatron.edgc.messages.costs import message_form, message_shape, message_wire
-from megatron.edgc.messages.plan import MessagePlan, message_config, plan_messages, uncompressed
+from megatron.edgc.messages.plan import MessageChoice, choose_messages, message_config, without_compression
 
 # messages of 256 x 64 values
 ARGS: Any = SimpleNamespace(
@@ -24,10 +24,10 @@ ARGS: Any = SimpleNamespace(
 )
 
 
-def planned(pp: str, *compressed: LinearCost) -> MessagePlan:
+def planned(pp: str, *compressed: LinearCost) -> MessageChoice:
     """Where an uncompressed message from any stage takes 1 s. ``compressed``: from the second stage on."""
     costs = {sender: StageCost(cost, 1.0, 1.0) for sender, cost in enumerate(compressed, start=1)}
-    return plan_messages(EDGCConfig.of(pp=pp), ARGS, costs)
+    return choose_messages(EDGCConfig.of(pp=pp), ARGS, costs)
 
 
 @pytest.mark.parametrize(("residual_in_fp32", "value_bytes"), [(False, 2), (True, 4)])
@@ -85,8 +85,8 @@ def test_a_given_rank_is_timed_at_that_rank() -> None:
 
 def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:
     config = EDGCConfig.from_preset("paper", rest_wire="int8")
-    kept = uncompressed(config).subset(RESOLVED)
-    assert message_config(config).replace(**kept) == uncompressed(config)
+    kept = without_compression(config).subset(RESOLVED)
+    assert message_config(config).replace(**kept) == without_compression(config)
 
 
 @pytest.mark.parametrize(("pp", "rotated"), [("powersgd:8:int4", True), ("powersgd:8", False), ("int4", False)])

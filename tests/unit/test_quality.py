@@ -491,7 +491,7 @@ def test_the_hosts_sum_takes_the_whole_of_what_waited(shared: bool) -> None:
         elif shared:
             reducer.set_rank(RANK, {}, {MATRIX.name: "fp32"})
         else:
-            reducer.set_rank(None, by_host=True)
+            reducer.set_rank(None, unrounded=True)
         gradient = signal(0.5)
         given = given + gradient
         run_to_end(reducer.reduce({MATRIX.name: gradient}, step))
@@ -737,7 +737,7 @@ def test_a_failed_step_in_which_compression_ends_loses_no_error() -> None:
     reducer.set_rank(RANK)
     run_to_end(reducer.reduce({MATRIX.name: signal(0.5)}, 0))
     before = reducer.state.feedback.packed[MATRIX.name].values().clone()
-    reducer.set_rank(None, by_host=True)
+    reducer.set_rank(None, unrounded=True)
     gradient = signal(0.5)
     gradient[0, 0] = float("inf")
     run_to_end(reducer.reduce({MATRIX.name: gradient}, 1))

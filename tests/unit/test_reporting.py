@@ -102,7 +102,7 @@ def test_a_run_that_rounds_has_missed_nothing(
     config = EDGCConfig.from_preset(volume=VOLUME)
     for resumed in (False, True):
         under_test = Reporter(config, Run(iterations=ITERATIONS, replicas=2))
-        under_test.start(RunPlan(config, (), rounds=not resumed))
+        under_test.start(RunPlan(config, rounds=not resumed))
         assert ("all gradients rounded" in capsys.readouterr().out) != resumed
         under_test.parameters = [1500]
         if resumed:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgc.compress.sent_bytes import sent_bytes
+from edgc.compress.sent_bytes import rank_of_volume, sent_bytes
 from edgc.config import ConfigError, EDGCConfig
 from edgc.engines import ENGINES, has_rank
 from edgc.plan.run import Run
@@ -92,6 +92,17 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
     of_half = sent_bytes(selection, one_factor, 4, replace(run, gradient_bytes=2)).over(0.008)
     assert of_half.host_seconds == cost.host_seconds / 2
+
+
+def test_beside_a_volume_small_parameters_cost_what_a_plan_sends_of_them() -> None:
+    parameters = [Parameter("a", (100, 200)), Parameter("bias", (500,))]
+    with_volume = EDGCConfig.of(volume=24, min_saving=1.0)
+    selection, run = select(parameters, with_volume), Run(iterations=1000, replicas=4)
+    one, other = (with_volume.replace(rest_wire=form) for form in ("fp32", "int4"))
+    assert sent_bytes(selection, one, 4, run) == sent_bytes(selection, other, 4, run)
+    assert rank_of_volume(selection, one, 5.0) == rank_of_volume(selection, other, 5.0)
+    of_a_rank = [config.replace(volume=None, static_rank=4) for config in (one, other)]
+    assert sent_bytes(selection, of_a_rank[0], 4, run) != sent_bytes(selection, of_a_rank[1], 4, run)
 
 
 def test_the_width_is_the_smaller_side_of_most_entries() -> None:

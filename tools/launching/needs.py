@@ -111,8 +111,8 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     from megatron.edgc.arguments import config_from_args
     from megatron.edgc.messages.costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
+    from megatron.edgc.run import gradient_bytes
     from megatron.edgc.session import Session
-    from megatron.edgc.stages import gradient_bytes
 
     if cluster.compute_capability is not None:
         major, minor = divmod(round(cluster.compute_capability * 10), 10)
@@ -203,8 +203,8 @@ def _stage_needs(
     from edgc.plan.selection import select
     from edgc.plan.stages import StageKey, StageKind, dense_because
     from megatron.edgc.embedding import COPIES
-    from megatron.edgc.run import repeatable
-    from megatron.edgc.stages import describe, gradient_bytes, is_tied
+    from megatron.edgc.run import gradient_bytes, repeatable
+    from megatron.edgc.stages import describe, is_tied
 
     parameters = {
         parameter: describe("", name, parameter, is_tied(part)) for name, parameter in part.named_parameters()
@@ -269,11 +269,12 @@ def _state(parameters: Sequence[Parameter], config: EDGCConfig, ranks: Sequence[
     """Memory of errors and factors; ``twice``: with the state before the step."""
     from edgc.comm.wire import wire
     from edgc.compress.engines.powersgd import STORED
+    from edgc.plan.by_volume.choices import rest_format
     from edgc.plan.selection import select
 
     selection = select(parameters, config, min(ranks))
     fed_back = selection.matrix_elements
-    if not wire(config.formats.rest_wire).exact:
+    if not wire(rest_format(config)).exact:
         fed_back += selection.other_elements
     factor = sum(STORED.tensor_bytes(max(ranks) * min(matrix.rows, matrix.cols)) for matrix in selection.matrices)
     error = wire(config.formats.error_dtype).tensor_bytes(fed_back)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.comm_cost import LEAST_GAIN
 from edgc.plan.times.link_times import CLEARLY_FASTER, MAX_TIME_RATIO
 from tools.planning.contenders import Contender
 from tools.planning.placement import Network
@@ -236,7 +236,7 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "  computes as long as for reducing as many gradients of parameters at that rank. With several chunks of a",
         "  stage they travel as they are.",
         "- `safe`, `balanced` and `fast` round the gradients that a stage sends to the one before, where that makes",
-        f"  the message {MESSAGE_GAIN:g} times faster. For this the stage that sends takes as long as for rounding as",
+        f"  the message {LEAST_GAIN:g} times faster. For this the stage that sends takes as long as for rounding as",
         "  many gradients of parameters.",
         f"- A volume's reduction takes at most {MAX_TIME_RATIO:.0%} of the time of a dense one. Where it",
         "  cannot, gradients are reduced dense. Where rounding all gradients to 4 bits takes at most as long, and",

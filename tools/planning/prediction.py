@@ -10,7 +10,7 @@ from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE, rank_below
-from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.comm_cost import LEAST_GAIN
 from edgc.plan.times.gather_times import GatherTimes
 from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime, may_replace_low_rank
 from tools.planning.compressing import Compressing
@@ -228,7 +228,7 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
         return plain, 0.0
     values = plain / 2 / rounding.elements
     sent, seconds = plain / 2 * rounding.per_value, values * rounding.at(NO_RANK)
-    if MESSAGE_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
+    if LEAST_GAIN * (seconds + link.seconds(sent)) > link.seconds(plain):
         return plain, 0.0
     return sent, seconds
 

@@ -42,8 +42,6 @@ class FactorRoute(Route):
 
     def exchange(self) -> Exchange[None]:
         context = self.context
-        for name, engine in self.first.items():
-            engine.begin([name], context.iteration, context.communicator.process)
         taken = yield from interleave(
             [engine.sum_rows([self.matrices[name]], context.communicator) for name, engine in self.first.items()]
         )
@@ -78,7 +76,7 @@ class FactorRoute(Route):
         if self.narrow:
             super().commit(finite)
             return
-        self._write(self.factored, finite, self._gain(finite))
+        self._write(self.factored, finite)
 
     def digests(self) -> dict[str, Tensor]:
         sums = {} if self.factored is None else self.factored.sums
@@ -89,9 +87,9 @@ class FactorRoute(Route):
     def _batch(self, operands: Mapping[str, Operand]) -> Batch:
         return Batch(operands)
 
-    def _write(self, factored: FactoredSums, finite: Tensor, gain: Tensor) -> None:
-        """The errors, and times ``gain`` the rows of the sums that this process needs."""
-        names = list(self.matrices)
+    def _write(self, factored: FactoredSums, finite: Tensor) -> None:
+        """The errors, and the rows of the sums that this process needs."""
+        names, gain = list(self.matrices), self._gain(finite)
         shares, sums = ([products[name] for name in names] for products in (factored.shares, factored.sums))
         excess = [self.excess[name].view(1, 1) for name in names]
         divided = map_columns(torch.div, [share.left for share in shares], excess)

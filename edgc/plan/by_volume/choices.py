@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
+from edgc.config import EDGCConfig, RankPolicy
 from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.specs import MatrixSpec
 
@@ -86,6 +87,11 @@ def from_list(saved: Sequence[Any]) -> Choice:
 def rounded_format(low_rank: bool) -> str:
     """The format of a parameter where all are rounded. ``low_rank``: low rank could take it."""
     return ROUNDED if low_rank else ROUNDED_FINE
+
+
+def rest_format(config: EDGCConfig) -> str:
+    """The format of parameters that are too small for low rank."""
+    return ROUNDED_FINE if config.rank_policy is RankPolicy.VOLUME else config.formats.rest_wire
 
 
 def bits_of(name: str) -> int:

@@ -9,9 +9,8 @@ import numpy as np
 from edgc.plan.ranks import RANK_MULTIPLE
 
 RANK_SLACK = 1e-9  # relative; a quotient that should be a whole rank may come out an ulp below it
-# in time, of compressing a message between stages, or gathered weights: the probe has the processor to itself, training
-# perhaps not
-MESSAGE_GAIN = 1.1
+# in time, of compressing a message between stages, or gathered weights, so that noise of the timing does not decide
+LEAST_GAIN = 1.1
 _MIN_SLOPE = 1e-12  # seconds per rank: "free", yet T / eta stays finite
 
 

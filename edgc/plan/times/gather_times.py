@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from edgc.plan.times.comm_cost import MESSAGE_GAIN
+from edgc.plan.times.comm_cost import LEAST_GAIN
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,4 @@ class GatherTimes:
     @property
     def rounding_pays(self) -> bool:
         """Whether rounding takes clearly less time. Between steps it has the processor to itself, as it was timed."""
-        return MESSAGE_GAIN * self.rounded <= self.whole
+        return LEAST_GAIN * self.rounded <= self.whole

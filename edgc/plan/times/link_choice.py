@@ -16,7 +16,14 @@ from edgc.plan.times.link_times import MAX_TIME_RATIO, LinkTimes, ReductionTime,
 
 @dataclass(frozen=True)
 class LinkChoice:
-    """What the link decides for a run: see ``RunPlan``. By default it decides nothing."""
+    """What the link decides for a run; the same on every process. By default it decides nothing.
+
+    ``config`` has its ranks resolved. ``compresses``: false where on this link neither low rank nor rounding is worth
+    its time. ``tries``: whether steps of the run decide if compression is worth its time (``edgc.plan.times.trials``).
+    Where neither holds, ``config`` asks for the engine ``dense``. ``rounds``: with a volume, every gradient is rounded,
+    because on this link that takes less time than low rank. ``link_times``: by which that was decided; None where
+    nothing was timed. ``warnings``: for the user, one line each.
+    """
 
     config: EDGCConfig
     compresses: bool = True

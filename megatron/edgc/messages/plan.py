@@ -8,24 +8,24 @@ from typing import Any
 from edgc.config import BY_ENTROPY, ConfigError, EDGCConfig, Messages, Ranks, flag
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.ranks import RANK_MULTIPLE
-from edgc.plan.times.comm_cost import MESSAGE_GAIN, StageCost
+from edgc.plan.times.comm_cost import LEAST_GAIN, StageCost
 from megatron.edgc.messages.costs import largest_message_rank, message_shape
 
 
 @dataclass(frozen=True)
-class MessagePlan:
+class MessageChoice:
     """How a run compresses messages.
 
-    ``settings``: of their controller; None where there is none. ``uncompressed``: the stages, counted from 0, whose
+    ``settings``: of their controller; None where there is none. ``left_alone``: the stages, counted from 0, whose
     messages stay as they are because compressing them saves no time. ``warning``: empty where there is none.
     """
 
     settings: EDGCConfig | None = None
-    uncompressed: frozenset[int] = frozenset()
+    left_alone: frozenset[int] = frozenset()
     warning: str = ""
 
 
-def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> MessagePlan:
+def choose_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, StageCost]) -> MessageChoice:
     """How messages are compressed, and where.
 
     ``config`` has the ranks of gradients resolved; ``costs``: of gradients on their way to the stage before, by sender.
@@ -33,7 +33,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
     """
     messages = config.pipeline.messages
     if messages.which == "off":
-        return MessagePlan()
+        return MessageChoice()
     if not messages.needs_rank:
         limit = largest_message_rank(config, args, 1.0)
         if messages.rank is not None and messages.rank > limit:
@@ -43,7 +43,7 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
                 f"to rank {limit}"
             )
         slower = _slower(messages, costs) if messages.optional else frozenset()
-        return MessagePlan(message_config(config), slower, _warning(config, costs, slower))
+        return MessageChoice(message_config(config), slower, _warning(config, costs, slower))
     usable = RANK_MULTIPLE * (largest_message_rank(config, args, config.study.min_saving) // RANK_MULTIPLE)
     if usable:
         usable = min([usable, *(cost.largest_rank(cost.host_seconds) for cost in costs.values())])
@@ -53,10 +53,12 @@ def plan_messages(config: EDGCConfig, args: Namespace, costs: Mapping[int, Stage
             f"takes no longer on this link. Give them a rank to compress them all the same, as in --edgc-pp "
             f"{messages.which}:powersgd:16"
         )
-        return MessagePlan(uncompressed(config), warning=warning)
+        return MessageChoice(without_compression(config), warning=warning)
     config = message_config(config)
     ranks = config.ranks.resolved
-    return MessagePlan(config.replace(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None}))
+    return MessageChoice(
+        config.replace(**{name: min(rank, usable) for name, rank in ranks.items() if rank is not None})
+    )
 
 
 def _slower(messages: Messages, costs: Mapping[int, StageCost]) -> frozenset[int]:
@@ -66,7 +68,7 @@ def _slower(messages: Messages, costs: Mapping[int, StageCost]) -> frozenset[int
     others do.
     """
     rank = messages.rank or NO_RANK
-    slower = {sender for sender, cost in costs.items() if cost.dense_seconds < MESSAGE_GAIN * cost.seconds(rank)}
+    slower = {sender for sender, cost in costs.items() if cost.dense_seconds < LEAST_GAIN * cost.seconds(rank)}
     return frozenset({0, *slower} if slower and slower == set(costs) else slower)
 
 
@@ -111,6 +113,6 @@ def message_config(config: EDGCConfig) -> EDGCConfig:
     return config.replace(**own)
 
 
-def uncompressed(config: EDGCConfig) -> EDGCConfig:
+def without_compression(config: EDGCConfig) -> EDGCConfig:
     """The same, of messages that are not compressed after all."""
     return message_config(config).replace(engine="dense", static_rank=None, rmin=None, rmax=None)
