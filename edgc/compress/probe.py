@@ -81,7 +81,7 @@ class _Scratch:
         self.iterations = (1, 2) if config.engine == "alternating" else (1,)  # it sends each factor in every other one
         self.communicator, self.device, self.run = communicator, device, run
         self.reducers = [GradientReducer(selection, unmeasured, communicator, device) for selection in selections]
-        dtype = torch.bfloat16 if run.gradient_bytes == 2 else torch.float32
+        dtype = torch.bfloat16 if run.value_bytes == 2 else torch.float32
         self.groups = [_Group(reducer, device, dtype) for reducer in self.reducers]
         self.overlap = Overlap(device)
 

@@ -39,14 +39,16 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     rest = all_reduce_bytes(_rest_bytes(selection, config), processes)
     factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
     values = selection.matrix_elements + selection.other_elements
-    uncompressed = all_reduce_bytes(values * uncompressed_bytes(config, run), processes)
-    return SentBytes(LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_bytes, processes))
+    uncompressed = all_reduce_bytes(values * uncompressed_value_bytes(config, run), processes)
+    return SentBytes(
+        LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_value_bytes, processes)
+    )
 
 
-def uncompressed_bytes(config: EDGCConfig, run: Run) -> float:
+def uncompressed_value_bytes(config: EDGCConfig, run: Run) -> float:
     """That a value takes in EDGC's own sums without compression, relative to an all-reduce."""
     form = wire(config.formats.dense_wire)
-    return run.uncompressed_bytes(None if form.exact else form.bytes_per_value())
+    return run.uncompressed_value_bytes(None if form.exact else form.bytes_per_value())
 
 
 def rank_of_volume(selection: Selection, config: EDGCConfig, volume: float) -> int:

@@ -8,7 +8,7 @@ from edgc.comm.collectives import Communicator
 from edgc.comm.wire import wire
 from edgc.compress import probe
 from edgc.compress.engines.rows import ROW_FORMAT, Rows
-from edgc.compress.sent_bytes import sent_bytes, uncompressed_bytes
+from edgc.compress.sent_bytes import sent_bytes, uncompressed_value_bytes
 from edgc.config import EDGCConfig
 from edgc.engines import engine_class
 from edgc.plan.by_volume.choices import PLANNED_FORMATS
@@ -27,7 +27,7 @@ def reduction_sizes(config: EDGCConfig, run: Run) -> ReductionSizes:
         size: float = engine_class(config.engine).bytes_per_rank(matrix, config)
         return size
 
-    uncompressed = uncompressed_bytes(config, run)
+    uncompressed = uncompressed_value_bytes(config, run)
     return ReductionSizes(factors, Rows.message_bytes, ROW_FORMAT, bytes_per_value, uncompressed, run)
 
 

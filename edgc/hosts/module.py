@@ -150,7 +150,7 @@ class EDGCState:
         run = Run(
             iterations=self.iterations,
             replicas=self.processes,
-            gradient_bytes=parameters.most_frequent_itemsize,
+            value_bytes=parameters.most_frequent_itemsize,
             overlapped=True,
             repeatable=True,  # a step whose sum is not finite changes no state
             learning_rate=self.learning_rate,

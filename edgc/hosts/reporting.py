@@ -27,7 +27,7 @@ class Reporter:
     """Prints and logs on process 0 of a group. Remembers what the next window is compared with.
 
     Args:
-        run: what is trained; its ``gradient_bytes`` are those of plain training.
+        run: what is trained; its ``value_bytes`` are those of plain training.
         log_interval: iterations between two lines of progress; 0: none.
         scalars: gives a writer with TensorBoard's ``add_scalar``, or None where this process has none.
         packages: whose versions the log names, beside Python's and torch's.
@@ -71,7 +71,7 @@ class Reporter:
         pipeline = self.config.pipeline
         self._before, self._unbudgeted = replace(self._before, by_host=plan.starts_by_host), plan.rounds
         self.parameters = [stage.elements for stage in plan.stages]
-        lines = wording.start_lines(plan, self.run.gradient_bytes)
+        lines = wording.start_lines(plan, self.run.value_bytes)
         if embedding_bytes is not None:
             lines.append(wording.embedding_line(embedding_bytes, embedding_apart, plan.config))
         if messages is not None:
@@ -85,7 +85,7 @@ class Reporter:
             config=self.config.flat(),
             iterations=self.run.iterations,
             world_size=processes(self.group),
-            gradient_bytes=self.run.gradient_bytes,
+            gradient_bytes=self.run.value_bytes,
             embedding_sum="fused" if pipeline.fuse_embedding_sync else apart,
             stages=[stage.to_event() for stage in plan.stages],
             messages=None if messages is None else {"engine": messages.engine, **messages.ranks.resolved},

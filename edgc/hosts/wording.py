@@ -18,10 +18,10 @@ from edgc.plan.stages import StagePlan
 from edgc.plan.times.gather_times import GatherTimes
 
 
-def start_lines(plan: RunPlan, gradient_bytes: int) -> list[str]:
-    """What is compressed, what stays dense and why. ``gradient_bytes``: of a value in plain training."""
+def start_lines(plan: RunPlan, value_bytes: int) -> list[str]:
+    """What is compressed, what stays dense and why. ``value_bytes``: of a value in plain training."""
     lines = [f"engine {plan.config.engine}: {_policy(plan)}"]
-    return lines + [line for stage in plan.stages for line in _contents(stage, plan.config, gradient_bytes)]
+    return lines + [line for stage in plan.stages for line in _contents(stage, plan.config, value_bytes)]
 
 
 def embedding_line(size: float, apart: str, config: EDGCConfig) -> str:
@@ -73,7 +73,7 @@ def _policy(plan: RunPlan) -> str:
     return f"rank {ranks.rmin} to {ranks.resolved_rmax}, window {ranks.window}, stages {aligned}"
 
 
-def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iterator[str]:
+def _contents(stage: StagePlan, config: EDGCConfig, value_bytes: int) -> Iterator[str]:
     """What of a stage is compressed, and in what the rest travels."""
     key, selection = stage.key, stage.selection
     if stage.dense_because:
@@ -82,10 +82,10 @@ def _contents(stage: StagePlan, config: EDGCConfig, gradient_bytes: int) -> Iter
     policy = config.rank_policy
     verb = "measured" if policy is RankPolicy.NONE else "compressed"
     noun = "matrices" if config.low_rank or policy is RankPolicy.NONE else "parameters"
-    yield f"{key} {verb}: {len(selection.matrices)} {noun}, {_bytes(selection.matrix_elements * gradient_bytes)} a step"
+    yield f"{key} {verb}: {len(selection.matrices)} {noun}, {_bytes(selection.matrix_elements * value_bytes)} a step"
     rest: dict[str, list[int]] = {}  # sizes by reason
     for parameter, why in selection.others:
-        rest.setdefault(why, []).append(parameter.elements * gradient_bytes)
+        rest.setdefault(why, []).append(parameter.elements * value_bytes)
     how = rest_format(config)
     for why, sizes in rest.items():
         what = f"{len(sizes)} parameter{'s' * (len(sizes) > 1)}, {_bytes(sum(sizes))} a step"
@@ -207,7 +207,7 @@ def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iter
     fewer = ""
     if gradients.sent:
         # parameters of a plain module may be of several types
-        in_fp32 = (4 / run.gradient_bytes * gradients.host if run.scatters else gradients.fp32) / gradients.sent
+        in_fp32 = (4 / run.value_bytes * gradients.host if run.scatters else gradients.fp32) / gradients.sent
         fewer = f", {in_fp32:.1f}x fewer than in fp32, {in_fp32 / 2:.1f}x fewer than in bf16"
         if run.scatters:
             fewer += f"; {gradients.fp32 / gradients.sent:.1f}x fewer than an all-reduce in fp32"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Run:
     """A training run as its host describes it; the same on every process.
 
-    ``replicas``: how many processes hold the same layers, and sum their gradients. ``gradient_bytes``: of one value in
+    ``replicas``: how many processes hold the same layers, and sum their gradients. ``value_bytes``: of one value in
     the host's gradient buffers. ``scatters``: the host's own sum is a reduce-scatter, and each process needs its shard
     alone. ``overlapped``: reductions run beside the backward pass. ``repeatable``: the host may skip a step, or run it
     again, after its reduction; reducers then keep their state of before the step. ``reruns``: it may run it again.
@@ -18,7 +18,7 @@ class Run:
     iterations: int
     replicas: int
     pipeline_stages: int = 1
-    gradient_bytes: int = 4
+    value_bytes: int = 4
     scatters: bool = False
     overlapped: bool = False
     repeatable: bool = False
@@ -31,9 +31,9 @@ class Run:
         return 0.5 if self.scatters else 1.0
 
     @property
-    def host_bytes(self) -> float:
+    def host_value_bytes(self) -> float:
         """The bytes of one value in the host's own sum."""
-        return self.gradient_bytes * self.host_bytes_ratio
+        return self.value_bytes * self.host_bytes_ratio
 
     @property
     def rounded_share(self) -> float:
@@ -41,13 +41,13 @@ class Run:
 
         Sums in 16 bits are known to all processes, so that what they cut off can be fed back.
         """
-        return self.host_bytes_ratio if self.gradient_bytes == 4 else 1.0
+        return self.host_bytes_ratio if self.value_bytes == 4 else 1.0
 
-    def uncompressed_bytes(self, rounded_bytes: float | None) -> float:
+    def uncompressed_value_bytes(self, rounded_bytes: float | None) -> float:
         """The bytes of one value in a sum without low rank. ``rounded_bytes``: of the value in the format in which it
         is rounded; None where it is not.
         """
-        return self.host_bytes if rounded_bytes is None else self.rounded_share * rounded_bytes
+        return self.host_value_bytes if rounded_bytes is None else self.rounded_share * rounded_bytes
 
     @property
     def alone(self) -> bool:

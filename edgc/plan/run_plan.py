@@ -54,7 +54,7 @@ class RunPlan(LinkChoice):
             timed = [stage.cost.host_seconds for stage in self.stages if stage.cost is not None]
             host_seconds = max(timed, default=math.nan)
             volume = self.config.ranks.volume
-            volume_steps = math.inf if volume is None else iterations / volume * 4 / sizes.run.host_bytes
+            volume_steps = math.inf if volume is None else iterations / volume * 4 / sizes.run.host_value_bytes
             trials = Trials(iterations, host_seconds, sizes.run.overlapped, self.starts_by_host, volume_steps)
         stages = [
             ControlledStage(
@@ -118,7 +118,7 @@ def _check_warmup(config: EDGCConfig, run: Run) -> None:
     form = "fp32" if run.alone else config.formats.dense_wire  # as the run will have it
     assert volume is not None
     # in fp32 the host sums, or what sends as much; scales of rounded values are left out
-    value_bytes = run.uncompressed_bytes(None if form == "fp32" else bits_of(form) / 8)
+    value_bytes = run.uncompressed_value_bytes(None if form == "fp32" else bits_of(form) / 8)
     if fraction * value_bytes / 4 >= 1 / volume:
         fewer = "" if run.alone or bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
         raise ConfigError(

@@ -18,7 +18,7 @@ def described_run(args: Namespace) -> Run:
         iterations=iterations,
         replicas=args.data_parallel_size * args.context_parallel_size,
         pipeline_stages=args.pipeline_model_parallel_size,
-        gradient_bytes=gradient_bytes(args),
+        value_bytes=value_bytes(args),
         scatters=args.use_distributed_optimizer,
         overlapped=args.overlap_grad_reduce,
         repeatable=repeatable(args),
@@ -27,7 +27,7 @@ def described_run(args: Namespace) -> Run:
     )
 
 
-def gradient_bytes(args: Namespace) -> int:
+def value_bytes(args: Namespace) -> int:
     """The bytes of one value in Megatron's gradient buffers, by its validated arguments: 4 or 2."""
     return 4 if args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32 else 2
 

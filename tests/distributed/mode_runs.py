@@ -54,7 +54,7 @@ from edgc.plan.times.gather_times import GatherTimes  # noqa: E402
 from megatron.edgc.messages.costs import message_shape  # noqa: E402
 from megatron.edgc.messages.pipeline_messages import PipelineMessages  # noqa: E402
 from megatron.edgc.recipes.pretrain import train  # noqa: E402
-from megatron.edgc.run import gradient_bytes  # noqa: E402
+from megatron.edgc.run import value_bytes  # noqa: E402
 
 # what gradients are summed with, by whomever; Megatron has a name of its own for the last one
 COLLECTIVES: tuple[tuple[Any, str], ...] = (
@@ -339,7 +339,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "elements": sum(parameter.numel() for parameter in parameters().values()),
         "state_bytes": sum(reducer.state.bytes() for stage in stages for reducer in stage.reducers),
         "param_wire": "off" if session is None else session.stages[0].param_wire,
-        "gradient_bytes": 4 if session is None else gradient_bytes(session.args),
+        "gradient_bytes": 4 if session is None else value_bytes(session.args),
         "bytes": [
             size for count in (counts.gradients, counts.weights, counts.messages) for size in (count.sent, count.host)
         ],

@@ -869,7 +869,7 @@ def test_a_step_that_lacked_a_gradient_changes_nothing_and_a_frozen_layer_stays_
 def of_mixed_types(rank: int) -> int:
     """Bytes of a value of the host's sums, of a module in bf16 with a norm in fp32."""
     model = nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64))
-    return attach(model, BUDGET, iterations=60).run.gradient_bytes
+    return attach(model, BUDGET, iterations=60).run.value_bytes
 
 
 def test_a_module_is_planned_by_the_type_that_most_of_its_values_have() -> None:

@@ -254,7 +254,7 @@ def bytes_of_a_step(rank: int) -> list[tuple[float, float]]:
         own.set_rank(None)
         shards = {p.name: tuple(part * p.elements // ranks for part in range(ranks + 1)) for p in large}
         run_to_end(own.reduce({p.name: torch.randn(p.shape).to(dtype) for p in large}, 1, shards=shards))
-        run = Run(iterations=1, replicas=ranks, gradient_bytes=dtype.itemsize, scatters=True)
+        run = Run(iterations=1, replicas=ranks, value_bytes=dtype.itemsize, scatters=True)
         sent = sent_bytes(own.router.selection, config, ranks, run)
         found.append((traffic.bytes, sent.uncompressed))
     return found

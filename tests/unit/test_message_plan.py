@@ -24,7 +24,7 @@ ARGS: Any = SimpleNamespace(
 )
 
 
-def planned(pp: str, *compressed: LinearCost) -> MessageChoice:
+def chosen(pp: str, *compressed: LinearCost) -> MessageChoice:
     """Where an uncompressed message from any stage takes 1 s. ``compressed``: from the second stage on."""
     costs = {sender: StageCost(cost, 1.0, 1.0) for sender, cost in enumerate(compressed, start=1)}
     return choose_messages(EDGCConfig.of(pp=pp), ARGS, costs)
@@ -49,7 +49,7 @@ def rounded(*seconds: float) -> list[LinearCost]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "uncompressed"),
+    ("seconds", "left_alone"),
     [
         ((0.5, 0.9), set()),
         ((0.5, 0.95), {2}),  # too little
@@ -59,28 +59,28 @@ def rounded(*seconds: float) -> list[LinearCost]:
     ],
 )
 def test_a_preset_rounds_messages_where_that_makes_them_faster(
-    seconds: tuple[float, ...], uncompressed: set[int]
+    seconds: tuple[float, ...], left_alone: set[int]
 ) -> None:
-    plan = planned("auto:int4", *rounded(*seconds))
-    assert plan.settings is not None and plan.settings.engine == "int4"
-    assert plan.uncompressed == uncompressed and bool(plan.warning) == bool(uncompressed)
+    choice = chosen("auto:int4", *rounded(*seconds))
+    assert choice.settings is not None and choice.settings.engine == "int4"
+    assert choice.left_alone == left_alone and bool(choice.warning) == bool(left_alone)
 
 
 def test_the_warning_has_the_times_and_how_to_insist() -> None:
-    assert planned("auto:int4", *rounded(0.5, 2.0)).warning == (
+    assert chosen("auto:int4", *rounded(0.5, 2.0)).warning == (
         "messages between stages stay uncompressed where compressing them saves no time: 2000.00 ms against 1000.00 ms "
         "from stage 3. Give --edgc-pp backward:int4 to compress them all the same"
     )
-    assert "--edgc-pp epilogue:int8 " in planned("auto-epilogue:int8", *rounded(2.0)).warning
+    assert "--edgc-pp epilogue:int8 " in chosen("auto-epilogue:int8", *rounded(2.0)).warning
 
 
 @pytest.mark.parametrize("pp", ["backward:int4", "both:int4", "epilogue:int4"])
 def test_what_is_asked_for_is_compressed_however_long_it_takes(pp: str) -> None:
-    assert planned(pp, *rounded(2.0)).uncompressed == set()
+    assert chosen(pp, *rounded(2.0)).left_alone == set()
 
 
 def test_a_given_rank_is_timed_at_that_rank() -> None:
-    assert planned("auto:powersgd:8", LinearCost(0.0, 0.2), LinearCost(0.0, 0.1)).uncompressed == {1}
+    assert chosen("auto:powersgd:8", LinearCost(0.0, 0.2), LinearCost(0.0, 0.1)).left_alone == {1}
 
 
 def test_a_resumed_run_takes_up_that_messages_stay_uncompressed() -> None:

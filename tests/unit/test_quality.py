@@ -695,7 +695,7 @@ def test_the_probe_times_gradients_of_the_hosts_type(
         return 1.0
 
     monkeypatch.setattr(probe._Scratch, "_fastest", seconds)
-    probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, replace(RUN, gradient_bytes=size))
+    probe.probe([Selection((MATRIX,))], EDGCConfig(), communicator(), CPU, replace(RUN, value_bytes=size))
     assert seen == {dtype}
 
 

@@ -419,9 +419,9 @@ def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
     ("given", "host", "ratios"),
     [
         ({}, 24e6, "24.0x fewer than in fp32, 12.0x fewer than in bf16"),
-        ({"gradient_bytes": 2}, 12e6, "24.0x fewer than in fp32, 12.0x fewer than in bf16"),
+        ({"value_bytes": 2}, 12e6, "24.0x fewer than in fp32, 12.0x fewer than in bf16"),
         (
-            {"gradient_bytes": 2, "scatters": True},
+            {"value_bytes": 2, "scatters": True},
             6e6,
             "12.0x fewer than in fp32, 6.0x fewer than in bf16; 24.0x fewer than an all-reduce in fp32",
         ),

@@ -217,7 +217,7 @@ def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it
 def test_a_warm_up_in_a_reduce_scatter_counts_as_that() -> None:
     config = EDGCConfig.from_preset(dense_wire="int8", warmup_fraction=0.2)
     plan_run(config, replace(RUN, scatters=True), processes(CHEAP, CHEAP))
-    for run in (RUN, replace(RUN, scatters=True, gradient_bytes=2)):
+    for run in (RUN, replace(RUN, scatters=True, value_bytes=2)):
         with pytest.raises(ConfigError, match="alone sends more than that allows"):
             plan_run(config, run, processes(CHEAP, CHEAP))
 
@@ -288,7 +288,7 @@ def test_rounding_is_said_to_send_more_than_a_volume_only_where_it_does(scatters
 def test_where_the_host_scatters_it_and_rounding_send_half_as_much() -> None:
     """Of gradients in 16 bits every process needs whole sums, so that rounding sends as much as without."""
     for size, host, rounded in ((4, 1 / 2, 1 / 16), (2, 1 / 4, 1 / 8)):
-        run = replace(RUN, scatters=True, gradient_bytes=size)
+        run = replace(RUN, scatters=True, value_bytes=size)
         times = plan_run(EDGCConfig.from_preset(volume=20.0), run, processes(ROUNDED, ROUNDED)).link_times
         assert times is not None
         assert [way.bytes_sent for way in (times.host, times.rounded, times.low_rank)] == [host, rounded, 1 / 20]
@@ -504,14 +504,14 @@ def test_ranks_of_a_fast_link_end_where_nothing_is_saved() -> None:
     assert ranks.rmax == 24, "not 200, at which compressing takes as long as the sum"
 
 
-@pytest.mark.parametrize(("gradient_bytes", "ratio"), [(4, 0.5), (2, 1.0)])
+@pytest.mark.parametrize(("value_bytes", "ratio"), [(4, 0.5), (2, 1.0)])
 def test_the_planner_knows_that_a_rounded_sum_ends_halfway_where_each_process_needs_its_shard(
-    gradient_bytes: int, ratio: float
+    value_bytes: int, ratio: float
 ) -> None:
     """Of gradients in 16 bits every process needs whole sums."""
     whole, scattered = (
         reduction_sizes(
-            EDGCConfig.from_preset(), replace(RUN, scatters=scatters, gradient_bytes=gradient_bytes)
+            EDGCConfig.from_preset(), replace(RUN, scatters=scatters, value_bytes=value_bytes)
         ).bytes_per_value["int4"]
         for scatters in (False, True)
     )

@@ -90,7 +90,7 @@ def test_cost_of_a_link_is_bytes_over_bandwidth() -> None:
     assert cost.dense_seconds == pytest.approx(50_500 * 2 * 1.5 / 1e6)
     # what compression has to beat is the host's own all-reduce, in fp32
     assert cost.host_seconds == pytest.approx(50_500 * 4 * 1.5 / 1e6)
-    of_half = sent_bytes(selection, one_factor, 4, replace(run, gradient_bytes=2)).over(0.008)
+    of_half = sent_bytes(selection, one_factor, 4, replace(run, value_bytes=2)).over(0.008)
     assert of_half.host_seconds == cost.host_seconds / 2
 
 

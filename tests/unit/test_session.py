@@ -76,5 +76,5 @@ def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: py
         (True, False),  # a step whose gradients overflow is skipped, and not run again
         (True, True),
     ]
-    assert (run.iterations, run.replicas, run.pipeline_stages, run.gradient_bytes) == (100, 6, 4, 2)
+    assert (run.iterations, run.replicas, run.pipeline_stages, run.value_bytes) == (100, 6, 4, 2)
     assert (run.overlapped, run.scatters) == (overlapped, not overlapped)

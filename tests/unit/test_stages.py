@@ -18,6 +18,7 @@ from edgc.errors import StepError
 from edgc.hosts.module_parameters import ModuleParameters
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import Step, compressed_anew
+from edgc.hosts.units import Unit, Units
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
@@ -27,7 +28,7 @@ from edgc.plan.stages import StageKey, StageKind
 from edgc.plan.times.comm_cost import LinearCost, StageCost
 from edgc.specs import MatrixSpec, Parameter
 from edgc.timing import Spans
-from megatron.edgc.embedding import TiedEmbedding
+from megatron.edgc.embedding import TIED, TiedEmbedding
 from megatron.edgc.seam import Seam
 from megatron.edgc.session import Session
 from megatron.edgc.stages import EmbeddingStage, MegatronStage, describe, is_tied
@@ -42,7 +43,7 @@ class Reducer:
         self.router = Router(select([Parameter("word", (1000, 64), embedding=True)], config), config, CPU)
         self.rank: int | None = -1
 
-    def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any, by_host: bool) -> None:
+    def set_rank(self, rank: int | None, matrix_ranks: Any, formats: Any, unrounded: bool) -> None:
         self.rank = rank
 
 
@@ -62,6 +63,7 @@ def test_an_embedding_in_low_rank_has_its_own_warm_up_and_another_follows_the_fi
     reducer = Reducer(EDGCConfig.of(compress_embeddings=compressed))
     tied = SimpleNamespace(step_bytes=ByteCount, reducer=reducer)
     stage = EmbeddingStage(tied, CPU)  # type: ignore[arg-type]
+    stage.units = Units([Unit([TIED], reducer)])  # type: ignore[arg-type]
     stage.set_rank(active, 2, RankPlan(0, 0, active))
     assert reducer.rank == expected
 

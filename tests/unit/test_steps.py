@@ -43,7 +43,7 @@ def test_steps_are_timed_by_who_sums_but_not_the_first_after_a_change(monkeypatc
         True: [6, 7],
     }
     window = steps.driver.take_window()
-    assert (window.seconds, window.count, window.by_host) == (list(range(11)), 12, 3)
+    assert (window.seconds, window.count, window.host_steps) == (list(range(11)), 12, 3)
 
 
 def test_a_trial_is_compared_with_the_steps_next_to_it_and_without_one_the_newest_count(

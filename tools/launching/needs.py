@@ -111,7 +111,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     from megatron.edgc.arguments import config_from_args
     from megatron.edgc.messages.costs import message_shape
     from megatron.edgc.recipes.pretrain import parse
-    from megatron.edgc.run import gradient_bytes
+    from megatron.edgc.run import value_bytes
     from megatron.edgc.session import Session
 
     if cluster.compute_capability is not None:
@@ -180,7 +180,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
         },
         micro_batches=get_num_microbatches(),
         message_bytes=message_bytes,
-        gradient_bytes=gradient_bytes(args),
+        gradient_bytes=value_bytes(args),
         link_gbps=cluster.link_gbps,
         stages=tuple(stages),
     )
@@ -203,7 +203,7 @@ def _stage_needs(
     from edgc.plan.selection import select
     from edgc.plan.stages import StageKey, StageKind, dense_because
     from megatron.edgc.embedding import COPIES
-    from megatron.edgc.run import gradient_bytes, repeatable
+    from megatron.edgc.run import repeatable, value_bytes
     from megatron.edgc.stages import describe, is_tied
 
     parameters = {
@@ -212,7 +212,7 @@ def _stage_needs(
     elements = sum(parameter.elements for parameter in parameters.values())
     half = args.params_dtype != torch.float32
     copies = args.data_parallel_size * args.context_parallel_size
-    gradient = gradient_bytes(args)
+    gradient = value_bytes(args)
     owners = copies if args.use_distributed_optimizer else 1
 
     tied = None  # the copy of an embedding that is summed with another stage's
@@ -226,7 +226,7 @@ def _stage_needs(
         iterations=1,
         replicas=copies,
         pipeline_stages=args.pipeline_model_parallel_size,
-        gradient_bytes=gradient,
+        value_bytes=gradient,
         scatters=args.use_distributed_optimizer,
     )
     never = dense_because(StageKey(StageKind.LAYERS, stage), config, run)

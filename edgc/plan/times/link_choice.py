@@ -102,7 +102,7 @@ def _link_times(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], low
         return None
     rounded, low_rank = (max(column) for column in zip(*ways, strict=True))
     return LinkTimes(
-        ReductionTime(max(cost.host_seconds for cost in costs), run.host_bytes / 4),
+        ReductionTime(max(cost.host_seconds for cost in costs), run.host_value_bytes / 4),
         ReductionTime(rounded, run.rounded_share * bits_of(ROUNDED) / 32),
         ReductionTime(low_rank, 1 / volume),
         may_replace_low_rank(volume, run.rounded_share),
