@@ -1022,7 +1022,7 @@ def try_steps(rank: int, cost: StageCost, first: dict[bool, float], then: dict[b
             training.optimizer.step()
             step_ends()
             assert training.state is not None
-            if training.state.stage.reducers[0].router.by_host:
+            if training.state.stage.reducers[0].router.unrounded:
                 by_host += 1
                 assert not any(error.any() for error in training.errors().values()), "the host's sum leaves no error"
             if step == NEW_LINK - 1:
