@@ -380,7 +380,8 @@ class Session:
         if not asked:
             raise StepError(
                 f"iteration {iteration + 1}: the gradient of the tied embedding was not summed: this run's "
-                "finalize_model_grads_func does not call Megatron's finalize_model_grads, which sums it. Call it there"
+                "finalize_model_grads_func does not call Megatron's finalize_model_grads. Call it there, or, if your "
+                "function itself sums both copies, give --edgc-no-fuse-embedding-sync"
             )
 
     def _check_messages(self, iteration: int) -> None:

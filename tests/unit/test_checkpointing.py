@@ -264,20 +264,19 @@ def test_norms_of_gradients_go_on_among_as_many_processes(same: bool, monkeypatc
     assert norms == [same] and counted == [own.index.bytes[key.id]]
 
 
-@pytest.mark.parametrize("replicas", [4, 0])
-def test_bytes_of_messages_go_on_where_what_was_left_unsent_of_them_does_not(replicas: int) -> None:
+@pytest.mark.parametrize("compressed", [True, False])
+def test_bytes_of_messages_go_on_where_what_was_left_unsent_of_them_does_not(compressed: bool) -> None:
+    from megatron.edgc.checkpoint.index import SavedMessages
+
     counted: list[ByteCount] = []
     messages: Any = SimpleNamespace(directions=("backward",), restore_bytes=counted.append)
     kept = RunBytes(messages=ByteCount(1.0, 2.0, 3.0))
-    saved = index_of(EDGCConfig(), bytes={"messages": kept}, replicas=replicas)
+    controller = SavedMessages([], {}, {}, {}) if compressed else None
+    saved = index_of(EDGCConfig(), bytes={"messages": kept}, messages=controller)
     starts_anew = resume(run_state(messages=messages), saved)._load_messages({})
     assert counted == [kept.messages]
     # of a run that compressed none, nothing was left
-    assert starts_anew == (replicas > 0)
-
-
-def test_messages_that_nothing_compresses_leave_nothing_to_save() -> None:
-    assert run_state(messages=SimpleNamespace(directions=())).message_replicas == 0
+    assert starts_anew == compressed
 
 
 def test_a_checkpoint_that_edgc_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from edgc.comm.wire import wire
+from edgc.compress.message_sender import MessageFormat
 from edgc.plan.rank_plan import NO_RANK
 from tools import plan
 from tools.benchmarks.stage import Stage
@@ -14,9 +18,9 @@ from tools.benchmarks.step_costs import gradient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, LaunchError
 from tools.planning import prediction
 from tools.planning.compressing import Compressing
-from tools.planning.contenders import CONTENDERS, Contender
+from tools.planning.contenders import CONTENDERS
 from tools.planning.page import EDGC, networks, recommended, timeline, way
-from tools.planning.placement import Network, Placement
+from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.prediction import Prediction, predict
 from tools.planning.schedule import Work, one_forward_one_backward
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
@@ -506,29 +510,38 @@ def test_presets_round_messages_between_stages_where_that_is_faster(training: Tr
 
 def test_paper_and_optimus_send_what_a_stage_waits_for_idle_in_low_rank(training: Training) -> None:
     found = costs(training)
-    plain, width = training.apart(10.0)[0].before.seconds(training.message_bytes), training.layer.width
+    by_name = {one.name: one for one in CONTENDERS}
 
-    def sent(contender: Contender, gbps: float, of: Training = training) -> list[float]:
+    def sent(name: str, links: Sequence[StageLinks], of: Training = training) -> list[float]:
         """Seconds of each message from the third stage to the second, in the order of micro-batches."""
-        spans = predict(of, contender, found, of.apart(gbps)).step.spans
+        spans = predict(of, by_name[name], found, links).step.spans
         ends = {span.end for span in spans if span.stage == 2 and span.kind == "backward"}
         return [span.seconds for span in spans if span.stage == 2 and span.kind == "message" and span.start in ends]
 
-    by_name = {one.name: one for one in CONTENDERS}
-    low_rank = training.apart(10.0)[0].before.seconds(4 * 16 * (training.message_bytes / 2 / width + width))
-    for name in ("paper, r_max", "paper, r_min", "optimus"):
-        seconds = sent(by_name[name], 10.0)
-        assert len(seconds) == training.micro_batches
-        # two of them: the second stage has no forward pass left to do
-        assert seconds[:-2] == pytest.approx([plain] * (training.micro_batches - 2))
-        assert max(seconds[-2:]) < 0.51 * plain, "half of the bytes, or fewer"
-        assert (seconds[-2:] == pytest.approx([low_rank] * 2)) == (name == "optimus")
-    # on a fast link low rank takes longer than the message as it is
-    fast = sent(by_name["paper, r_min"], 3000.0)
-    assert fast == pytest.approx([fast[0]] * len(fast))
+    links, width = training.apart(10.0), training.layer.width
+    plain, rows = links[2].before.seconds(training.message_bytes), int(training.message_bytes / 2 / width)
+    at_16 = MessageFormat(rows, width, 16, wire("bf16"), torch.bfloat16).bytes
+    for of in (training, replace(training, replicas=1)):  # also where nothing is left to reduce
+        for name in ("paper, r_max", "paper, r_min", "optimus"):
+            seconds = sent(name, links, of)
+            assert len(seconds) == training.micro_batches
+            # all but two: the second stage still has forward passes to do
+            assert seconds[:-2] == pytest.approx([plain] * (training.micro_batches - 2))
+            assert max(seconds[-2:]) < 0.51 * plain, "half of the bytes, or fewer"
+            assert (seconds[-2:] == pytest.approx([links[2].before.seconds(at_16)] * 2, rel=1e-3)) == (
+                name == "optimus"
+            )
+    # on a fast link low rank takes longer than the message as it is; one rank holds between all stages
+    one_is_fast = [*links[:3], links[3]._replace(before=training.apart(3000.0)[3].before)]
+    for others in (training.apart(3000.0), one_is_fast):
+        seconds = sent("paper, r_min", others)
+        assert seconds == pytest.approx([seconds[0]] * len(seconds))
     interleaved = Training.of("gpt2_12.1b", None, ["--num-layers-per-virtual-pipeline-stage", "4"])
-    chunks = sent(by_name["optimus"], 10.0, interleaved)
-    assert chunks == pytest.approx([chunks[0]] * len(chunks))
+    for name in ("paper, r_max", "optimus"):
+        chunks = sent(name, interleaved.apart(10.0), interleaved)
+        assert chunks == pytest.approx([chunks[0]] * len(chunks))
+    refused = predict(interleaved, by_name["optimus"], found, interleaved.apart(10.0)).contender
+    assert refused.flags == "--edgc-preset optimus --edgc-pp off"
 
 
 @pytest.mark.parametrize(("gbps", "rounds"), [(10.0, False), (100.0, True), (3000.0, False)])

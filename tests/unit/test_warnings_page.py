@@ -8,6 +8,7 @@ from pathlib import Path
 from tools._root import REPOSITORY
 
 CALLS = {"warn", "print_warning", "StepError", "ReplicaMismatch", "NonFiniteSum", "UnexpectedMessage"}
+WORDED = {"_why_dense", "_why_rounded", "_too_short", "_warning"}  # functions that word a warning
 SOURCES = [path for package in ("edgc", "megatron/edgc") for path in sorted((REPOSITORY / package).rglob("*.py"))]
 GAP = "…"
 
@@ -19,13 +20,26 @@ def text_of(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else GAP
 
 
-def printed(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def warned(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is printed or raised, added to a list of warnings, or returned by a function that words one."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            text = text_of(node.args[0])
-            if name in CALLS and re.search(r"\w \w", text):  # else the words are elsewhere
-                yield text
+            if name in CALLS or name == "append" and ast.unparse(node.func) == "warnings.append":
+                yield node.args[0]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("message", "warning"):
+            yield node.value
+        elif isinstance(node, ast.FunctionDef) and node.name in WORDED:
+            for one in ast.walk(node):
+                if isinstance(one, ast.Return) and one.value is not None:
+                    yield from one.value.elts if isinstance(one.value, ast.Tuple) else [one.value]
+
+
+def printed(path: Path) -> Iterator[str]:
+    for node in warned(ast.parse(path.read_text())):
+        text = text_of(node)
+        if re.search(r"\w \w", text):  # else the words are elsewhere
+            yield text
 
 
 def lines_of_page() -> list[list[str]]:

@@ -58,6 +58,8 @@ def predict(
     training: Training, contender: Contender, methods: Mapping[str, Compressing], links: Sequence[StageLinks]
 ) -> Prediction:
     """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
+    if contender.message_rank is not None and training.chunks > 1:  # EDGC refuses that
+        contender = replace(contender, flags=f"{contender.flags} --edgc-pp off", messages="", message_rank=None)
     reductions = _Reductions(training, links, factors_in_fp32=contender.method == FP32_FACTORS)
     sent = reductions.dense_bytes * contender.bits / 32
     units, rank, warm_up = [reductions.dense(sent)] * len(links), None, None
@@ -70,7 +72,8 @@ def predict(
             compressed = math.ceil(contender.stage_share * len(links))  # stages: the first ones
             units[:compressed] = [reductions.units(compressing, rank)] * compressed
             sent += compressed / len(links) * (reductions.sent(compressing, rank) - sent)
-    step = _step(training, contender, methods, links, units, rank)
+    message_rank = _message_rank(training, contender, methods, links, rank)
+    step = _step(training, contender, methods, links, units, message_rank)
     slowest = max((own.ring for own in links), key=lambda ring: ring.seconds(training.dense_bytes))
     return Prediction(contender, slowest.gbps, rank, step, sent, warm_up)
 
@@ -81,17 +84,15 @@ def _step(
     methods: Mapping[str, Compressing],
     links: Sequence[StageLinks],
     units: Sequence[tuple[Unit, ...]],
-    rank: int | None,
+    message_rank: int | None,
 ) -> Step:
-    """One step, with these reductions of each stage, which have this rank."""
+    """One step, with these reductions of each stage. ``message_rank``: see ``_message_rank``."""
     forward = training.forward_seconds()
-    in_low_rank = contender.messages == FP32_FACTORS
-    sends = [_message(training, None if in_low_rank else methods.get(contender.messages), own.before) for own in links]
-    late: list[tuple[float, float] | None] = [None] * len(links)
-    if in_low_rank and rank is not None and contender.messages in methods and training.chunks == 1:
-        late[1:] = [
-            _late_message(training, methods[contender.messages], contender, rank, own.before) for own in links[1:]
-        ]
+    rounds = None if contender.messages == FP32_FACTORS else methods.get(contender.messages)
+    sends = [_message(training, rounds, own.before) for own in links]
+    late: list[tuple[float, float] | None] = [None] * len(links)  # of the first stage: it sends none
+    if message_rank is not None:
+        late[1:] = [_late_message(training, methods[contender.messages], message_rank)] * (len(links) - 1)
     gathers = [_gather(training, methods.get(contender.weights), own.once) for own in links]
     of_first = 1 - 1 / training.chunks  # the first stage sends no gradients of its first chunk
     stages = [
@@ -233,26 +234,40 @@ def _message(training: Training, rounding: Compressing | None, link: Link) -> tu
     return sent, seconds
 
 
-def _late_message(
-    training: Training, low_rank: Compressing, contender: Contender, rank: int, link: Link
-) -> tuple[float, float] | None:
-    """The same of one in low rank that the stage before waits for idle, at a reduction's rank or at its own; None: as
-    it is.
+def _message_rank(
+    training: Training,
+    contender: Contender,
+    methods: Mapping[str, Compressing],
+    links: Sequence[StageLinks],
+    rank: int | None,
+) -> int | None:
+    """At which gradients travel that a stage waits for idle, where its reductions have this rank; None: as they are.
+
+    The same between all stages. One that is not given takes no longer anywhere, and halves the messages.
     """
-    plain, cols = training.message_bytes, training.layer.width
-    rows = plain / 2 / cols
-
-    def sent(rank: int) -> float:
-        return 4 * rank * (rows + cols)
-
-    def seconds(rank: int) -> float:
-        return rows * cols / low_rank.elements * low_rank.at(rank)
-
+    low_rank = methods.get(contender.messages)
+    if contender.messages != FP32_FACTORS or low_rank is None or training.pipeline == 1 or training.chunks > 1:
+        return None
     if contender.message_rank is not None:
-        return sent(contender.message_rank), seconds(contender.message_rank)
-    most = min(rank, int(plain / EDGCConfig.from_preset("paper").study.min_saving / sent(1)))
-    chosen = _rank_worth_its_time(most, lambda rank: seconds(rank) + link.seconds(sent(rank)), link.seconds(plain))
-    return None if chosen is None else (sent(chosen), seconds(chosen))
+        return contender.message_rank
+    if rank is None and training.replicas > 1:  # no rank is worth its time
+        return None
+    plain = training.message_bytes
+    most = int(plain / EDGCConfig.from_preset("paper").study.min_saving / _late_message(training, low_rank, 1)[0])
+
+    def longer(rank: int) -> float:
+        sent, seconds = _late_message(training, low_rank, rank)
+        return max(seconds + own.before.seconds(sent) - own.before.seconds(plain) for own in links[1:])
+
+    most = rank_below(contender.rank_share * most) if rank is None else min(rank, most)
+    return _rank_worth_its_time(most, longer, 0.0)
+
+
+def _late_message(training: Training, low_rank: Compressing, rank: int) -> tuple[float, float]:
+    """Bytes of a message with gradients in low rank, and seconds of compressing it. Factors have 16 bits a value."""
+    cols = training.layer.width
+    rows = training.message_bytes / 2 / cols
+    return 2 * rank * (rows + cols), rows * cols / low_rank.elements * low_rank.at(rank)
 
 
 def _gather(training: Training, rounding: Compressing | None, link: Link) -> tuple[float, float]:

@@ -44,13 +44,6 @@ class RunState:
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None
 
-    @property
-    def message_replicas(self) -> int:
-        """How many processes leave something of the same messages unsent; 0: none compresses any."""
-        if self.messages is None or not self.messages.directions:
-            return 0
-        return dist.get_world_size(replica_group())
-
 
 @dataclass(frozen=True)
 class SavedStage:
@@ -84,7 +77,7 @@ class Index:
     controller: dict[str, Any]
     messages: SavedMessages | None  # None: nothing sets their ranks
     weights: dict[str, str]  # how updated ones travel: ``param_wire`` as requested, and as resolved
-    replicas: int  # its ``RunState.message_replicas``
+    replicas: int  # how many processes have left something of the same messages unsent; 0: there is no pipeline
     bytes: dict[str, RunBytes]  # so far: the mean over the processes, by a stage's id, and of messages
     saved: dict[str, SavedStage]  # by ``stage_key``
 
@@ -141,7 +134,7 @@ def gathered_index(
             controller=of_gradients,
             messages=_saved_messages(run, of_messages),
             weights={"requested": run.requested.formats.param_wire, "resolved": run.stages[0].param_wire},
-            replicas=run.message_replicas,
+            replicas=0 if run.messages is None else dist.get_world_size(replica_group()),
             bytes=_mean_bytes([count for _, counts in everywhere for count in counts]),
             saved={key: one for described, _ in everywhere for key, one in described.items()},
         ).to_dict()
@@ -233,6 +226,6 @@ class RestorableState:
                     layout, saved.processes, same, own if same and same_engine else None
                 )
         messages = None
-        if run.message_replicas and index.replicas == run.message_replicas:
+        if run.messages is not None and index.replicas == dist.get_world_size(replica_group()):
             messages = of_process(message_key(), dist.get_rank(replica_group()))
         return cls(index, same_engine, tied_apart, stages, messages)

@@ -152,7 +152,7 @@ class Resume:
             messages.load_state_dict(own)
             return False
         messages.restore_bytes(self.index.bytes.get(MESSAGES, RunBytes()).messages)
-        return bool(self.index.replicas if own is None else own["senders"])
+        return self.index.messages is not None if own is None else bool(own["senders"])
 
     def _resume_weights(self) -> None:
         """How updated weights travel, where both runs left that to their links, or to the same given one."""

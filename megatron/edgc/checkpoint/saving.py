@@ -75,7 +75,7 @@ class CheckpointSaver:
                 saved[stage_key(stage)] = SavedStage(dist.get_world_size(group), layout)
             measured = [reducer.observer.before(undone).state_dict() for reducer in stage.reducers]
             state |= _of_each(measurements_key(stage), measured, group, sharded)
-        if run.messages is not None and run.message_replicas:
+        if run.messages is not None:
             state |= _of_each(message_key(), run.messages.state_dict(undone), replica_group(), sharded)
         controllers = self._before[1] if undone == self._before[0] else self._controllers()
         index = gathered_index(run, iteration, controllers, saved)
