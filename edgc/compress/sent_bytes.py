@@ -40,13 +40,12 @@ def sent_bytes(selection: Selection, config: EDGCConfig, processes: int, run: Ru
     factors = all_reduce_bytes(_bytes_per_rank(selection, config), processes)
     values = selection.matrix_elements + selection.other_elements
     uncompressed = all_reduce_bytes(values * uncompressed_value_bytes(config, run), processes)
-    return SentBytes(
-        LinearCost(rest, factors), uncompressed, all_reduce_bytes(values * run.host_value_bytes, processes)
-    )
+    host = all_reduce_bytes(values * run.host_value_bytes, processes)
+    return SentBytes(LinearCost(rest, factors), uncompressed, host)
 
 
 def uncompressed_value_bytes(config: EDGCConfig, run: Run) -> float:
-    """That a value takes in EDGC's own sums without compression, relative to an all-reduce."""
+    """The bytes of one value in EDGC's own sums without compression: see ``Run.uncompressed_value_bytes``."""
     form = wire(config.formats.dense_wire)
     return run.uncompressed_value_bytes(None if form.exact else form.bytes_per_value())
 

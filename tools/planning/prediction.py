@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgc.comm.collectives import all_reduce_bytes
-from edgc.config import EDGCConfig
 from edgc.hosts.units import MAX_UNITS as UNITS
 from edgc.plan.by_volume.choices import ROUNDED
 from edgc.plan.rank_plan import NO_RANK
@@ -18,6 +17,7 @@ from tools.planning.contenders import FP32_FACTORS, Contender
 from tools.planning.placement import StageLinks
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.planning.training import OPTIMIZER_BYTES, Training
+from tools.shared.paper_rank import LEAST_SAVING
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,10 @@ def _message_rank(
     links: Sequence[StageLinks],
     rank: int | None,
 ) -> int | None:
-    """At which gradients travel that a stage waits for idle, where its reductions have this rank; None: as they are.
+    """The rank of gradients that a stage waits for idle, the same between all stages; None: they travel whole.
 
-    The same between all stages. One that is not given takes no longer anywhere, and halves the messages.
+    ``rank``: of the reductions; None: they are not in low rank. A rank that the contender does not give halves the
+    messages, and makes none of them take longer.
     """
     low_rank = methods.get(contender.messages)
     if contender.messages != FP32_FACTORS or low_rank is None or training.pipeline == 1 or training.chunks > 1:
@@ -253,7 +254,7 @@ def _message_rank(
     if rank is None and training.replicas > 1:  # no rank is worth its time
         return None
     plain = training.message_bytes
-    most = int(plain / EDGCConfig.from_preset("paper").study.min_saving / _late_message(training, low_rank, 1)[0])
+    most = int(plain / LEAST_SAVING / _late_message(training, low_rank, 1)[0])
 
     def longer(rank: int) -> float:
         sent, seconds = _late_message(training, low_rank, rank)
