@@ -127,7 +127,7 @@ class EDGCConfig(Settings):
             preset = "balanced" if engine == DEFAULT_ENGINE else None
         check(isinstance(preset, (str, type(None))), cls.flag("preset"), preset, "must be text")
         settings = with_effect(PRESETS.get(preset or "", {}), given)
-        for names, rule in without_effect(given, settings.get("volume")):
+        for names, rule in without_effect(given, settings):
             for one in sorted(names & given.keys()):
                 check(given[one] == settings.get(one, _default(one)), flag(one), given[one], rule)
         # who says which messages to compress takes the preset's format for them

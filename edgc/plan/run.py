@@ -8,15 +8,17 @@ from dataclasses import dataclass
 class Run:
     """A training run as its host describes it; the same on every process.
 
-    ``replicas``: how many processes hold the same layers, and sum their gradients. ``value_bytes``: of one value in
-    the host's gradient buffers. ``scatters``: the host's own sum is a reduce-scatter, and each process needs its shard
-    alone. ``overlapped``: reductions run beside the backward pass. ``repeatable``: the host may skip a step, or run it
-    again, after its reduction; reducers then keep their state of before the step. ``reruns``: it may run it again.
-    ``learning_rate``: by iteration, in any unit, where the host knows it.
+    ``replicas``: how many processes hold the same layers, and sum their gradients; ``expert_replicas``: the same
+    experts. ``value_bytes``: of one value in the host's gradient buffers. ``scatters``: the host's own sum is a
+    reduce-scatter, and each process needs its shard alone. ``overlapped``: reductions run beside the backward pass.
+    ``repeatable``: the host may skip a step, or run it again, after its reduction; reducers then keep their state of
+    before the step. ``reruns``: it may run it again. ``learning_rate``: by iteration, in any unit, where the host
+    knows it.
     """
 
     iterations: int
     replicas: int
+    expert_replicas: int = 1
     pipeline_stages: int = 1
     value_bytes: int = 4
     scatters: bool = False

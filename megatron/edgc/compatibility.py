@@ -136,6 +136,19 @@ def installed_in() -> Path:
     return Path(str(distribution("megatron-core").locate_file(""))).resolve()
 
 
+def replicas(args: Namespace) -> int:
+    """How many processes hold the same layers."""
+    return int(args.data_parallel_size * args.context_parallel_size)
+
+
+def expert_replicas(args: Namespace) -> int:
+    """How many processes hold the same experts; 1 without experts."""
+    if not args.num_experts:
+        return 1
+    parallel = args.expert_tensor_parallel_size * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    return int(args.world_size // parallel)
+
+
 def check_options(config: EDGCConfig, args: Namespace) -> None:
     """Raise ``ConfigError`` naming every Megatron option in use that EDGC does not support yet.
 
@@ -144,11 +157,7 @@ def check_options(config: EDGCConfig, args: Namespace) -> None:
     refused = [f"{flag} ({why})" for flag, why, in_use in UNSUPPORTED if in_use(args)]
     if refused:
         raise ConfigError("--edgc does not support yet: " + "; ".join(refused))
-    copies = args.data_parallel_size * args.context_parallel_size
-    if args.num_experts:
-        parallel = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-        copies = max(copies, args.world_size // (parallel * args.pipeline_model_parallel_size))
-    alone = copies < 2
+    alone = max(replicas(args), expert_replicas(args)) < 2
     if alone and (config.pipeline.messages.which == "off" or args.pipeline_model_parallel_size == 1):
         raise ConfigError(
             "--edgc needs at least 2 data-parallel ranks, or a pipeline and --edgc-pp: with one there is no reduction "
@@ -198,7 +207,7 @@ def rounds_weights(config: EDGCConfig, args: Namespace) -> bool:
         "an optimizer that keeps them apart from the model's: not --use-precision-aware-optimizer": (
             not args.use_precision_aware_optimizer
         ),
-        "layers of which there are copies": args.data_parallel_size * args.context_parallel_size > 1,
+        "layers of which there are copies": replicas(args) > 1,
         "weights that are not in fp8 or fp4": not (args.fp8_param_gather or args.fp4_param_gather),
     }
     missing = [need for need, met in needs.items() if not met]

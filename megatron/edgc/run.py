@@ -9,6 +9,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import training
 
 from edgc.plan.run import Run
+from megatron.edgc.compatibility import expert_replicas, replicas
 
 
 def described_run(args: Namespace) -> Run:
@@ -16,7 +17,8 @@ def described_run(args: Namespace) -> Run:
     iterations = run_length(args)
     return Run(
         iterations=iterations,
-        replicas=args.data_parallel_size * args.context_parallel_size,
+        replicas=replicas(args),
+        expert_replicas=expert_replicas(args),
         pipeline_stages=args.pipeline_model_parallel_size,
         value_bytes=value_bytes(args),
         scatters=args.use_distributed_optimizer,

@@ -83,6 +83,7 @@ def test_measurements_come_back_as_plain_values() -> None:
 def test_of_a_sample_of_one_entry_there_is_no_entropy() -> None:
     messages = PipelineMessages.__new__(PipelineMessages)
     messages.config, messages._messages = EDGCConfig(), Counter()
+    messages.args = Namespace(calculate_per_token_loss=True)
     messages.entropy = {"forward": [], "backward": []}
     for rate, seen in ((1e-6, 0), (0.5, 1)):
         messages.sampler = GradientSampler(iteration_rate=1.0, gradient_rate=rate)
@@ -105,6 +106,7 @@ def of_messages(**parts: Any) -> PipelineMessages:
     messages.config, messages.stage, messages.senders, messages._messages = EDGCConfig(), 1, {}, Counter()
     messages.bytes = {"forward": ByteCount(), "backward": ByteCount()}
     messages.entropy = {"forward": [], "backward": []}
+    messages.args = Namespace(calculate_per_token_loss=True)
     for name, value in parts.items():
         setattr(messages, name, value)
     return messages
@@ -119,14 +121,24 @@ def test_messages_of_a_pass_without_gradients_are_of_no_training_step() -> None:
     assert not messages.training
 
 
-def test_the_entropy_of_messages_is_without_the_loss_scale() -> None:
-    messages = of_messages(sampler=GradientSampler(iteration_rate=1.0, gradient_rate=1.0))
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_entropy_of_messages_has_no_unit_of_loss_scale_or_micro_batches(
+    per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron divides the loss of each micro-batch by their number, unless losses count by tokens."""
+    messages = of_messages(
+        sampler=GradientSampler(iteration_rate=1.0, gradient_rate=1.0),
+        args=Namespace(calculate_per_token_loss=per_token),
+    )
     matrix = torch.randn(32, 128)
-    for scale in (None, torch.tensor(1024.0)):
-        messages._measure("backward", matrix * (1.0 if scale is None else scale), Step(0, scale))
-    messages._measure("forward", matrix, Step(0, torch.tensor(1024.0)))  # activations have none
-    one, other = map(float, messages.entropy["backward"])
-    assert one == pytest.approx(other, abs=1e-4) == float(messages.entropy["forward"][0])
+    for count in (1, 4):
+        monkeypatch.setattr(pipeline_messages, "get_num_microbatches", lambda count=count: count)
+        gradient = matrix if per_token else matrix / count
+        for scale in (None, torch.tensor(1024.0)):
+            messages._measure("backward", gradient * (1.0 if scale is None else scale), Step(0, scale))
+    messages._measure("forward", matrix, Step(0, torch.tensor(1024.0)))  # activations have neither
+    (of_activations,) = messages.entropy["forward"]
+    assert [float(one) for one in messages.entropy["backward"]] == pytest.approx(4 * [float(of_activations)], abs=1e-4)
 
 
 def test_only_gradients_leave_errors_and_a_spike_is_told_once() -> None:

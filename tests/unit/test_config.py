@@ -310,6 +310,29 @@ def test_what_sets_a_rank_cannot_be_given_to_an_engine_without_one(unused: dict[
             EDGCConfig.from_preset(**{"engine": engine, **unused})
 
 
+@pytest.mark.parametrize(
+    ("unused", "beside", "rule"),
+    [
+        ({"error_dtype": "bf16"}, {"engine": "dense"}, "beside the engine dense, which leaves no errors"),
+        ({"error_gain": 0.5}, {"engine": "dense"}, "beside the engine dense, which leaves no errors"),
+        ({"error_dtype": "bf16"}, {"engine": "loco"}, "beside the engine loco, which keeps errors in a format of its"),
+        ({"whole_error_fraction": 0.3}, {"error_gain": 1.0}, "where every step adds the whole error"),
+        ({"basis_cycle": 4}, {"warm_start": False}, "beside warm_start = off"),
+        ({"entropy_stability": 1.0}, {"static_rank": 8}, "where entropy sets no ranks"),
+        ({"entropy_stability": 1.0}, {}, "where entropy sets no ranks"),
+    ],
+)
+def test_what_nothing_would_read_is_refused(unused: dict[str, object], beside: dict[str, object], rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"does nothing {rule}"):
+        EDGCConfig.from_preset(**unused, **beside)
+
+
+def test_a_preset_leaves_out_what_nothing_would_read() -> None:
+    assert EDGCConfig.from_preset(warm_start=False).basis_cycle == 1
+    assert EDGCConfig.from_preset("balanced", engine="dense").study.error_gain == 1
+    assert EDGCConfig.from_preset("paper", entropy_stability=1.0).study.entropy_stability == 1
+
+
 def test_settings_keep_their_values_with_and_without_their_groups() -> None:
     for name in PRESETS:
         config = EDGCConfig.from_preset(name)

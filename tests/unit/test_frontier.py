@@ -666,6 +666,20 @@ def test_a_run_without_a_warm_up_of_its_learning_rate_is_as_it_was(warm_up: list
     assert (text in changes.changed("powersgd", 1, ["--edgc-preset", "fast", *warm_up], 0)) == rises
 
 
+@pytest.mark.parametrize(
+    ("flags", "concerned"),
+    [
+        ("--expert-model-parallel-size 2 --edgc-preset balanced", True),
+        ("--expert-model-parallel-size 2 --edgc-preset balanced --edgc-static-rank 0.1", True),
+        ("--expert-model-parallel-size 2 --edgc-preset paper --edgc-static-rank 8", False),
+        ("--expert-model-parallel-size 1 --edgc-preset balanced", False),
+        ("--edgc-preset balanced", False),
+    ],
+)
+def test_runs_whose_experts_lie_apart_are_marked_where_bytes_are_shared_out(flags: str, concerned: bool) -> None:
+    assert ("experts priced as layers" in changes.changed("powersgd", 1, flags.split(), 14)) == concerned
+
+
 def test_a_run_whose_preset_has_changed_since_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "RUNS", REPOSITORY / "runs" / tmp_path.name)
     changed = LIST.replace("--edgc-static-rank 8", "--edgc-preset fast")

@@ -1,4 +1,4 @@
-"""The plan of a run from what its processes know: a pure function, without processes and without torch."""
+"""The plan of a run from what its processes know: a pure function, without processes."""
 
 import math
 from collections.abc import Mapping
@@ -415,6 +415,14 @@ def test_a_volume_that_the_warm_up_alone_exceeds_is_refused() -> None:
     with pytest.raises(ConfigError, match="--edgc-volume = 24: the warm-up of 10 % of the run in fp32 alone"):
         plan_run(config, RUN, [[stage]])
     plan_run(config.replace(dense_wire="int8"), RUN, [[stage]])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "experts", "price"), [(4, 2, (1 / 2) / (3 / 4)), (8, 8, 1.0), (2, 4, (3 / 4) / (1 / 2)), (1, 2, 1.0)]
+)
+def test_the_price_of_experts_is_that_of_their_own_processes(replicas: int, experts: int, price: float) -> None:
+    run = Run(iterations=1000, replicas=replicas, expert_replicas=experts)
+    assert sizes({"int4": 0.5}, run=run).price(StageKind.EXPERTS) == pytest.approx(price)
 
 
 def test_an_embedding_of_two_stages_costs_twice_and_layers_that_nobody_shares_nothing() -> None:

@@ -44,6 +44,14 @@ CHANGES: tuple[tuple[str, Callable[[str, int, Sequence[str]], bool]], ...] = (
         "few bytes while the learning rate rises",
         lambda engine, _, arguments: has_rank(engine) and _by_learning_rate(arguments) and _rises(arguments),
     ),
+    (
+        "experts priced as layers",
+        lambda engine, _, arguments: (
+            has_rank(engine)
+            and int(dict(pairwise(arguments)).get("--expert-model-parallel-size", 1)) > 1
+            and (_volume(arguments) > 0 or _fills(arguments))
+        ),
+    ),
 )
 
 

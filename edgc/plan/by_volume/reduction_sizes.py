@@ -46,8 +46,11 @@ class ReductionSizes:
         return found + [PlannedParameter(one.spec, price=price, energy=ENERGY_OF_VECTORS) for one in others]
 
     def price(self, kind: StageKind) -> float:
-        """The price of a stage's bytes; that of layers is 1. The processes of two stages send a tied embedding."""
-        if kind is not StageKind.EMBEDDING or self.run.alone:
+        """The price of a stage's bytes; that of layers is 1. Of so many bytes each of n processes sends a share of
+        (n - 1) / n. Two stages, so twice as many processes, sum a tied embedding, and both send it.
+        """
+        replicas, experts = self.run.replicas, self.run.expert_replicas
+        if kind is StageKind.LAYERS or self.run.alone or (kind is StageKind.EXPERTS and experts == 1):
             return 1.0
-        own, both = self.run.replicas, 2 * self.run.replicas
-        return 2 * ((both - 1) / both) / ((own - 1) / own)
+        processes, stages = (experts, 1) if kind is StageKind.EXPERTS else (2 * replicas, 2)
+        return stages * ((processes - 1) / processes) / ((replicas - 1) / replicas)

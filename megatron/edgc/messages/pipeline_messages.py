@@ -188,8 +188,12 @@ class PipelineMessages:
         sample = self.sampler.sample(f"{direction} {self._messages['sent', direction]}", matrix, step.iteration)
         if len(sample) < 2:  # of so little there is no entropy
             return
-        if step.loss_scale is not None and direction == "backward":
-            sample = sample.float() / step.loss_scale  # in fp16 small entries would become 0
+        if direction == "backward":
+            sample = sample.float()  # in fp16 small entries would become 0
+            if step.loss_scale is not None:
+                sample = sample / step.loss_scale
+            if not self.args.calculate_per_token_loss:  # else Megatron has divided the loss by their number
+                sample = sample * get_num_microbatches()
         self.entropy[direction].append(ESTIMATORS[self.config.study.entropy_estimator](sample))
 
     def roll_back(self, iteration: int) -> None:
