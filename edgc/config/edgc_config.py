@@ -18,6 +18,7 @@ from edgc.engines import DEFAULT_ENGINE, ENGINES, check_engine, has_rank
 # Steps in few bits before the equaliser's scales are relied on. After one alone the gradient of an embedding grew from
 # step to step in some runs (docs/algorithm.md, 5).
 LEAST_WARMUP = 2
+MOST_PLANNED = 10**7  # iterations of a volume, of which process 0 keeps 24 bytes each
 DEFAULT_PRESET: Any = object()  # the preset of who names none
 
 
@@ -181,6 +182,8 @@ class EDGCConfig(Settings):
         """Raise ``ConfigError`` if these settings cannot work in a run of so many iterations."""
         if not isinstance(iterations, Integral) or iterations < 1:
             raise ConfigError(f"iterations = {iterations}: must be a whole number of at least 1")
+        if self.rank_policy is RankPolicy.VOLUME and iterations > MOST_PLANNED:
+            raise ConfigError(f"iterations = {iterations}: a volume is planned for at most {MOST_PLANNED}")
         if self.rank_policy is RankPolicy.ENTROPY:
             rule = f"is longer than the run of {iterations} iterations, and entropy sets ranks once a window: give less"
             self.ranks.require("window", self.ranks.window <= iterations, rule)

@@ -46,6 +46,9 @@ KEY = StageKey(StageKind.LAYERS, 0)
 # Taken as asked for, not as the run before has resolved it: a window follows from the length of the run.
 KEPT_AS_REQUESTED = (*JOB_SETTINGS, "window")
 REMEDY = "set reset_state to go on without it"  # where a state cannot be taken up
+STATE_KEYS = {
+    *("version", "steps", "requested", "config", "controller", "layout", "tensors", "shapes", "measurements", "bytes")
+}
 
 
 Result = TypeVar("Result")
@@ -115,6 +118,10 @@ class EDGCState:
         self.requested = data_parallel_config(config)
         self.requested.check_run(iterations)
         self.iterations, self.group, self.scaler, self.unit_bytes = int(iterations), group, scaler, unit_bytes
+        if learning_rate is not None and not callable(learning_rate):
+            raise ConfigError(
+                f"learning_rate is of type {type(learning_rate).__name__}: must be a function of the step"
+            )
         self.learning_rate = learning_rate
         self.parameters = ModuleParameters(module, ignored)
         self.steps = 0  # averaged so far
@@ -125,6 +132,14 @@ class EDGCState:
         self._handles: list[Handle] = []
         self._plain = False  # whether gradients of this step are summed as DDP itself would
         self._copies: list[tuple[Tensor, Tensor]] = []  # gradients that are not contiguous, and copies that are
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EDGCState":
+        """Itself: a copy of a ``DistributedDataParallel`` model has no hook, and only refers to this state."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a saved ``DistributedDataParallel`` model has no hook. ``state_dict`` is what a checkpoint needs."""
+        return type(None), ()
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +236,9 @@ class EDGCState:
         Before the first step raises ``ConfigError`` where the processes have different parameters.
         """
         if self._ended:
-            raise RuntimeError("this EDGC state was closed, or a step of it has failed")
+            raise RuntimeError(
+                "this EDGC state was closed, or a step of it has failed, or a saved state did not fit it"
+            )
         self.start()
         if self.reporter is None:
             check_values(self.parameters, self.group)
@@ -334,9 +351,9 @@ class EDGCState:
         (docs/algorithm.md, 10). A tensor may be on any device: nothing waits for it before the window ends.
 
         Every process may call this after each step, or none. Raises RuntimeError before the first step, and ValueError
-        for more than one number.
+        for anything but one number.
         """
-        if not self._started:
+        if not self._started or self.driver.current is NO_STEP:
             raise RuntimeError("note_loss before the first step")
         self.driver.note_loss(loss)
 
@@ -395,6 +412,7 @@ class EDGCState:
             "controller": broadcast_object(None if controller is None else controller.state_dict(), self.group),
             "layout": layout,
             "tensors": tensors,
+            "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.described.items()},
             "measurements": [measurements for measurements, _ in everyone],
             "bytes": asdict(RunBytes.mean([counts for _, counts in everyone])),
         }
@@ -405,8 +423,11 @@ class EDGCState:
 
         Every process of the group must call this. A run with the settings of the one before keeps the ranks that its
         link was found to allow. With ``reset_state`` nothing is taken of the state but the number of steps. Raises
-        ``ConfigError`` for another engine and for parameters of other sizes.
+        ``ConfigError`` for what is no such state, another engine, and parameters of other shapes. Where only a part of
+        the state had been taken by then, no step may follow.
         """
+        if "version" not in state or "steps" not in state:
+            raise ConfigError("what was given is no EDGC state: it is not what state_dict has returned")
         if self.requested.job.reset_state:
             warn("starting without the EDGC state, as asked for", self.group)
             self.start()
@@ -428,6 +449,7 @@ class EDGCState:
         config = self.requested
         if same:
             config = EDGCConfig.of(**{**state["config"], **{name: requested[name] for name in KEPT_AS_REQUESTED}})
+        ended, self._ended = self._ended, True  # of a state that was taken in part no step may be made
         self._build(config, timed=not same)
         if same:  # resolved ranks look as if they had been asked for, and nothing was timed
             saved = state["controller"]
@@ -457,16 +479,24 @@ class EDGCState:
                 self.group,
             )
         self.windows.resume(self.steps)
+        self._ended = ended
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if state["version"] != STATE_VERSION:
             why = f"EDGC state of version {state['version']}: this release reads {STATE_VERSION}"
             raise ConfigError(f"{why}; {REMEDY}")
+        missing = sorted(STATE_KEYS - state.keys()) or sorted(state["layout"].keys() - state["tensors"].keys())
+        if missing:
+            raise ConfigError(f"the EDGC state cannot be read: it lacks {', '.join(missing)}; {REMEDY}")
         engine = state["requested"]["engine"]
         if engine != self.requested.engine:
             raise ConfigError(f"EDGC state of the engine {engine}, this run has {self.requested.engine}; {REMEDY}")
         if why := misfit(state["layout"], {name: one.elements for name, one in self.parameters.described.items()}):
             raise ConfigError(f"the EDGC state has {why}; {REMEDY}")
+        for name, parameter in self.parameters.described.items():
+            if (shape := state["shapes"].get(name)) not in (None, list(parameter.shape)):
+                why = f"{name} of shape {tuple(shape)}, where this model's has {parameter.shape}"
+                raise ConfigError(f"the EDGC state has {why}; {REMEDY}")
 
 
 def data_parallel_config(config: EDGCConfig | str) -> EDGCConfig:

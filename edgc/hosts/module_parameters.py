@@ -85,6 +85,11 @@ class ModuleParameters:
                 "new state for the module as it is now"
             )
         found: dict[Tensor, Tensor] = {p: p.grad for p in self.names if p.grad is not None}
+        for parameter, name in self.names.items():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{name} has a sparse gradient, which EDGC does not average: make the embedding with sparse=False"
+                )
         check_missing([name for p, name in self.names.items() if p not in found])
         return found
 

@@ -159,10 +159,17 @@ class StepDriver:
         return (iteration + 1) % self.window == 0 or iteration + 1 == ends
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """The training loss of the last step, one number. Raises ValueError for more. Nothing waits for a tensor."""
-        if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                raise ValueError(f"a loss of shape {tuple(loss.shape)}: must be one number")
+        """The training loss of the last step, one number. Raises ValueError for anything else. Nothing waits for a
+        tensor.
+        """
+        if not isinstance(loss, Tensor):
+            try:
+                loss = float(loss)  # of NumPy's types too: a checkpoint has plain values
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"a loss of type {type(loss).__name__}: must be one number") from error
+        elif loss.numel() != 1:
+            raise ValueError(f"a loss of shape {tuple(loss.shape)}: must be one number")
+        else:
             loss = loss.detach().reshape(()).float().clone()  # the caller may use its memory again
         self._losses.append(loss)
 

@@ -81,8 +81,9 @@ def _contents(stage: StagePlan, config: EDGCConfig, value_bytes: int) -> Iterato
         return
     policy = config.rank_policy
     verb = "measured" if policy is RankPolicy.NONE else "compressed"
-    noun = "matrices" if config.low_rank or policy is RankPolicy.NONE else "parameters"
-    yield f"{key} {verb}: {len(selection.matrices)} {noun}, {_bytes(selection.matrix_elements * value_bytes)} a step"
+    nouns = ("matrix", "matrices") if config.low_rank or policy is RankPolicy.NONE else ("parameter", "parameters")
+    count = f"{len(selection.matrices)} {nouns[len(selection.matrices) != 1]}"
+    yield f"{key} {verb}: {count}, {_bytes(selection.matrix_elements * value_bytes)} a step"
     rest: dict[str, list[int]] = {}  # sizes by reason
     for parameter, why in selection.others:
         rest.setdefault(why, []).append(parameter.elements * value_bytes)

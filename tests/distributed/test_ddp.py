@@ -3,7 +3,7 @@
 import faulthandler
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -451,6 +451,18 @@ def other_weights(rank: int) -> None:
     state.step()
 
 
+def after_a_misfit() -> None:
+    """A step after a script has caught that the state is of a model with a layer less."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(32, 64), nn.Linear(64, 32)]
+    state, less = (attach(nn.Sequential(*some), BUDGET, iterations=40) for some in (layers, layers[:1]))
+    with suppress(ConfigError):
+        state.load_state_dict(less.state_dict())
+    for layer in layers:
+        layer.weight.grad, layer.bias.grad = torch.ones_like(layer.weight), torch.ones_like(layer.bias)
+    state.step()
+
+
 def refused(rank: int) -> dict[str, str]:
     """What is not taken, and why."""
     cases = {
@@ -475,6 +487,7 @@ def refused(rank: int) -> dict[str, str]:
         "other settings": lambda: attach(net(), LOW_RANK.replace(static_rank=4 + rank), iterations=40).start(),
         "other parameters": lambda: attach(half_frozen(rank), LOW_RANK, iterations=40).start(),
         "other weights": lambda: other_weights(rank),
+        "after a misfit": after_a_misfit,
     }
     used = trained_once(rank)
     found = {}
@@ -707,6 +720,7 @@ def test_what_cannot_work_is_refused() -> None:
         "other parameters": "ConfigError: process 1 of the group trains 0.weight (torch.float32, (8, 8)) where process "
         "0 trains 1.weight (torch.float32, (8, 8)): EDGC averages the same parameters",
         "other weights": "ConfigError: hidden.weight has other values on process 1 of the group than on process 0",
+        "after a misfit": "RuntimeError: this EDGC state was closed, or a step of it has failed, or a saved state did",
     }
     for found, learned in run_on_ranks(refused_or_not, 2):
         for name, reason in reasons.items():

@@ -1,10 +1,13 @@
 """A data-parallel module in one process: what needs no second one."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,3 +243,77 @@ def test_norms_of_before_a_stretch_of_the_hosts_sums_find_no_spikes_after_it() -
     assert reducer.state.norms.values() is not None
     reducer.begin(2)
     assert reducer.plain and reducer.state.norms.values() is None
+
+
+def test_a_loss_is_one_number_of_whatever_type_and_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    net = torch.nn.Linear(32, 64)
+    state = edgc.attach(net, CONFIG, iterations=20)
+    with pytest.raises(RuntimeError, match="note_loss before the first step"):
+        state.note_loss(1.0)
+    train(net, state, 1)
+    for wrong in ([1.0], np.ones(2), torch.ones(2), None):
+        with pytest.raises(ValueError, match="must be one number"):
+            state.note_loss(wrong)  # type: ignore[arg-type]
+    state.note_loss(np.mean([1.0, 2.0], dtype=np.float32))  # type: ignore[arg-type]
+    assert state.driver._losses == [1.5]
+    torch.save(state.state_dict(), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+def test_a_ddp_model_is_copied_and_saved_as_without_edgc(tmp_path: Path) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 64))
+    state = edgc.attach(model, CONFIG, iterations=20)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    torch.save(model, tmp_path / "model.pt")
+    for copied in (average.module, copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(copied.module.weight, model.module.weight)
+        copied(torch.randn(3, 32)).sum().backward()  # without a hook, as DDP itself
+    assert state.steps == 0
+    model(torch.randn(3, 32)).sum().backward()
+    assert state.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda state: {**state, "layout": {"engine": {}}, "tensors": {}}, "cannot be read: it lacks engine"),
+        (lambda state: {}, "is no EDGC state"),
+        (
+            lambda state: {name: part for name, part in state.items() if name != "tensors"},
+            "cannot be read: it lacks tensors",
+        ),
+        (
+            lambda state: {**state, "shapes": {"weight": [32, 64]}},
+            r"has weight of shape \(32, 64\), where this model's",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_before_anything_of_it_is_taken(
+    damage: Callable[[dict[str, Any]], dict[str, Any]], reason: str
+) -> None:
+    net = torch.nn.Linear(32, 64)
+    state = edgc.attach(net, CONFIG, iterations=20)
+    train(net, state, 3)
+    kept = state.state_dict()
+    again = edgc.attach(net, CONFIG, iterations=20)
+    with pytest.raises(edgc.ConfigError, match=reason):
+        again.load_state_dict(damage(kept))
+    assert again.steps == 0
+    train(net, again, 1)
+
+
+def test_settings_of_the_run_that_cannot_work_are_refused() -> None:
+    net = torch.nn.Linear(32, 64)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(edgc.ConfigError, match="learning_rate is of type ConstantLR: must be a function of the step"):
+        edgc.attach(net, iterations=20, learning_rate=scheduler)  # type: ignore[arg-type]
+    with pytest.raises(edgc.ConfigError, match="a volume is planned for at most 10000000"):
+        edgc.attach(net, iterations=10**8)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    net = torch.nn.Linear(32, 64, bias=False)
+    state = edgc.attach(net, CONFIG, iterations=20)
+    torch.nn.functional.embedding(torch.tensor([3, 5]), net.weight, sparse=True).sum().backward()
+    with pytest.raises(RuntimeError, match="weight has a sparse gradient, which EDGC does not average"):
+        state.step()
