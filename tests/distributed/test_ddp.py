@@ -619,6 +619,25 @@ def test_a_run_that_has_fewer_iterations_than_are_behind_it_is_told() -> None:
     assert run_on_ranks(shortened, 2) == [[True, False]] * 2
 
 
+def uneven(rank: int) -> dict[str, dict[str, Tensor]]:
+    """Parameters after 4 steps on process 0 and 7 on process 1, by who averages."""
+    found = {}
+    for name, config in {"DDP": None, "dense": EDGCConfig.of(engine="dense"), "low rank": LOW_RANK}.items():
+        training = Training(rank, config)
+        with training.model.join():
+            training.train(4 + 3 * rank)
+        assert training.state is None or training.state.steps == 7
+        found[name] = training.parameters
+    return found
+
+
+def test_a_process_that_has_no_more_inputs_joins_as_in_ddp() -> None:
+    first, second = run_on_ranks(uneven, 2)
+    for name, parameters in first.items():
+        assert same(parameters, second[name]), name
+    assert same(first["DDP"], first["dense"]) and not same(first["DDP"], first["low rank"])
+
+
 def a_volume_after_a_rank(rank: int) -> tuple[bool, int, float]:
     """Whether the steps after the resume begin with a warm-up, its end, and the volume of these steps."""
     before = Training(rank, LOW_RANK, iterations=400)
