@@ -353,7 +353,7 @@ class EDGCState:
         Every process may call this after each step, or none. Raises RuntimeError before the first step, and ValueError
         for anything but one number.
         """
-        if not self._started or self.driver.current is NO_STEP:
+        if not self._started or (self.driver.current is NO_STEP and not self.steps):
             raise RuntimeError("note_loss before the first step")
         self.driver.note_loss(loss)
 

@@ -62,7 +62,9 @@ def test_a_run_gives_the_tied_embedding_back_if_it_never_compresses(
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.edgc.run.run_length", lambda args: 100)
-    sizes = {"data_parallel_size": 2, "context_parallel_size": 3, "pipeline_model_parallel_size": 4}
+    sizes = {"data_parallel_size": 2, "context_parallel_size": 3, "pipeline_model_parallel_size": 4, "world_size": 48}
+    experts = {"num_experts": 8, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 3}
+    sizes |= {**experts, "num_experts": None}
     gradients = {"accumulate_allreduce_grads_in_fp32": False, "params_dtype": torch.bfloat16, "bf16": True}
     sums = {"use_distributed_optimizer": not overlapped, "overlap_grad_reduce": overlapped}
     usual = {"fp16": False, "loss_scale": None, "check_for_spiky_loss": False, "check_for_large_grads": False}
@@ -77,4 +79,6 @@ def test_a_run_is_what_megatrons_arguments_say(overlapped: bool, monkeypatch: py
         (True, True),
     ]
     assert (run.iterations, run.replicas, run.pipeline_stages, run.value_bytes) == (100, 6, 4, 2)
+    with_experts = described_run(Namespace(**{**sizes, **experts}, **gradients, **sums, **usual))
+    assert (run.expert_replicas, with_experts.expert_replicas) == (1, 2)
     assert (run.overlapped, run.scatters) == (overlapped, not overlapped)
