@@ -81,10 +81,7 @@ def test_measurements_come_back_as_plain_values() -> None:
 
 
 def test_of_a_sample_of_one_entry_there_is_no_entropy() -> None:
-    messages = PipelineMessages.__new__(PipelineMessages)
-    messages.config, messages._messages = EDGCConfig(), Counter()
-    messages.args = Namespace(calculate_per_token_loss=True)
-    messages.entropy = {"forward": [], "backward": []}
+    messages = of_messages()
     for rate, seen in ((1e-6, 0), (0.5, 1)):
         messages.sampler = GradientSampler(iteration_rate=1.0, gradient_rate=rate)
         messages._measure("backward", torch.randn(32, 128), Step(0, None))

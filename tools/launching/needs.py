@@ -202,6 +202,7 @@ def _stage_needs(
     from edgc.plan.run import Run
     from edgc.plan.selection import select
     from edgc.plan.stages import StageKey, StageKind, dense_because
+    from megatron.edgc.compatibility import replicas
     from megatron.edgc.embedding import COPIES
     from megatron.edgc.run import repeatable, value_bytes
     from megatron.edgc.stages import describe, is_tied
@@ -211,7 +212,7 @@ def _stage_needs(
     }
     elements = sum(parameter.elements for parameter in parameters.values())
     half = args.params_dtype != torch.float32
-    copies = args.data_parallel_size * args.context_parallel_size
+    copies = replicas(args)
     gradient = value_bytes(args)
     owners = copies if args.use_distributed_optimizer else 1
 
