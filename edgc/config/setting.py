@@ -1,5 +1,6 @@
 """What every group of settings has: typed fields with help, and rules that name the flag."""
 
+import os
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
@@ -39,11 +40,14 @@ class Settings:
 
     def require_kinds(self) -> None:
         """Raise ``ConfigError`` for a value that is not of its setting's type, or none of its choices. Numbers of other
-        libraries become Python's own, which checkpoints and event logs can hold.
+        libraries become Python's own, and paths become text, which checkpoints and event logs can hold.
         """
         kinds = get_type_hints(type(self))
         for one in (one for one in fields(self) if one.metadata):  # the others are groups of settings
             value, allowed = getattr(self, one.name), get_args(kinds[one.name]) or (kinds[one.name],)
+            if one.metadata["unit"] == "path" and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, one.name, value)
             number = Real if float in allowed else Integral if int in allowed else ()
             # to Python a bool is a number as well
             fits = bool in allowed if isinstance(value, bool) else isinstance(value, (*allowed, number))

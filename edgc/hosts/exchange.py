@@ -11,13 +11,8 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.objects import ProcessGroup, broadcast_object, gather_objects
 from edgc.hosts.stage import Stage
 from edgc.hosts.steps import StepDriver
-from edgc.observe.window import (
-    Boundary,
-    MessageWindow,
-    StageWindow,
-    WindowReport,
-    median_or_nan,
-)
+from edgc.observe.averages import median_or_nan
+from edgc.observe.window import Boundary, MessageWindow, StageWindow, WindowReport
 from edgc.plan.controller import Controller
 from edgc.plan.loss_watch import mean_loss
 from edgc.plan.observation import StageObservation, WindowObservation

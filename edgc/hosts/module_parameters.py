@@ -98,9 +98,9 @@ def check_missing(names: Sequence[str]) -> None:
     """Raises RuntimeError for parameters without a gradient."""
     if names:
         raise RuntimeError(
-            f"{len(names)} parameters have no gradient in this step, the first {min(names)}: EDGC needs those of all "
-            "parameters that required one when it was attached. Before you attach it, set requires_grad=False on "
-            "parameters that steps do not use"
+            f"parameters without a gradient in this step: {len(names)}, the first {min(names)}. EDGC needs the "
+            "gradients of all parameters that required one when it was attached. Before you attach it, set "
+            "requires_grad=False on parameters that steps do not use"
         )
 
 

@@ -10,9 +10,9 @@ from edgc.byte_counts import ByteCount, RunBytes
 from edgc.comm.collectives import Traffic
 from edgc.compress.reducer import GradientReducer
 from edgc.hosts.units import Units
+from edgc.observe.averages import mean_of_finite, median_or_nan
 from edgc.observe.measurements import Measurements
-from edgc.observe.moments import mean_of_finite
-from edgc.observe.window import StageWindow, by_layer_kind, median_or_nan
+from edgc.observe.window import StageWindow, by_layer_kind
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 from edgc.timing import Spans

@@ -1,12 +1,11 @@
 """The distribution of a gradient: is it normal, as the Gaussian entropy assumes? Off the training path."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean
 
 from torch import Tensor
 
+from edgc.observe.averages import mean_of_finite
 from edgc.observe.entropy import gaussian_entropy, histogram_entropy
 
 
@@ -43,9 +42,3 @@ class GradientStatistics:
     def mean(cls, several: Sequence["GradientStatistics"]) -> "GradientStatistics":
         """Field by field, of what is finite."""
         return cls(*(mean_of_finite([getattr(one, field.name) for one in several]) for field in fields(cls)))
-
-
-def mean_of_finite(values: Sequence[float | Tensor]) -> float:
-    """Mean of those that are finite; NaN of none."""
-    finite = [value for value in map(float, values) if math.isfinite(value)]
-    return fmean(finite) if finite else math.nan

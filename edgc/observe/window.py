@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from edgc.byte_counts import ByteCount, RunBytes
+from edgc.observe.averages import mean_of_finite
 from edgc.observe.fidelity import Fidelity
-from edgc.observe.moments import GradientStatistics, mean_of_finite
+from edgc.observe.moments import GradientStatistics
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.stages import StageKey
 from edgc.plan.times.comm_cost import StageCost
@@ -180,8 +181,3 @@ def by_layer_kind(steps: Sequence[Mapping[str, GradientStatistics]]) -> dict[str
 def layer_kind(name: str) -> str:
     """The kind of layer of a parameter: ``linear_fc1.weight`` of ``decoder.layers.3.mlp.linear_fc1.weight``."""
     return ".".join(name.split(".")[-2:])
-
-
-def median_or_nan(values: Sequence[float]) -> float:
-    """Median; NaN of nothing."""
-    return median(values) if values else math.nan

@@ -723,7 +723,7 @@ def test_what_cannot_work_is_refused() -> None:
         "pipeline": "ConfigError: --edgc-pp = epilogue:powersgd:16",
         "rank": "ConfigError: --edgc-rmax = 256",
         "window": "ConfigError: --edgc-window = 100",
-        "no gradient": "RuntimeError: 9 parameters have no gradient",
+        "no gradient": "RuntimeError: parameters without a gradient in this step: 9",
         "thawed": "RuntimeError: hidden.weight has a gradient, and required none when EDGC was given the module",
         "inside": "ConfigError: Sequential has a DistributedDataParallel inside, which sums gradients itself",
         "sharded": "ConfigError: embedding.weight is a DTensor: EDGC averages gradients of whole parameters",
@@ -883,7 +883,7 @@ def goes_on(rank: int) -> tuple[float, float]:
             torch.manual_seed(100 * step + 10 * index + rank)
             layer.weight.grad = torch.randn(32, 32) if step or index else None
         if not step:
-            with pytest.raises(RuntimeError, match="1 parameters have no gradient in this step, the first 1.weight"):
+            with pytest.raises(RuntimeError, match="parameters without a gradient in this step: 1, the first 1.weight"):
                 state.step()
             torch.manual_seed(20 + rank)
             assert torch.equal(layers[3].weight.grad, torch.randn(32, 32)), "nothing was summed"

@@ -1,5 +1,6 @@
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,10 @@ from edgc.engines import ENGINES, engine_class
 def test_a_broken_rule_is_named_with_its_flag_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EDGCConfig.of(**settings)
+
+
+def test_a_path_becomes_text() -> None:
+    assert EDGCConfig.of(log_dir=Path("runs") / "log").job.log_dir == "runs/log"
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:

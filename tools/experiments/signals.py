@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 from matplotlib.figure import Figure
 
-from edgc.observe.moments import mean_of_finite
+from edgc.observe.averages import mean_of_finite
 from edgc.plan.by_volume.noise import LOST, noise_of_format
 from tools.experiments.entries import Interval, Key, Line, entries, key, line_label
 from tools.experiments.series import kinds, stages, statistic

@@ -19,8 +19,8 @@ from edgc.byte_counts import ByteCount
 from edgc.compress.message_sender import HEADER_BYTES, MessageFormat, MessageSender, UnexpectedMessage, described_header
 from edgc.config import EDGCConfig
 from edgc.hosts.steps import Step
+from edgc.observe.averages import mean_of_finite
 from edgc.observe.entropy import ESTIMATORS
-from edgc.observe.moments import mean_of_finite
 from edgc.observe.sampler import GradientSampler
 from edgc.observe.window import Boundary, Direction, MessageWindow
 from edgc.specs import MatrixSpec
