@@ -2,10 +2,14 @@
 # Make the corpora of configs/frontier/general.yaml under runs/data:  bash scripts/prepare_corpora.sh
 # Python: the standard library of the environment's interpreter. English: the documentation of the Linux kernel. Go: a part
 # of its standard library. The last two are Debian packages, 56 MB, which apt-get fetches without being root. What exists
-# is kept. Takes about two minutes.
+# is kept. Takes about eight minutes.
 set -euo pipefail
 
-(($# == 0)) || { printf 'prepare_corpora: error: %s: takes no arguments\n' "$*" >&2 && exit 2; }
+case "$*" in
+    '') ;;
+    -h | --help) exec sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" ;;
+    *) printf 'prepare_corpora: error: %s: only --help is known\n' "$*" >&2 && exit 2 ;;
+esac
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
 

@@ -8,7 +8,11 @@
 # ends with runs/rehearsal/{paper,balanced}/{report.html,summary.json,zero_shot.md}.
 set -euo pipefail
 
-(($# == 0)) || { printf 'rehearse: error: %s: takes no arguments\n' "$*" >&2 && exit 2; }
+case "$*" in
+    '') ;;
+    -h | --help) exec sed -n '2,/^set/ { s/^# \{0,1\}//p }' -- "${BASH_SOURCE[0]}" ;;
+    *) printf 'rehearse: error: %s: only --help is known\n' "$*" >&2 && exit 2 ;;
+esac
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 bash scripts/setup_env.sh
 python=.venv/bin/python
