@@ -244,24 +244,28 @@ def test_a_trend_is_the_gap_by_what_settings_differ_in() -> None:
     lines = [*LINES, *large, line("small", 1, 9.0, 5, model="large", other="another volume")]
     values = {"large, DP 2, 10 iterations": 256, "m, DP 2, 10 iterations": 128}
     found = trend(lines, values)
-    assert [(value, gap.mean) for value, gap in found["good"].items()] == [
+    assert [(value, point.gap.mean) for value, point in found["good"].items()] == [
         (128, pytest.approx(0.01)),
         (256, pytest.approx(0.001)),
     ], "of the first seed, which both have"
+    assert found["good"][128].change is None
+    assert found["good"][256].change == Interval(pytest.approx(-0.009), math.inf, 1)
     alone = trend(LINES, {"m, DP 2, 10 iterations": 128})
-    assert alone["good"][128].mean == pytest.approx(0.005), "all seeds of a single point"
+    assert alone["good"][128].gap.mean == pytest.approx(0.005), "all seeds of a single point"
     others = [{**one, "seed": one["seed"] + 7} for one in large]
-    assert trend([*LINES, *others], values)["good"][128].mean == pytest.approx(0.005), "all, without a common one"
+    apart = trend([*LINES, *others], values)["good"]
+    assert apart[128].gap.mean == pytest.approx(0.005), "all, without a common one"
+    assert apart[256].change is None
     assert list(found["small"]) == [128], "a run of older code is no point of a trend"
     lines.append(line("small", 1, 8.0, 5, model="large", other="yet another"))
     two = trend(lines, values)
-    assert sorted(gaps[256].mean for name, gaps in two.items() if name.startswith("small, old")) == [
+    assert sorted(points[256].gap.mean for name, points in two.items() if name.startswith("small, old")) == [
         pytest.approx(8 / 3 - 1),
         pytest.approx(2),
     ]
     page = markdown("mine", "A title", lines, [], trends={"width": values})
     assert "| width | worse | good | small |" in page
-    assert "+0.10 %" in page and "not run" in page and "![Loss gap against width](mine.png)" in page
+    assert "+0.10 %; -0.90 %" in page and "not run" in page and "![Loss gap against width](mine.png)" in page
     assert draw_trends(lines, {"width": values}).startswith(b"\x89PNG")
 
 

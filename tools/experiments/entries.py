@@ -133,7 +133,17 @@ def entries(lines: Sequence[Line]) -> list[Entry]:
     return sorted(marked, key=lambda entry: (entry.setting, entry.reduction, entry.gap.mean))
 
 
-def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[float, Interval]]:
+@dataclass(frozen=True)
+class TrendPoint:
+    """The gap at one value of a trend. ``change``: by seed, from the gap at the smallest value; None there, and where
+    the values have no seed in common.
+    """
+
+    gap: Interval
+    change: Interval | None = None
+
+
+def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[float, TrendPoint]]:
     """Of each compressed entry its gap by the value of the setting, smallest first; of older code as an entry apart.
 
     Only seeds that an entry has at all its values count, so that no two points differ by their seeds; all of them if
@@ -149,12 +159,17 @@ def trend(lines: Sequence[Line], values: Mapping[str, float]) -> dict[str, dict[
     return {name: _of_common_seeds(own) for name, own in found.items()}
 
 
-def _of_common_seeds(found: Mapping[float, Entry]) -> dict[float, Interval]:
+def _of_common_seeds(found: Mapping[float, Entry]) -> dict[float, TrendPoint]:
     common = set.intersection(*(set(dict(entry.by_seed)) for entry in found.values()))
-    return {
-        value: Interval.of([gap for seed, gap in entry.by_seed if seed in common]) if common else entry.gap
-        for value, entry in found.items()
-    }
+    if not common:
+        return {value: TrendPoint(entry.gap) for value, entry in found.items()}
+    gaps = {value: [gap for seed, gap in entry.by_seed if seed in common] for value, entry in found.items()}
+    first, *others = gaps
+    points = {first: TrendPoint(Interval.of(gaps[first]))}
+    for value in others:
+        changes = [now - before for now, before in zip(gaps[value], gaps[first], strict=True)]
+        points[value] = TrendPoint(Interval.of(gaps[value]), Interval.of(changes))
+    return points
 
 
 def _references(lines: Sequence[Line]) -> dict[tuple[str, int], Line]:

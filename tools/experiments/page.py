@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from tools.experiments.entries import Entry, Interval, Line, commit, difference, entries, left_out, old, setting, trend
+from tools.experiments.entries import (
+    Entry,
+    Line,
+    TrendPoint,
+    commit,
+    difference,
+    entries,
+    left_out,
+    old,
+    setting,
+    trend,
+)
 from tools.experiments.store import links
 from tools.shared.changes import respelled
 from tools.shared.markdown import header, row
@@ -41,7 +52,11 @@ def markdown(
         "",
     ]
     if trends:
-        page += ["These tables and the picture have the seeds that an entry has in all rows of a table.", ""]
+        page += [
+            "These tables and the picture have the seeds that an entry has in all rows of a table. The second number "
+            "of a cell is the change of the gap from the first row with a value, by seed.",
+            "",
+        ]
     for what, values in (trends or {}).items():
         page += [*_trend_table(what, trend(lines, values)), ""]
     found = entries(lines)
@@ -115,11 +130,17 @@ def _table(listed: Sequence[Entry], lines: Sequence[Line]) -> list[str]:
     return [row(columns), row("---" for _ in columns), *(row(one[column] for column in columns) for one in cells)]
 
 
-def _trend_table(what: str, gaps: Mapping[str, Mapping[float, Interval]]) -> list[str]:
+def _trend_table(what: str, points: Mapping[str, Mapping[float, TrendPoint]]) -> list[str]:
     """A row for each value, a column for each entry."""
-    values = sorted({value for own in gaps.values() for value in own})
-    cells = [[own[value].percent() if value in own else "not run" for own in gaps.values()] for value in values]
-    return [*header([what, *gaps]), *(row([f"{value:g}", *one]) for value, one in zip(values, cells, strict=True))]
+    values = sorted({value for own in points.values() for value in own})
+    cells = [[_trend_cell(own.get(value)) for own in points.values()] for value in values]
+    return [*header([what, *points]), *(row([f"{value:g}", *one]) for value, one in zip(values, cells, strict=True))]
+
+
+def _trend_cell(point: TrendPoint | None) -> str:
+    if point is None:
+        return "not run"
+    return point.gap.percent() + (f"; {point.change.percent()}" if point.change else "")
 
 
 def _shared(lines: Sequence[Line]) -> list[str]:

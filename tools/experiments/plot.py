@@ -35,10 +35,13 @@ def draw(lines: Sequence[Line]) -> bytes:
 
 
 def draw_trends(lines: Sequence[Line], trends: Mapping[str, Mapping[str, float]]) -> bytes:
-    """The plot as PNG: a panel for each trend, in it a line for each compressed entry."""
+    """The plot as PNG: a panel for each trend, in it a line for each compressed entry with more than one point."""
     figure, places = panels(1, len(trends), width=3.6, height=3.6)
     for (what, values), axes in zip(trends.items(), places, strict=True):
-        for name, gaps in trend(lines, values).items():
+        for name, points in trend(lines, values).items():
+            if len(points) < 2:
+                continue
+            gaps = {value: point.gap for value, point in points.items()}
             axes.errorbar(
                 list(gaps),
                 [100 * gap.mean for gap in gaps.values()],
@@ -55,7 +58,8 @@ def draw_trends(lines: Sequence[Line], trends: Mapping[str, Mapping[str, float]]
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.axhline(0, color=GREY, linewidth=1)
         tidy(axes)
-        axes.legend(frameon=False, fontsize=7)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=7)
     return to_png(figure, dpi=90)
 
 
