@@ -1,5 +1,6 @@
 """What a run tells the user: printed lines, TensorBoard, and the event log."""
 
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from edgc.plan.controller import Controller
 from edgc.plan.rank_plan import RankPlan
 from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
+from edgc.plan.stages import StageKey
 from edgc.plan.times.comm_cost import StageCost
 from edgc.plan.times.gather_times import GatherTimes
 from edgc.printing import print_lines
@@ -49,6 +51,7 @@ class Reporter:
         self.parameters: list[int] = []  # of each stage
         self._before = RankPlan(version=0, first_iteration=0, ranks=())  # the plan of the window before
         self._before_volume = ByteCount()  # of the run before the steps that its volume is of
+        self._cosines: dict[StageKey, list[float]] = {}  # of each stage those of its windows since the start
         self._unbudgeted = False  # whether the link has made some steps send more than the volume, trials aside
         self.events = EventLog(config.job.log_dir if self.prints else None)
 
@@ -117,6 +120,9 @@ class Reporter:
         done = f"{report.iteration}/{self.run.iterations}"
         self._print(f"{done} | {line}" for line in wording.window_lines(report, before, self.config))
         self._unbudgeted |= before.by_host or plan.by_host
+        for seen in report.stages:
+            if math.isfinite(seen.cosine):
+                self._cosines.setdefault(seen.stage, []).append(seen.cosine)
         if last:
             self.end(report)
             if report.iteration >= self.run.iterations:
@@ -138,7 +144,7 @@ class Reporter:
 
     def end(self, report: WindowReport) -> None:
         """The sums of a run that ends with this window."""
-        self._print(wording.end_lines(report, self.run, self.parameters))
+        self._print(wording.end_lines(report, self.run, self.parameters, self._cosines))
 
     def _warn_at_end(self, report: WindowReport, by_host: bool) -> None:
         """Warn of what a whole run has not done. ``by_host``: in its last window the host has summed."""

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 
 from edgc.byte_counts import ByteCount
 from edgc.config import EDGCConfig, RankPolicy, flag
@@ -14,7 +14,7 @@ from edgc.plan.loss_watch import RECENT_WINDOWS
 from edgc.plan.rank_plan import NO_RANK, RankPlan
 from edgc.plan.run import Run
 from edgc.plan.run_plan import RunPlan
-from edgc.plan.stages import StagePlan
+from edgc.plan.stages import StageKey, StagePlan
 from edgc.plan.times.gather_times import GatherTimes
 
 
@@ -194,14 +194,22 @@ def guard_text(before: RankPlan, plan: RankPlan, config: EDGCConfig) -> str:
     return f"{risen}: steps send what they have sent before"
 
 
-def end_lines(report: WindowReport, run: Run, parameters: Sequence[int]) -> Iterator[str]:
-    """The memory that was kept, and the run's bytes a process against those of the host's own way.
+def end_lines(
+    report: WindowReport, run: Run, parameters: Sequence[int], cosines: Mapping[StageKey, Sequence[float]]
+) -> Iterator[str]:
+    """The memory that was kept, what the optimizer got, and the run's bytes a process against those of the host's own
+    way.
 
-    ``parameters``: how many each stage has.
+    ``parameters``: how many each stage has. ``cosines``: of each stage those of its windows, as far as they are known.
     """
     for seen, own in zip(report.stages, parameters, strict=True):
         each = seen.state_bytes / max(own, 1)
         yield f"{seen.stage} kept {_bytes(seen.state_bytes)} of state a process: {each:.2f} bytes a parameter"
+        if known := cosines.get(seen.stage):
+            yield (
+                f"{seen.stage}: what the optimizer got has a mean cosine of {fmean(known):.3f} to the true gradient, "
+                f"in the worst of {len(known)} measured windows {min(known):.3f}"
+            )
     for message in report.messages:
         yield f"{message.boundary}: {_bytes(message.state_bytes)} of state a process"
     gradients, total = report.bytes.gradients, report.bytes.total

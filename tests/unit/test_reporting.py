@@ -429,9 +429,25 @@ def test_each_unit_of_fidelity_has_its_own_numbers_in_the_event_log() -> None:
 )
 def test_a_run_ends_with_its_ratios(given: dict[str, Any], host: float, ratios: str) -> None:
     report = replace(REPORT, bytes=RunBytes(ByteCount(1e6, host, 24e6)))
-    lines = wording.end_lines(report, Run(iterations=9, replicas=2, **given), [1500])
+    lines = wording.end_lines(report, Run(iterations=9, replicas=2, **given), [1500], {})
     (line,) = (line for line in lines if line.startswith("gradients: "))
     assert line.partition(", ")[2] == ratios
+
+
+def test_a_run_ends_with_what_the_optimizer_got(capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(cosine: float) -> StageWindow:
+        return replace(STAGE, fidelity={"w": Fidelity(Products(1.0, 1.0, cosine), entries=10)})
+
+    under_test = reporter()
+    for stage in (STAGE, seen(0.5), seen(0.75)):
+        under_test.window(replace(REPORT, stages=(stage,)), last=False)
+    under_test.end(REPORT)
+    assert "stage 1: what the optimizer got has a mean cosine of 0.625 to the true gradient, in the worst of 2" in (
+        said := capsys.readouterr().out
+    )
+    assert "measured windows 0.500" in said
+    reporter().end(REPORT)
+    assert "the optimizer got" not in capsys.readouterr().out, "nothing was measured"
 
 
 def test_a_stage_says_how_many_times_fewer_bytes_and_progress_how_long_still() -> None:
