@@ -564,7 +564,9 @@ def test_fewer_measurements_are_noisier() -> None:
     whole, half = (replays(noisy, 0, 100, kept) for kept in (1.0, 0.5))
     assert (whole.measured, half.measured) == (10, 5)
     assert whole.entropy[0] == pytest.approx(-5) and abs(half.entropy[0] + 5) == pytest.approx(0.5)
-    assert list(cases(noisy))[0] == (50, 1.0) and (50, 0.2) in cases(noisy) and (1000, 1.0) not in cases(noisy)
+    found = list(cases(noisy))
+    assert found[0] == (0.1, 50, 1.0) and (0.1, 50, 0.2) in found and (0.1, 1000, 1.0) not in found
+    assert (0.0125, 500, 1.0) in found and (0.0125, 50, 0.2) not in found
     with pytest.raises(ValueError, match="windows of 10 iterations do not make 0.05 of one of 100"):
         replays(noisy, 0, 100, 0.05)
 
@@ -572,7 +574,38 @@ def test_fewer_measurements_are_noisier() -> None:
 def test_the_study_of_replays_has_a_row_for_each_window_and_share() -> None:
     page, _ = study_page.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
     rows = [row for row in page.splitlines() if row.startswith("| sampled")]
-    assert len(rows) == len(list(cases(replayed("sampled", 0.1)))) and "| sampled | stage 1 | 50 | 5 | 1.000 |" in page
+    assert (
+        len(rows) == len(list(cases(replayed("sampled", 0.1))))
+        and "| sampled | stage 1 | 10 % | 50 | 5 | 1.000 |" in page
+    )
+
+
+def test_a_replay_may_begin_before_entropy_has_fallen() -> None:
+    """After a long warm-up the fall is over, so that every rank is rmax; after a short one ranks follow it."""
+    early_fall = replayed("dense", 1.0)
+    for place, window in enumerate(early_fall["windows"]):
+        window["entropy"] = [-5.0 - 0.6 * min(place / 15, 1.0)]  # over by iteration 150
+    late, early = replays(early_fall, 0, 50, 1.0), replays(early_fall, 0, 50, 1.0, warmup=0.0125)
+    assert set(late.ranks[~np.isnan(late.ranks)]) == {32}
+    assert np.nanmin(early.ranks) < 32 and early.ends[~np.isnan(early.ranks)][0] < 200
+
+
+def test_what_low_rank_leaves_out_stands_beside_that_of_normal_matrices() -> None:
+    lines = []
+    for seed, residual in ((1, 0.2), (2, 0.4)):
+        one = {**seen("r64", 10, [64, None]), "seed": seed, "matrices": [[[128, 128]], []]}
+        for window in one["windows"]:
+            window["residual"] = [residual, None]
+        lines.append(one)
+    page, _ = study_page.page("mine", "A title", "statistics", lines)
+    last = lines[0]["windows"][-1]["iteration"]
+    normal = np.linalg.svd(np.random.default_rng(0).standard_normal((128, 128)), compute_uv=False)
+    share = np.linalg.norm(normal[64:]) / np.linalg.norm(normal)
+    (cells,) = ([cell.strip() for cell in row.split("|")] for row in page.splitlines() if f"| {last} |" in row)
+    assert cells[1:5] == ["r64", "stage 1", "2", str(last)] and cells[5].startswith("0.30 ±")
+    assert float(cells[6]) == pytest.approx(share, abs=0.01)
+    by_volume = [{**one, "preset_settings": {"volume": 24.0}} for one in lines]
+    assert "normal matrices" not in study_page.page("mine", "A title", "statistics", by_volume)[0]
 
 
 def test_the_study_of_losses_says_when_the_loss_departs() -> None:

@@ -15,8 +15,9 @@ from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.specs import MatrixSpec
 from tools.experiments.entries import Line
 
-WINDOWS = (50, 100, 250, 500)  # the paper's 500, 1000 and 2500, and one half as long, of a run a tenth as long
+WINDOWS = (50, 100, 250, 500)  # the paper's 500, 1000 and 2500 in a run a tenth as long, and one twice as long
 KEPT = (1.0, 0.5, 0.2)  # shares of the run's own measurements
+WARMUPS = (0.1, 0.0125)  # shares of the run: the paper's, and one that ends while entropy still falls
 RMAX = 32
 
 
@@ -33,15 +34,17 @@ class Replay:
     ranks: np.ndarray  # NaN: not compressed
 
 
-def replays(line: Line, stage: int, window: int, kept: float) -> Replay:
-    """Decide at the end of every ``window`` iterations, by this share of the measurements in them.
+def replays(line: Line, stage: int, window: int, kept: float, warmup: float = WARMUPS[0]) -> Replay:
+    """Decide at the end of every ``window`` iterations, by this share of the measurements in them, after a warm-up of
+    this share of the run.
 
     The stage is not aligned with others. Raises ValueError where the run's own windows do not divide the window.
     """
     own = line["windows"][0]["iteration"]
     if window % own or kept * window < own:
         raise ValueError(f"windows of {own} iterations do not make {kept:g} of one of {window}")
-    config = EDGCConfig.from_preset("paper", rmax=RMAX, rmin=RMAX // 4, align=False).replace(window=window)
+    config = EDGCConfig.from_preset("paper", rmax=RMAX, rmin=RMAX // 4, align=False)
+    config = config.replace(window=window, warmup_fraction=warmup)
     matrices = [MatrixSpec(f"{place}", *shape) for place, shape in enumerate(line["matrices"][stage])]
     controller = Controller(config, line["iterations"], [ControlledStage(matrices)])
     every = round(1 / kept)
@@ -118,10 +121,13 @@ def _mean_rank(ranks: np.ndarray) -> float:
     return float(ranks[ranks > 0].mean()) if (ranks > 0).any() else math.nan
 
 
-def cases(line: Line) -> Iterator[tuple[int, float]]:
-    """The windows, and the shares of measurements, that a run's own windows allow; the shortest, with all, first."""
+def cases(line: Line) -> Iterator[tuple[float, int, float]]:
+    """Warm-ups, windows, and shares of measurements, as far as a run's own windows allow them. The paper's warm-up
+    comes first, and it alone has fewer measurements; of windows the shortest comes first.
+    """
     own = line["windows"][0]["iteration"]
-    for window in WINDOWS:
-        for kept in KEPT:
-            if window % own == 0 and kept * window >= own and line["iterations"] >= 4 * window:
-                yield window, kept
+    for warmup in WARMUPS:
+        for window in WINDOWS:
+            for kept in KEPT if warmup == WARMUPS[0] else KEPT[:1]:
+                if window % own == 0 and kept * window >= own and line["iterations"] >= 4 * window:
+                    yield warmup, window, kept

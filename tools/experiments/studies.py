@@ -7,14 +7,16 @@ Each function in ``STUDIES`` takes the results of a list's runs and gives a figu
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from edgc.plan.by_entropy.rank_model import StageRankModel
 from tools.experiments.entries import Interval, Line, entries, key, line_label, percent, setting
-from tools.experiments.replay import WINDOWS, cases, compare, replays
+from tools.experiments.replay import WARMUPS, WINDOWS, cases, compare, replays
 from tools.experiments.series import (
     Series,
     correlation,
@@ -197,48 +199,55 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     # the reference: all that the run with most measurements knows, under its shortest window
     reference = max(lines, key=lambda line: line["iteration_sampling_rate"], default=None)
     lines = [line for line in lines if reference is not None and _same_gradients(line, reference)]
-    figure, (entropies, ranks) = _panels(2)
+    figure, (entropies, *of_warmups) = _panels(1 + len(WARMUPS))
+    ranks = dict(zip(WARMUPS, of_warmups, strict=True))
     table = header(
         [
             "run",
             "of",
+            "warm-up",
             "window",
             "measured",
             "correlation",
             "of changes",
             "largest difference (nats)",
             "mean rank",
+            "least",
             "reference",
             "equal",
         ]
     )
     for stage in range(len(reference["windows"][0]["entropy"]) if reference else 0):
         assert reference is not None
-        truth = replays(reference, stage, *next(cases(reference)))
+        shortest = next(window for _, window, _ in cases(reference))
+        truths = {warmup: replays(reference, stage, shortest, 1.0, warmup) for warmup in WARMUPS}
         for line in lines:
-            for window, kept in cases(line):
-                one = replays(line, stage, window, kept)
-                found = compare(one, truth)
+            for warmup, window, kept in cases(line):
+                one = replays(line, stage, window, kept, warmup)
+                found = compare(one, truths[warmup])
                 if kept == 1:
                     label = f"{stage_name(line, stage)}: {line['name']}, windows of {one.window}"
                     color, style = f"C{len(lines) * stage + lines.index(line)}", STYLES[WINDOWS.index(window)]
-                    entropies.plot(one.ends, one.entropy, style, color=color, linewidth=1)
-                    ranks.step(one.ends, one.ranks, style, color=color, linewidth=1, label=label)
+                    ranks[warmup].step(one.ends, one.ranks, style, color=color, linewidth=1, label=label)
+                    if warmup == WARMUPS[0]:
+                        entropies.plot(one.ends, one.entropy, style, color=color, linewidth=1)
                 mean, own = found.mean_ranks
-                cells = [f"{one.measured:g}", f"{found.correlation:.3f}", f"{found.of_changes:.2f}"]
-                cells.append(f"{found.difference:.3f}")
-                cells += [f"{mean:.1f}", f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
-                table.append(row([line["name"], stage_name(line, stage), one.window, *cells]))
+                cells = [f"{100 * warmup:g} %", one.window, f"{one.measured:g}", f"{found.correlation:.3f}"]
+                cells += [f"{found.of_changes:.2f}", f"{found.difference:.3f}", f"{mean:.1f}"]
+                cells.append("–" if math.isnan(mean) else f"{np.nanmin(one.ranks):g}")
+                cells += [f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
+                table.append(row([line["name"], stage_name(line, stage), *cells]))
     entropies.set(xlabel="iteration", ylabel="entropy that is known (nats)")
-    ranks.set(xlabel="iteration", ylabel="rank (none in the warm-up)")
-    ranks.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    for warmup, panel in ranks.items():
+        panel.set(xlabel="iteration", ylabel=f"rank, after a warm-up of {100 * warmup:g} %")
+    of_warmups[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     table += [
         "",
-        "Measured: iterations of a window. Each row is compared, at all times, with the row of its stage that has the "
-        "shortest window and all measurements of the run that measures most. Of changes: the correlation of the "
-        "changes from one window of the row to the next, by which ranks change; the other row is averaged over the "
-        "same iterations. Equal: for how much of the time in which "
-        "either compresses the ranks are the same. Stages are not aligned here.",
+        "Measured: iterations of a window. Least: the smallest rank. Each row is compared, at all times, with the row "
+        "of its stage and warm-up that has the shortest window and all measurements of the run that measures most. Of "
+        "changes: the correlation of the changes from one window of the row to the next, by which ranks change; the "
+        "other row is averaged over the same iterations. Equal: for how much of the time in which either compresses "
+        "the ranks are the same. Stages are not aligned here.",
     ]
     return figure, table
 
@@ -281,7 +290,45 @@ def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         axes.set_yscale("symlog", linthresh=1)
     places[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     table += ["", "First window → last window. A normal distribution has 0 in all three columns."]
-    return figure, table
+    return figure, [*table, *_left_out(lines)]
+
+
+def _left_out(lines: Sequence[Line]) -> list[str]:
+    """What one rank for all matrices of a stage leaves out, beside what it leaves out of normal matrices."""
+    shapes = {setting(line): line["matrices"] for line in lines if "matrices" in line}
+    found: BySeed[dict[int, tuple[float, float]]] = {}
+    for line in lines:
+        if "volume" in line.get("preset_settings", {}) or setting(line) not in shapes:
+            continue
+        for stage, own in enumerate(shapes[setting(line)]):
+            model = StageRankModel(tuple((rows, cols) for rows, cols in own))
+            seen = {
+                window["iteration"]: (
+                    window["residual"][stage],
+                    model.residual_norm(window["ranks"][stage]) / model.residual_norm(0),
+                )
+                for window in line["windows"]
+                if window["residual"][stage] is not None and window["ranks"][stage]
+            }
+            if seen:
+                found.setdefault((line_label(line, lines), stage_name(line, stage)), []).append(seen)
+    if not found:
+        return []
+    table = header(["run", "of", "seeds", "iteration", "left out", "of normal matrices"])
+    for what, several in found.items():
+        both = sorted(set.intersection(*(set(one) for one in several)))
+        for place in dict.fromkeys((0, len(both) // 8, len(both) // 4, len(both) // 2, len(both) - 1)):
+            measured, normal = zip(*(one[both[place]] for one in several), strict=True)
+            cells = [Interval.of(list(measured)).number(2), f"{fmean(normal):.2f}"]
+            table.append(row([*what, len(several), both[place], *cells]))
+    return [
+        "",
+        *table,
+        "",
+        "Left out: the norm of what compression leaves out of gradients with their errors, over the norm of these, in "
+        "the window that ends there. Of normal matrices: what the same rank leaves out of matrices of the same shapes "
+        "whose entries are normal, without errors.",
+    ]
 
 
 def topology(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
