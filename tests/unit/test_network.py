@@ -297,7 +297,7 @@ def test_the_page_of_stage_ends_has_the_slowest_process_of_each_stage() -> None:
     run = stage_ends.Run("paper-begun", 0, (None, 40), (*first, *second))
     assert run.begins(1) == pytest.approx([0.6, 10.6]) and run.ends(0) == [1.7, 11.5]
     (row,) = cells(stage_ends.page([run], "a machine", "abc1234").splitlines()[-3:])
-    assert row == ["1", "paper-begun", "dense, 40", "0.50", "0.50", "0.90", "**-0.10** (-0.40 to +0.20)"]
+    assert row == ["1", "paper-begun", "dense, 40", "0.50", "0.50", "0.90", "**-0.10** (-0.40 to +0.20)", "9.60"]
 
 
 def test_what_is_measured_is_of_the_steps_after_a_warm_up_of_any_length() -> None:

@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -38,6 +39,11 @@ class Run:
     def ends(self, stage: int) -> list[float]:
         """Of each step: the last of the stage's processes."""
         return [max(end for _, end in step) for step in self._steps(stage)]
+
+    def step_seconds(self) -> list[float]:
+        """From the sums of each step, of all stages, to those of the next."""
+        ends = [max(own) for own in zip(*(self.ends(stage) for stage in range(MODE.pipeline)), strict=True)]
+        return [after - before for before, after in pairwise(ends)]
 
     def _steps(self, stage: int) -> list[tuple[tuple[float, float], ...]]:
         own = self.times[stage * MODE.replicas : (stage + 1) * MODE.replicas]
@@ -91,11 +97,12 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
         "- *Stage 2 begins earlier by*: its backward pass ends so long before that of stage 1.",
         "- *Reductions*: from there until the slowest process of the stage has its sums.",
         "- *Stage 2 ends later by*: negative where it waits for stage 1.",
+        "- *A step*: from the last sum of a step to that of the next.",
         "- All times are medians of steps. In brackets are the least and the most of all steps.",
         "",
         *header(
             ["repetition", "contender", "ranks of the last window", "stage 2 begins earlier by, s"]
-            + ["reductions of stage 1, s", "of stage 2, s", "stage 2 ends later by, s"]
+            + ["reductions of stage 1, s", "of stage 2, s", "stage 2 ends later by, s", "a step, s"]
         ),
     ]
     for run in sorted(runs, key=lambda one: (one.repetition, COMPARED.index(one.contender))):
@@ -114,6 +121,7 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
                     f"{median(lead):.2f}",
                     *(f"{seconds:.2f}" for seconds in reductions),
                     f"**{median(later):+.2f}** ({min(later):+.2f} to {max(later):+.2f})",
+                    f"{median(run.step_seconds()):.2f}",
                 ]
             )
         )
