@@ -28,6 +28,8 @@ flock --nonblock 9 || { printf 'quickstart: error: %s: another start is under wa
 python=.venv/bin/python
 data=runs/data/stdlib
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES='' PYTHONWARNINGS=ignore
+# Tensors stay in the heap: by default glibc maps each large one anew, and steps are longer.
+export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
 
 # The corpus is the interpreter's own standard library: always there, no download.
 "$python" tools/preprocess_data.py --python-stdlib --train-sentencepiece 512 --validation-fraction 0.05 \

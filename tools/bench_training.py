@@ -35,6 +35,7 @@ from tools.shared.files import with_ending, write, write_json
 from tools.shared.machine import device_name
 from tools.shared.markdown import header, row
 from tools.shared.megatron import corpus_flags
+from tools.shared.processes import CPU_TRAINING
 from tools.shared.runs import RunError
 
 CORPUS = REPOSITORY / "runs" / "data" / "python512"
@@ -114,7 +115,7 @@ def step_seconds(checkout: Path, width: int, contender: str, iterations: int) ->
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
             + [*corpus_flags(str(CORPUS)), *FLAGS, *own, *CONTENDERS[contender]],
             cwd=checkout,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(checkout)},
+            env={**os.environ, **CPU_TRAINING, "PYTHONPATH": str(checkout)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ from tools.shared.checkout import commit
 from tools.shared.files import locked
 from tools.shared.machine import device_name
 from tools.shared.megatron import corpus_digest
+from tools.shared.processes import CPU_TRAINING
 from tools.shared.runs import RunError, load_run
 
 COMMAND = "command.json"  # in a run's folder once it has finished
@@ -46,7 +47,7 @@ def _train(trial: Trial) -> None:
     folder.mkdir(parents=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     processes = trial.data_parallel * trial.pipeline_parallel
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **CPU_TRAINING}
     with (folder / "log.txt").open("wb") as log:
         training = subprocess.Popen(
             [sys.executable, *launcher, str(processes), "pretrain_gpt.py", *arguments],

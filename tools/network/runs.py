@@ -17,7 +17,7 @@ from tools._root import REPOSITORY
 from tools.network.links import INTERFACE, Links
 from tools.network.setups import MODES, WHOLE, WINDOW, Mode, arguments, flags, meaning
 from tools.shared.machine import device_name
-from tools.shared.processes import end, under_way
+from tools.shared.processes import CPU_TRAINING, end, under_way
 from tools.shared.runs import load_run
 
 
@@ -42,12 +42,14 @@ def measure(
         folder = Path(name)
         given = arguments(mode, contender, folder, data, ["--exit-interval", str((1 + windows) * WINDOW)])
         with training(links, mode, given, folder) as processes:
-            sent = [_sent(links, mode)]
+            sent, size = [_sent(links, mode)], 0
             while under_way(processes):
-                closed = _windows(folder)
-                while len(sent) <= len(closed):
-                    sent.append(_sent(links, mode))
-                    during(len(sent) - 1)
+                # the log is read only when it has grown: reading takes time of the cores that train
+                if (grown := _log_size(folder)) > size:
+                    size = grown
+                    for _ in _windows(folder)[len(sent) - 1 :]:
+                        sent.append(_sent(links, mode))
+                        during(len(sent) - 1)
                 time.sleep(0.02)
         if any(process.poll() for process in processes) or len(sent) < 2 + windows:
             raise failed(f"{mode_name}, {contender}", folder)
@@ -162,8 +164,13 @@ def environment(links: Links, process: int, processes: int) -> dict[str, str]:
     return {
         **{"RANK": str(process), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},
-        **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
+        **{**CPU_TRAINING, "CUDA_VISIBLE_DEVICES": ""},
     }
+
+
+def _log_size(folder: Path) -> int:
+    file = folder / EventLog.FILE
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _windows(folder: Path) -> list[dict[str, Any]]:
