@@ -130,6 +130,11 @@ def main(argv: list[str] | None = None) -> int:
         say_error("plan", error)
         return 2
     if options.validate is not None:
+        beside = {"MODEL": options.models, "--write-flags": options.write_flags, "--gbps": options.gbps}
+        beside |= {"--cluster": options.cluster, "--costs": options.costs, "flags of Megatron": extra}
+        if unused := [name for name, given in beside.items() if given]:
+            say_error("plan", LaunchError(f"--validate takes --output alone beside it, not {', '.join(unused)}"))
+            return 2
         return validate(options.validate, options.output)
     if not options.models:
         say_error("plan", LaunchError("name a model of configs/models/"))
@@ -156,16 +161,6 @@ def main(argv: list[str] | None = None) -> int:
                 for name, network in page.networks(training.network).items()
             ]
             found.append((training, apart, places))
-        training, predictions, places = found[0]
-        if options.write_flags is not None:
-            if options.gbps:
-                flags = flags_of(training, _chosen(predictions, options.gbps[0]))
-            else:
-                flags = flags_on_cluster(training, places)
-            write(options.write_flags, f"{flags}\n".encode())
-    except OSError as error:
-        say_error("plan", _unwritten(error))
-        return 2
     except LaunchError as error:
         say_error("plan", error)
         return 2
@@ -177,12 +172,25 @@ def main(argv: list[str] | None = None) -> int:
             f"cluster file), {REACHED:.0%} of the peak of {one.gpu.name} and {1e6 * LATENCY:.0f} us of "
             "latency; the page of --output lists all assumptions"
         )
-    if options.output is not None:
-        try:
+    training, predictions, places = found[0]
+    try:
+        if options.output is not None:
             written(options.output, found, sections, _chosen(predictions, training.gbps))
-        except (OSError, ModuleNotFoundError) as error:
-            say_error("plan", _needs(error) if isinstance(error, ModuleNotFoundError) else _unwritten(error))
-            return 2
+        if options.write_flags is not None:
+            if options.gbps:
+                flags = flags_of(training, _chosen(predictions, options.gbps[0]))
+            else:
+                flags = flags_on_cluster(training, places)
+            write(options.write_flags, f"{flags}\n".encode())
+    except ModuleNotFoundError as error:
+        say_error("plan", _needs(error))
+        return 2
+    except OSError as error:
+        say_error("plan", _unwritten(error))
+        return 2
+    except LaunchError as error:
+        say_error("plan", error)
+        return 2
     return 0
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 
-# A step of a unit costs several hundred launches and up to five messages, however little it holds. More units would
+# A step of a unit costs several hundred launches and four to seven messages, however little it holds. More units would
 # start earlier in the backward pass; of three, the last one, which starts when that pass ends, has a third.
 MAX_UNITS = 3
 MIN_UNIT_BYTES = 25 * 2**20  # DDP's own bucket size

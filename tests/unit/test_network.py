@@ -13,7 +13,7 @@ import pytest
 from tools import bench_network
 from tools.network import linear, overhead, runs, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
-from tools.network.overhead import ALONE, COMPARED, Run, step_seconds
+from tools.network.overhead import ALONE, COMPARED, MAPPED, Run, step_seconds
 from tools.network.page import markdown, older_markdown
 from tools.network.pictures import loss_over_time, over_time, picture
 from tools.network.points import EVEN, FALLING, RISING, Curve, Point
@@ -280,15 +280,18 @@ def test_links_change_in_the_middle_of_what_is_measured(
 def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetition() -> None:
     log = " iteration 1/ 280 | elapsed time per iteration (ms): 1250.0 | learning rate: 1.0\n"
     assert step_seconds(3 * log) == (1.25, 1.25, 1.25)
-    times = {(ALONE, 0): (1.0, 1.0, 1.6), ("dense", 0): (1.0, 1.1, 1.1), ("balanced", 0): (1.1, 1.2, 1.6)}
-    times |= {(name, 1): (2.0, 2.0, 2.0) for name in COMPARED} | {(ALONE, 2): (1.0, 1.0, 1.0)}
-    runs = [Run(name, repetition, steps) for (name, repetition), steps in times.items()]
-    rows = cells(overhead.page(runs, "a machine", "abc1234").splitlines()[-5:])
-    assert rows == [
-        ["1", "1.00", "+10.0%", "-11.1%", "+20.0%", "+8.3%"],
-        ["2", "2.00", "+0.0%", "+0.0%", "+0.0%", "+0.0%"],
-        ["median", "1.50", "**+5.0%**", "**-5.6%**", "**+10.0%**", "**+4.2%**"],
+    times = {(name, 1): (2.0, 2.0, 2.0) for name in COMPARED} | {(ALONE, 2): (1.0, 1.0, 1.0)}
+    times |= {(ALONE, 0): (1.0, 1.0, 1.6), ("dense", 0): (1.0, 1.1, 1.1), ("balanced", 0): (1.1, 1.2, 1.6)}
+    times |= {(MAPPED, 0): (1.2, 1.2, 1.2)}
+    runs = [Run(name, repetition, steps, 100.0 * repetition) for (name, repetition), steps in times.items()]
+    rows = cells(overhead.page(runs, "a machine", "abc1234").splitlines()[-12:])
+    assert rows[3:6] == [
+        [MAPPED, "1", "1.20", "+20.0%", "+0.0%", "0"],
+        [MAPPED, "2", "2.00", "+0.0%", "+0.0%", "100"],
+        [MAPPED, "median", "**1.60**", "**+10.0%**", "**+0.0%**", "**50**"],
     ]
+    assert rows[6] == ["dense", "1", "1.10", "+10.0%", "-11.1%", "0"]
+    assert rows[11] == ["balanced", "median", "**1.60**", "**+10.0%**", "**+4.2%**", "**50**"]
 
 
 def test_the_page_of_stage_ends_has_the_slowest_process_of_each_stage() -> None:
@@ -345,10 +348,10 @@ def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else()
     assert told(unknown, today).endswith("are of older presets, except those of `balanced` (def5678).**")
     assert "`error_gain 1.0` of `balanced` (abc1234)" in markdown([POINT, unknown, other], "a machine")
     assert keeps_speed([unknown, replace(unknown, mbit=20.0)]), "summaries keep what is known of them"
-    steps = [Run(name, 0, (1.0,), {}) for name in COMPARED[:2]]
-    page = overhead.page([*steps, Run("balanced", 0, (1.0,), None)], "a machine", "abc1234")
+    steps = [Run(name, 0, (1.0,), 0.0, {}) for name in COMPARED[:3]]
+    page = overhead.page([*steps, Run("balanced", 0, (1.0,), 0.0, None)], "a machine", "abc1234")
     assert "- `balanced` is an older preset here. What differs: no error waits" in page
-    assert "older" not in overhead.page([*steps, Run("balanced", 0, (1.0,), settings)], "a machine", "abc1234")
+    assert "older" not in overhead.page([*steps, Run("balanced", 0, (1.0,), 0.0, settings)], "a machine", "abc1234")
 
 
 def test_seconds_of_training_hold_what_lies_between_the_steps() -> None:

@@ -28,6 +28,7 @@ from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
 from tools.shared.processes import under_way
 
 RANKS = 4, 8, 16, 24, 32, 48, 64, 96, 128
+LARGE = 16  # the rank from which on the line holds
 REPETITIONS = 7  # of which the median counts; one more comes before them
 LAYERS, WIDTH = 4, 256  # of the model of tools/network/setups.py
 FORMATS: Mapping[str, Mapping[str, object]] = {
@@ -154,6 +155,8 @@ def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
         "",
         f"![Time against rank]({name}.png)",
         "",
+        _answer(fits),
+        "",
         *header(["link", "formats", "c, ms", "η, ms", *map(str, RANKS)]),
     ]
     for fit in fits:
@@ -161,6 +164,19 @@ def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
         figures = [f"{1e3 * cost.intercept:.1f}", f"{1e3 * cost.slope:.2f}", *(f"{one:+.0%}" for one in fit.residuals)]
         lines.append(row([fit.links, fit.formats, *figures]))
     return "\n".join([*lines, ""])
+
+
+def _answer(fits: Sequence[Fit]) -> str:
+    """How far times lie from the lines, at large ranks and at small ones."""
+
+    def worst(formats: str, large: bool) -> str:
+        own = [fit.residuals for fit in fits if fit.formats == formats]
+        found = [abs(one) for fit in own for rank, one in zip(RANKS, fit, strict=True) if (rank >= LARGE) == large]
+        return f"{max(found):.1%} in {formats if formats == 'fp32' else f'the formats of `{formats}`'}"
+
+    formats = list(dict.fromkeys(fit.formats for fit in fits))
+    large, small = (", ".join(worst(name, of) for name in formats) for of in (True, False))
+    return f"From rank {LARGE} on, times are at most this far from the line: {large}. At smaller ranks: {small}."
 
 
 def picture(fits: Sequence[Fit]) -> bytes:

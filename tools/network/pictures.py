@@ -27,6 +27,11 @@ VARIANTS = {
     "dense-bf16-sums": ("dense", "--"),
     "balanced-whole-weights": ("balanced", "--"),
     "balanced-int4-weights": ("balanced", ":"),
+    "balanced-low-rank": ("balanced", "-."),
+    "safe": ("balanced", ":"),
+    "fast": ("balanced", "--"),
+    "paper-begun": ("paper", "--"),
+    "paper-not-aligned": ("paper", ":"),
 }
 
 SMOOTH = 4  # windows, of whose losses the mean is drawn
@@ -41,10 +46,10 @@ def over_time(points: Sequence[Point]) -> bytes:
     for change, axes in zip(changes, several, strict=False):
         own = [point for point in points if (point.links, by_rate(point.mbit)) == change]
         for contender in CONTENDERS:
+            like, style = VARIANTS.get(contender, (contender, "-"))
             for point in of_contender(own, contender):
-                windows = range(1, 1 + len(point.window_seconds))
-                color, label = COLORS.get(contender, "black"), f"{contender}, {dated(point)}"
-                axes.plot(windows, point.window_seconds, marker="o", color=color, label=label)
+                windows, label = range(1, 1 + len(point.window_seconds)), f"{contender}, {dated(point)}"
+                axes.plot(windows, point.window_seconds, style, marker="o", color=COLORS[like], label=label)
         for count in {len(point.window_seconds) for point in own}:
             axes.axvline(changes_after(count) + 0.5, color=GREY, linestyle=":")
         axes.set_ylim(bottom=0)
@@ -68,9 +73,8 @@ def loss_over_time(curves: Sequence[Curve]) -> bytes:
                 [curve.seconds[end - 1] for end in ends],
                 [fmean(curve.losses[e - SMOOTH : e]) for e in ends],
             )
-            axes.plot(
-                seconds, losses, color=COLORS.get(curve.contender, "black"), label=f"{curve.contender}, {dated(curve)}"
-            )
+            like, style = VARIANTS.get(curve.contender, (curve.contender, "-"))
+            axes.plot(seconds, losses, style, color=COLORS[like], label=f"{curve.contender}, {dated(curve)}")
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("training loss")
         axes.set_title(f"{own[0].mode}, {rate_name(own[0].mbit)}")
@@ -97,7 +101,7 @@ def picture(points: Sequence[Point]) -> bytes:
             if rates := sorted(steps_at):
                 steps = [steps_at[rate] for rate in rates]
                 like, style = VARIANTS.get(contender, (contender, "-"))
-                axes.plot(rates, steps, style, marker="o", color=COLORS.get(like, "black"), label=contender)
+                axes.plot(rates, steps, style, marker="o", color=COLORS[like], label=contender)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("Mbit/s of each link (right: no limit)")

@@ -26,7 +26,8 @@ class Point:
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
     in each measured window. ``mean_seconds``: all measured time over all its steps, with the exchanges at the ends of
     windows; 0 in older points. ``changes``: how many of ``tools.shared.changes.CHANGES`` its code had. ``flags``: see
-    ``flags``. ``machine``: what it ran on. ``preset_settings``: see ``meaning``; None in older points.
+    ``flags``. ``machine``: what it ran on. ``preset_settings``: see ``meaning``; None in older points. ``in_heap``:
+    whether tensors stayed in the heap, as they do today (``tools.shared.processes``).
     """
 
     mbit: float | None
@@ -49,6 +50,7 @@ class Point:
     flags: str = ""
     machine: str = ""
     preset_settings: Mapping[str, Any] | None = None
+    in_heap: bool = False
 
     @property
     def session(self) -> tuple[str, str, int, int]:
@@ -73,7 +75,7 @@ class Curve:
     ``seconds``: from the first step to the end of each window, without start-up and evaluation; without ``by_clock``
     the median step of each window times its steps, as older runs kept it. ``losses``: the mean
     training loss of that window. ``val_loss``: after the last step. ``counted_bytes``: of a process in the whole run.
-    ``changes``, ``machine`` and ``preset_settings``: as of a ``Point``.
+    ``changes``, ``machine``, ``preset_settings`` and ``in_heap``: as of a ``Point``.
     """
 
     mbit: float | None
@@ -89,6 +91,7 @@ class Curve:
     machine: str = ""
     by_clock: bool = False
     preset_settings: Mapping[str, Any] | None = None
+    in_heap: bool = False
 
     @property
     def old(self) -> bool:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -58,6 +58,7 @@ def measure(
             "flags": flags(mode_name, contender),
             "machine": device_name(on_gpu=False),
             "preset_settings": meaning(mode_name, contender),
+            "in_heap": True,
         }
 
 
@@ -107,6 +108,7 @@ def to_the_end(links: Links, mode_name: str, contender: str, data: Sequence[str]
         "counted_bytes": run.total_bytes,
         "machine": device_name(on_gpu=False),
         "preset_settings": meaning(mode_name, contender),
+        "in_heap": True,
     }
 
 
@@ -121,20 +123,21 @@ def seconds_of_training(windows: Sequence[Mapping[str, Any]]) -> tuple[float, ..
 
 @contextmanager
 def started(
-    links: Links, commands: Sequence[tuple[int, Sequence[str]]], folder: Path
+    links: Links, commands: Sequence[tuple[int, Sequence[str]]], folder: Path, without: Collection[str] = ()
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """One Python process for each (namespace, arguments of Python), with a log in the folder; those that run at
-    the end are ended.
+    the end are ended. ``without``: names of environment variables that they do not get.
     """
     processes = []
     try:
         for number, (place, command) in enumerate(commands):
+            variables = {**os.environ, **environment(links, number, len(commands))}
             with (folder / f"{number}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
                         links.command(place, [sys.executable, *command]),
                         cwd=REPOSITORY,
-                        env={**os.environ, **environment(links, number, len(commands))},
+                        env={name: value for name, value in variables.items() if name not in without},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -146,11 +149,11 @@ def started(
 
 
 def training(
-    links: Links, mode: Mode, given: Sequence[str], folder: Path
+    links: Links, mode: Mode, given: Sequence[str], folder: Path, without: Collection[str] = ()
 ) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """The processes of a run, each in its namespace."""
+    """The processes of a run, each in its namespace, as of ``started``."""
     command = ["pretrain_gpt.py", *given]
-    return started(links, [(number // mode.sharing, command) for number in range(mode.processes)], folder)
+    return started(links, [(number // mode.sharing, command) for number in range(mode.processes)], folder, without)
 
 
 def failed(what: str, folder: Path) -> RunFailed:

@@ -67,7 +67,7 @@ def two_rates(point: Point) -> list[str]:
 
 
 def dated(run: Point | Curve) -> str:
-    return run.commit + (", old" if run.old else "")
+    return run.commit + (", old" if run.old else "") + ("" if run.in_heap else ", mapped")
 
 
 def _ranks(point: Point) -> str:

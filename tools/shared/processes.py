@@ -8,10 +8,8 @@ GRACE_SECONDS = 10.0  # for processes to end when asked
 # Environment of processes that train on the CPU. By default glibc maps each large tensor anew and unmaps it, until a
 # larger one has been freed: tens of thousands of page faults in each step of a dense run, but hardly any in one whose
 # link EDGC has probed, because the probe frees large buffers. Here tensors stay in the heap, whatever trains.
-CPU_TRAINING = {
-    **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    **{"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**28)},
-}
+IN_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**28)}
+CPU_TRAINING = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **IN_HEAP}
 
 
 def under_way(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
