@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tools.network.setups import CONTENDERS, MODES, flags, meaning
 from tools.network.tables import _crossing, changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
 from tools.shared import checkout
 from tools.shared.changes import CHANGES
+from tools.shared.processes import IN_HEAP
 
 SERVER = """
 import socket
@@ -80,6 +82,7 @@ POINT = Point(
     *(135.0, "plain", "dense", 0, 2.0, 0.8, 14e6, 14.5e6, 40e6, 21, (None,), "abc1234", round(time.time())),
     flags=flags("plain", "dense"),
     preset_settings={},
+    in_heap=True,
 )
 
 
@@ -113,6 +116,7 @@ def test_the_table_compares_with_dense_on_the_same_link_in_the_same_repetition()
     ]
     assert rows[0][6] == "4.80 (80%)" and rows[1][7] == "-75%" and rows[5][8] == "3.60" and rows[1][10] == "40"
     assert [row[1] for row in rows[:2]] == ["abc1234", "abc1234, old"], "only what compresses gets old"
+    assert cells(table([replace(POINT, in_heap=False)]))[0][1] == "abc1234, mapped"
     newer = [changed(one, commit="def5678", started=one.started + 99) for one in (slow, points[4])]
     newer[0] = changed(newer[0], step_seconds=4.0)
     rows = cells(table([*newer, *points]))
@@ -277,6 +281,21 @@ def test_links_change_in_the_middle_of_what_is_measured(
     assert point.links == kind
 
 
+def test_tensors_stay_in_the_heap_unless_a_run_leaves_that_out(tmp_path: Path) -> None:
+    class Here:
+        def address(self, place: int) -> str:
+            return "127.0.0.1"
+
+        def command(self, place: int, command: Sequence[str]) -> list[str]:
+            return list(command)
+
+    script = ["-c", "import os; print(os.environ.get('MALLOC_MMAP_MAX_'))"]
+    for without, told in (((), "0"), (IN_HEAP, "None")):
+        with runs.started(Here(), [(0, script)], tmp_path, without) as (process,):  # type: ignore[arg-type]
+            process.wait(60)
+        assert (tmp_path / "0.log").read_text().strip() == told
+
+
 def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetition() -> None:
     log = " iteration 1/ 280 | elapsed time per iteration (ms): 1250.0 | learning rate: 1.0\n"
     assert step_seconds(3 * log) == (1.25, 1.25, 1.25)
@@ -284,7 +303,7 @@ def test_the_page_of_overhead_compares_with_megatron_alone_in_the_same_repetitio
     times |= {(ALONE, 0): (1.0, 1.0, 1.6), ("dense", 0): (1.0, 1.1, 1.1), ("balanced", 0): (1.1, 1.2, 1.6)}
     times |= {(MAPPED, 0): (1.2, 1.2, 1.2)}
     runs = [Run(name, repetition, steps, 100.0 * repetition) for (name, repetition), steps in times.items()]
-    rows = cells(overhead.page(runs, "a machine", "abc1234").splitlines()[-12:])
+    rows = cells(overhead.page(runs, "a machine", "abc1234").splitlines()[-14:])
     assert rows[3:6] == [
         [MAPPED, "1", "1.20", "+20.0%", "+0.0%", "0"],
         [MAPPED, "2", "2.00", "+0.0%", "+0.0%", "100"],
@@ -410,6 +429,7 @@ def test_whole_runs_are_compared_with_the_dense_one() -> None:
         "abc",
         1,
         by_clock=True,
+        in_heap=True,
     )
     other = replace(dense, contender="balanced", seconds=tuple(7.0 * (1 + p) for p in range(40)), val_loss=2.01)
     older = replace(dense, commit="old", seconds=tuple(99.0 * (1 + place) for place in range(40)), started=0)

@@ -90,14 +90,12 @@ def repeated(points: Sequence[Point]) -> list[str]:
                     alike = point.session[:3]  # all but the repetition
                     pairs.setdefault((by_rate(point.mbit), point.contender, alike), []).append((point, dense[0]))
         # runs are in the order of time, so that newer code takes the place of older
-        newest = {
-            (rate, contender): (code, own) for (rate, contender, (code, *_)), own in pairs.items() if len(own) >= 3
-        }
-        for (rate, contender), (code, own) in newest.items():
+        newest = {(rate, contender): own for (rate, contender, _), own in pairs.items() if len(own) >= 3}
+        for (rate, contender), own in newest.items():
             steps = [p.step_seconds / d.step_seconds - 1 for p, d in own]
             sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in own]
             shares = [d.communication_seconds / d.step_seconds for _, d in own]
-            cells = [mode, rate_name(rate), code, contender, len(own), *map(_spread, (steps, sums))]
+            cells = [mode, rate_name(rate), dated(own[0][0]), contender, len(own), *map(_spread, (steps, sums))]
             lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
     return lines if len(lines) > 2 else []
 
