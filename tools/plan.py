@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     training, predictions, places = found[0]
     try:
         if options.output is not None:
-            written(options.output, found, sections, _chosen(predictions, training.gbps))
+            written(options.output, found, sections)
         if options.write_flags is not None:
             if options.gbps:
                 flags = flags_of(training, _chosen(predictions, options.gbps[0]))
@@ -241,18 +241,19 @@ def written(
     output: Path,
     found: list[tuple[Training, list[Prediction], list[page.Place]]],
     sections: list[list[str]],
-    chosen: Prediction,
 ) -> None:
-    """The page, its raw figures and its pictures."""
+    """The page, its raw figures and its pictures. One shows a step of the first model with ``page.DRAWN``."""
+    training, predictions, _ = found[0]
+    drawn = next(one for one in predictions if (one.gbps, one.contender.name) == (training.gbps, page.DRAWN))
     costs = "../bench/steps.md"
     text = page.page(sections, output.name, costs)
     step = f"{output.name}_step.png"
-    title = f"{found[0][0].title}, {chosen.gbps:g} Gbit/s, {chosen.contender.name}"
+    title = f"{training.title}, {drawn.gbps:g} Gbit/s, {drawn.contender.name}"
     text += f"\n## One step\n\n{title}. Above: what a stage computes; below: what its link carries.\n\n"
     text += f"![Timeline]({step})\n"
     write(with_ending(output, ".md"), text.encode())
     write(with_ending(output, ".png"), page.picture([(training, predictions) for training, predictions, _ in found]))
-    write(output.with_name(step), page.timeline(chosen.step))
+    write(output.with_name(step), page.timeline(drawn.step))
     rows = [_raw(training, one) for training, predictions, _ in found for one in predictions]
     placed = [
         {"order": place.order, "network": place.network, **_raw(training, one)}

@@ -646,6 +646,7 @@ def test_the_command_writes_a_page_flags_and_raw_figures(tmp_path: Path, capsys:
     assert plan.main(["gpt2_2.5b", "--gbps", "1", "25", "--write-flags", str(flags)]) == 2
     said = capsys.readouterr()
     assert "--write-flags: no flags can do this" in said.err and "--write-flags needs one rate" in said.err
+    assert "GPT2-2.5B" in said.out, "the tables are there all the same"
     (tmp_path / "file").write_text("")
     assert plan.main(["gpt2_2.5b", "--output", str(tmp_path / "file" / "clusters")]) == 2
     assert "/file: File exists" in capsys.readouterr().err
@@ -828,6 +829,7 @@ def test_a_model_in_32_bits_is_refused(tmp_path: Path) -> None:
         (["gpt2_12.1b", "--write-flags", "FOLDER"], "must be a file"),
         (["--validate", "[1]"], "has no points of tools/bench_network.py"),
         (["--validate", '{"a": 1}'], "has no points of tools/bench_network.py"),
+        (["--validate", "[1]", "--gbps", "1"], "takes --output alone beside it, not --gbps"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(
@@ -835,7 +837,7 @@ def test_what_cannot_be_read_or_written_is_one_line(
 ) -> None:
     if options[0] == "--validate":
         (tmp_path / "points.json").write_text(f'{{"points": {options[1]}}}')
-        options = ["--validate", str(tmp_path / "points.json")]
+        options = ["--validate", str(tmp_path / "points.json"), *options[2:]]
     assert plan.main([one.replace("FOLDER", str(tmp_path)) for one in options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -24,6 +24,7 @@ COLORS = {
 }
 PAPER = "up to 46.45 % less communication latency and 16.13 % less training time"
 EDGC = ("int8", "int4", "safe", "balanced", "fast")  # of whose loss there are runs; the one with most bytes first
+DRAWN = "balanced"  # of whose step there is a timeline
 _LINES = {"dense fp32": GREY, "dense bf16": GREY, "PowerSGD, rank 64": ORANGE, "balanced": VERMILION, "fast": YELLOW}
 
 
