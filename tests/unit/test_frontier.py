@@ -574,10 +574,8 @@ def test_fewer_measurements_are_noisier() -> None:
 def test_the_study_of_replays_has_a_row_for_each_window_and_share() -> None:
     page, _ = study_page.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
     rows = [row for row in page.splitlines() if row.startswith("| sampled")]
-    assert (
-        len(rows) == len(list(cases(replayed("sampled", 0.1))))
-        and "| sampled | stage 1 | 10 % | 50 | 5 | 1.000 |" in page
-    )
+    assert len(rows) == len(list(cases(replayed("sampled", 0.1))))
+    assert "| sampled | stage 1 | 10 % | 50 | 5 | 1.000 |" in page
 
 
 def test_a_replay_may_begin_before_entropy_has_fallen() -> None:
