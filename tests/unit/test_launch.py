@@ -20,6 +20,7 @@ from tools.launching import flat_yaml, node
 from tools.launching.attempts import ATTEMPTS, last_value
 from tools.launching.configs import CLUSTERS, METHODS, MODELS, read_yaml
 from tools.shared.megatron import TRACKER
+from tools.shared.processes import IN_HEAP
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -550,6 +551,11 @@ def test_a_machine_without_the_gpu_that_is_asked_for_is_told_in_one_line(tmp_pat
     assert done.stderr.count("\n") == 1
     assert "--edgc-cpu trains on the CPU" in done.stderr
     assert not Path(run).exists()
+
+
+def test_the_quickstart_keeps_tensors_in_the_heap_as_other_runs_on_the_cpu_do() -> None:
+    text = (REPOSITORY / "scripts" / "quickstart.sh").read_text()
+    assert all(f" {name}={value}" in text for name, value in IN_HEAP.items())
 
 
 def test_the_quickstart_keeps_finished_runs_of_the_same_code_and_data_alone(tmp_path: Path) -> None:
