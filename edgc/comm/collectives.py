@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -10,12 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from edgc.arithmetic import on_cpu
 from edgc.comm.wire import GROUP, Wire, in_groups
 from edgc.stacking import subtract_all
 
 T = TypeVar("T")
 # A larger sum in fp32 would gain nothing by company, and joining copies.
 COALESCED_BYTES = 4 * 2**20
+# Of what one process sends another at once on a CPU. Gloo sends and receives more than that in turn, and then a message
+# takes up to twice as long as its bytes need on a slow link.
+PIECE_BYTES = 2**19
 
 
 class Work(Protocol):
@@ -152,25 +157,64 @@ class AllReduce(Collective):
         return _member(dist.all_reduce(self.tensor, group=to.group, async_op=True))
 
 
-class AllGather(Collective):
+class RowOfEach(Collective):
+    """A collective whose result, (processes, n), has a row from each process. On a CPU it travels in pieces."""
+
+    def start(self) -> Work:
+        self._count()
+        rows, columns = self.communicator.world_size, self.tensor.shape[-1]
+        self.result = self.tensor.new_empty(rows, columns)
+        most = PIECE_BYTES // self.tensor.itemsize if on_cpu(self.tensor) else columns
+        if columns <= most:
+            return self._send(self.tensor.contiguous(), self.result)
+        works: list[Work] = []
+        for own, place in zip(*(torch.split(whole, most, dim=-1) for whole in (self.tensor, self.result)), strict=True):
+            received = torch.empty_like(place, memory_format=torch.contiguous_format)
+            works.append(_Piece(self._send(own.contiguous(), received), received, place))
+        return CombinedWork(works)
+
+    @abstractmethod
+    def _count(self) -> None:
+        """Count the whole of it."""
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, result: Tensor) -> Work:
+        """Start it, from a contiguous tensor into another."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a collective under way. What has come goes to its ``place``."""
+
+    work: Work
+    received: Tensor
+    place: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.place.copy_(self.received)
+
+
+class AllGather(RowOfEach):
     """Every process's (n,) tensor as the rows of one (processes, n)."""
 
-    def start(self) -> Work:
-        to = self.communicator
-        to.traffic.count_all_gather(self.tensor, to.world_size)
-        gathered = self.tensor.new_empty(to.world_size * len(self.tensor))
-        self.result = gathered.view(to.world_size, -1)
-        return _member(dist.all_gather_into_tensor(gathered, self.tensor.contiguous(), group=to.group, async_op=True))
+    def _count(self) -> None:
+        self.communicator.traffic.count_all_gather(self.tensor, self.communicator.world_size)
+
+    def _send(self, tensor: Tensor, result: Tensor) -> Work:
+        return _member(
+            dist.all_gather_into_tensor(result.view(-1), tensor, group=self.communicator.group, async_op=True)
+        )
 
 
-class AllToAll(Collective):
+class AllToAll(RowOfEach):
     """Row i of the (processes, n) tensor goes to process i; row i of the result came from there."""
 
-    def start(self) -> Work:
-        to = self.communicator
-        to.traffic.count_all_to_all(self.tensor, to.world_size)
-        self.result = torch.empty_like(self.tensor, memory_format=torch.contiguous_format)
-        return _member(dist.all_to_all_single(self.result, self.tensor.contiguous(), group=to.group, async_op=True))
+    def _count(self) -> None:
+        self.communicator.traffic.count_all_to_all(self.tensor, self.communicator.world_size)
+
+    def _send(self, tensor: Tensor, result: Tensor) -> Work:
+        return _member(dist.all_to_all_single(result, tensor, group=self.communicator.group, async_op=True))
 
 
 class ReduceScatter:
