@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -865,6 +866,51 @@ def test_a_contenders_own_interface_says_how_many_bytes_travel_for_one_of_ours()
     found = check(points)
     assert sorted(one.contender for one in found) == ["balanced", "dense"]
     assert [one.error for one in found] == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+def test_pipelines_and_shared_links_are_predicted_from_others() -> None:
+    """A point is made of what takes so long by hand: each pass, message and sum in turn."""
+    message, sums = 1.048576e6, 3e6
+
+    def point(mode: str, contender: str, mbit: float | None, step: float, reducing: float, **sizes: float) -> Any:
+        of = {"mode": mode, "commit": "abc1234", "contender": contender, "mbit": mbit}
+        ranks = [None] if contender == "dense" else [40]
+        counted = {"counted_bytes": sum(sizes.values()), "interface_bytes": 1.1 * sum(sizes.values())}
+        seconds = {"step_seconds": step, "communication_seconds": reducing}
+        kinds = {name: size for name, size in sizes.items() if name != "gradient_bytes"}
+        return {**of, **seconds, **counted, **kinds, "ranks": ranks}
+
+    def on_link(size: float, mbit: float | None) -> float:
+        return 0.0 if mbit is None else 1.1 * size * 8 / (mbit * 1e6)
+
+    # Four micro-batches, 0.1 s forward and 0.2 s backward. The second stage waits for its first message, and once for
+    # one to the first stage and one back. At the end the first stage waits for a message and makes its last pass.
+    def pipeline(mbit: float | None) -> float:
+        return 0.1 + 4 * 0.3 + 0.2 + 4 * on_link(message, mbit)
+
+    mode = "two stages"
+    points = [point(mode, "dense", rate, pipeline(rate), 0.0, message_bytes=4 * message) for rate in (None, 135, 100)]
+    (found,) = check(points)
+    assert (found.mode, found.mbit) == (mode, 100) and found.error == pytest.approx(0, abs=1e-6)
+    # gradients in a quarter of the bytes
+    (of_less,) = (
+        one
+        for one in check(
+            [*points, *(point(mode, "int8", rate, 2.0, 0.0, message_bytes=2.5 * message) for rate in (135.0, 100.0))]
+        )
+        if one.contender == "int8"
+    )
+    assert found.predicted - of_less.predicted == pytest.approx(2 * 0.75 * on_link(message, 100))
+
+    # a ring crosses each uplink once; of an all-to-all two processes send two parts of three each over it
+    def workers(mode: str, contender: str, mbit: float, all_to_all: float) -> Any:
+        reducing = on_link(sums / 2, mbit) * (2 if contender == "dense" else 1 + all_to_all)
+        return point(mode, contender, mbit, 1.0 + reducing, reducing, gradient_bytes=sums)
+
+    of_each = [workers("four workers", name, 135.0, 1.0) for name in ("dense", "int8")]
+    of_racks = [workers("two racks of two workers", name, 60.0, 4 / 3) for name in ("dense", "int8")]
+    errors = [one.error for one in check([*of_each, *of_racks])]
+    assert errors == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_a_cluster_file_describes_its_network(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def changes_after(windows: int) -> int:
 class Point:
     """What one run showed. Seconds are medians of steps; bytes are means over processes, of one step.
 
-    ``communication_seconds``: of the reductions alone. ``interface_bytes``: what the links counted, with all headers.
+    ``communication_seconds``: of the reductions alone. ``message_bytes``, ``weight_bytes``: of ``counted_bytes`` those
+    of messages between stages and of updated weights; None in older points. ``interface_bytes``: what the links
+    counted, with all headers.
     ``start_bytes``: what a process sent before the measured steps, with start-up, probing and warm-up. ``ranks``: those
     of the last window, None for a stage that was not compressed. ``links``: of ``LINKS``. ``window_seconds``: of a step
     in each measured window. ``mean_seconds``: all measured time over all its steps, with the exchanges at the ends of
@@ -51,6 +53,8 @@ class Point:
     machine: str = ""
     preset_settings: Mapping[str, Any] | None = None
     in_heap: bool = False
+    message_bytes: float | None = None
+    weight_bytes: float | None = None
 
     @property
     def session(self) -> tuple[str, str, int, int]:

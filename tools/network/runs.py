@@ -70,12 +70,18 @@ def measured(closed: Sequence[Mapping[str, Any]], sent: Sequence[float], windows
     """
     first, own = closed[0], closed[1 : 1 + windows]
     steps = int(own[-1]["iteration"]) - int(first["iteration"])
+
+    def counted(name: str) -> float:
+        return (float(own[-1].get(name, 0.0)) - float(first.get(name, 0.0))) / steps
+
     return {
         "step_seconds": median(float(window["step_seconds"]) for window in own),
         "communication_seconds": median(
             max(float(stage["reduce_seconds"] or 0) for stage in window["stages"]) for window in own
         ),
-        "counted_bytes": (float(own[-1]["total_bytes"]) - float(first["total_bytes"])) / steps,
+        "counted_bytes": counted("total_bytes"),
+        "message_bytes": counted("pp_bytes"),
+        "weight_bytes": counted("param_bytes"),
         "interface_bytes": (sent[1 + windows] - sent[1]) / steps,
         "start_bytes": sent[1] - sent[0],
         "steps": steps,
