@@ -41,7 +41,7 @@ from tools.network import linear, overhead, stage_ends
 from tools.network.links import Links, LinksUnavailable, check
 from tools.network.page import markdown, older_markdown
 from tools.network.pictures import loss_over_time, over_time, picture
-from tools.network.points import CHANGING, EVEN, FALLING, LINKS, RISING, UNEVEN, Curve, Point, changes_after
+from tools.network.points import CHANGING, EVEN, LINKS, UNEVEN, Curve, Point, before_and_after, changes_after
 from tools.network.runs import RunFailed, measure, to_the_end
 from tools.network.setups import CONTENDERS, CORPUS, MODES, PLANNED, WINDOW
 from tools.network.tables import rate_name, table
@@ -289,17 +289,18 @@ def timed(rate: float | None, mode: str, contender: str, kind: str, repetition: 
     """One run. ``kind``: of ``LINKS``."""
     started, code = round(time.time()), commit(REPOSITORY, *CODE)
     rates = [rate] * MODES[mode].links
-    third = None if rate is None else rate / 3
-    if kind == UNEVEN:
-        rates[0] = third
-    if kind == RISING:
-        rates = [third] * len(rates)
+    after = None
+    if kind == UNEVEN and rate is not None:
+        rates[0] = rate / 3
+    if kind in CHANGING and rate is not None:
+        before, after = before_and_after(kind, rate)
+        rates = [before] * len(rates)
     with Links(rates) as links:
 
         def during(window: int) -> None:
             if kind in CHANGING and window == 1 + changes_after(windows):
                 for place in range(len(rates)):
-                    links.limit(place, third if kind == FALLING else rate)
+                    links.limit(place, after)
 
         found = measure(links, mode, contender, corpus_flags(str(CORPUS)), windows, during)
     known = len(CHANGES)

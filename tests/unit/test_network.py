@@ -17,7 +17,7 @@ from tools.network.links import Links, LinksUnavailable, check
 from tools.network.overhead import ALONE, COMPARED, MAPPED, Run, step_seconds
 from tools.network.page import markdown, older_markdown
 from tools.network.pictures import loss_over_time, over_time, picture
-from tools.network.points import EVEN, FALLING, RISING, Curve, Point
+from tools.network.points import EVEN, FALLING, FREED, LIMITED, RISING, Curve, Point
 from tools.network.runs import seconds_of_training
 from tools.network.setups import CONTENDERS, MODES, flags, meaning
 from tools.network.tables import _crossing, changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
@@ -244,14 +244,17 @@ def test_a_run_whose_links_change_has_a_time_before_and_one_after() -> None:
     ]
     rising = changed(run, links=RISING)
     assert cells(changing_table([rising]))[0][0] == "300 Mbit/s then 900 Mbit/s"
+    freed = changed(run, links=FREED)
+    assert cells(changing_table([freed]))[0][0] == "900 Mbit/s then no limit"
     assert over_time([run, rising]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("kind", "rates"), [(FALLING, [(90.0, 90.0), (30.0, 30.0)]), (RISING, [(30.0, 30.0), (90.0, 90.0)])]
+    ("kind", "before", "after"),
+    [(FALLING, 90.0, 30.0), (RISING, 30.0, 90.0), (LIMITED, None, 90.0), (FREED, 90.0, None)],
 )
 def test_links_change_in_the_middle_of_what_is_measured(
-    kind: str, rates: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+    kind: str, before: float | None, after: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -276,8 +279,9 @@ def test_links_change_in_the_middle_of_what_is_measured(
     monkeypatch.setattr(bench_network, "Links", Recorded)
     monkeypatch.setattr(bench_network, "measure", measure)
     point = bench_network.timed(90.0, "plain", "dense", kind, 0, 4)
-    before, after = rates
-    assert seen == [before] * 2 + [after] * 3, "the warm-up and two windows, then two windows and the end"
+    assert seen == [(before, before)] * 2 + [(after, after)] * 3, (
+        "the warm-up and two windows, then two windows and the end"
+    )
     assert point.links == kind
 
 

@@ -888,7 +888,7 @@ def test_pipelines_and_shared_links_are_predicted_from_others() -> None:
     def pipeline(mbit: float | None) -> float:
         return 0.1 + 4 * 0.3 + 0.2 + 4 * on_link(message, mbit)
 
-    mode = "two stages"
+    mode = "pipeline"
     points = [point(mode, "dense", rate, pipeline(rate), 0.0, message_bytes=4 * message) for rate in (None, 135, 100)]
     (found,) = check(points)
     assert (found.mode, found.mbit) == (mode, 100) and found.error == pytest.approx(0, abs=1e-6)

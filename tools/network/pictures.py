@@ -38,13 +38,15 @@ SMOOTH = 4  # windows, of whose losses the mean is drawn
 
 
 def over_time(points: Sequence[Point]) -> bytes:
-    """Step time in each measured window, a panel for each change of links, a line for each run of the newest code."""
-    newest = max(points, key=lambda point: point.started).commit
-    points = [point for point in points if point.commit == newest]
+    """Step time in each measured window, a panel for each change of links, a line for each run of the newest code that
+    was timed there.
+    """
     changes = sorted({(point.links, by_rate(point.mbit)) for point in points})
     figure, several = panels(-(-len(changes) // 2), min(len(changes), 2), width=4.8, height=3.0)
     for change, axes in zip(changes, several, strict=False):
         own = [point for point in points if (point.links, by_rate(point.mbit)) == change]
+        newest = max(own, key=lambda point: point.started).commit
+        own = [point for point in own if point.commit == newest]
         for contender in CONTENDERS:
             like, style = VARIANTS.get(contender, (contender, "-"))
             for point in of_contender(own, contender):

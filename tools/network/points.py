@@ -8,8 +8,20 @@ from tools.network.setups import flags, is_old, older_preset
 
 EVEN, UNEVEN = "even", "one at a third"
 FALLING, RISING = "a third from the middle on", "a third until the middle"
-CHANGING = (FALLING, RISING)
+LIMITED, FREED = "limited from the middle on", "limited until the middle"
+CHANGING = (FALLING, RISING, LIMITED, FREED)
 LINKS = (EVEN, UNEVEN, *CHANGING)  # how the links of a run differ from the rate of its point
+
+
+def before_and_after(links: str, mbit: float) -> tuple[float | None, float | None]:
+    """The rates of ``CHANGING`` links, in Mbit/s; None: no limit."""
+    rates: dict[str, tuple[float | None, float | None]] = {
+        FALLING: (mbit, mbit / 3),
+        RISING: (mbit / 3, mbit),
+        LIMITED: (None, mbit),
+        FREED: (mbit, None),
+    }
+    return rates[links]
 
 
 def changes_after(windows: int) -> int:

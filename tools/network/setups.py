@@ -55,8 +55,6 @@ MODES = {
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
     "distributed optimizer, weights in bf16": Mode("--use-distributed-optimizer --bf16"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
-    # as many processes as cores: no stage computes faster while the other waits
-    "two stages": Mode("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights", 1, pipeline=2),
     "four workers": Mode("", replicas=4),
     "two racks of two workers": Mode("", replicas=4, sharing=2),
     # where low rank computes long: short sequences, so that the passes do not

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from tools.network.points import EVEN, FALLING, Curve, Point, changes_after
+from tools.network.points import EVEN, Curve, Point, before_and_after, changes_after
 from tools.network.setups import CONTENDERS, MODES
 from tools.shared.markdown import header, rank_in_words, row
 
@@ -62,8 +62,8 @@ def changing_table(points: Sequence[Point]) -> list[str]:
 
 def two_rates(point: Point) -> list[str]:
     """Before and after the links change."""
-    rates = [rate_name(point.mbit), rate_name(point.mbit and point.mbit / 3)]
-    return rates if point.links == FALLING else rates[::-1]
+    assert point.mbit is not None
+    return list(map(rate_name, before_and_after(point.links, point.mbit)))
 
 
 def dated(run: Point | Curve) -> str:

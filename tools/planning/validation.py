@@ -20,7 +20,7 @@ TCP = 1.067  # bytes on a link for one of a message: those of a dense plain step
 INSIDE = 10.0  # Gbit/s between the processes of a namespace; not measured, and much faster than their link
 # Modes, and by whose points each is fitted. Two racks compute and send what four workers do, over other links.
 FITTED_BY = {
-    **{name: name for name in ("plain", "overlapped", "distributed optimizer", "two stages", "pipeline")},
+    **{name: name for name in ("plain", "overlapped", "distributed optimizer", "pipeline")},
     **{"four workers": "four workers", "two racks of two workers": "four workers"},
 }
 
