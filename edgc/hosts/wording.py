@@ -108,6 +108,8 @@ def window_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> 
         compressed, host = plan.tried
         who = "the host sums" if plan.by_host else "EDGC compresses"
         since = "as before" if plan.by_host == before.by_host else "from now on"
+        if plan.trial is not None:
+            since += ". Steps vary by more than that: another trial follows"
         yield f"a step takes {compressed:.3f} s compressed, {host:.3f} s with the host's own sum: {who} {since}"
     yield from _message_lines(report, config)
     if report.bytes.messages.host:

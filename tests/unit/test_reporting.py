@@ -206,20 +206,21 @@ def test_a_resumed_run_says_that_too_little_of_its_volume_is_left(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "decided"),
+    ("before", "after", "next_trial", "decided"),
     [
-        (False, False, "EDGC compresses as before"),
-        (False, True, "the host sums from now on"),
-        (True, False, "EDGC compresses from now on"),
-        (True, True, "the host sums as before"),
+        (False, False, None, "EDGC compresses as before"),
+        (False, True, None, "the host sums from now on"),
+        (True, False, None, "EDGC compresses from now on"),
+        (True, True, None, "the host sums as before"),
+        (True, True, (201, 204), "the host sums as before. Steps vary by more than that: another trial follows"),
     ],
 )
 def test_a_trial_leaves_one_line_that_tells_what_is_new(
-    before: bool, after: bool, decided: str, capsys: pytest.CaptureFixture[str]
+    before: bool, after: bool, next_trial: tuple[int, int] | None, decided: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     under_test = reporter()
     under_test.resume(replace(PLAN, by_host=before), None)
-    report = replace(REPORT, plan=replace(PLAN, by_host=after, tried=(0.75, 0.5)))
+    report = replace(REPORT, plan=replace(PLAN, by_host=after, tried=(0.75, 0.5), trial=next_trial))
     under_test.window(report, last=False)
     under_test.window(report, last=False)  # nothing was tried in this one
     steps = "a step takes 0.750 s compressed, 0.500 s with the host's own sum"

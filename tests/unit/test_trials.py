@@ -75,6 +75,37 @@ def test_compression_goes_on_where_steps_differ_by_more_than_a_trial_shows(sprea
     assert under_test.measured == pytest.approx((1.0, 0.9)) and under_test.by_host == by_host
 
 
+@pytest.mark.parametrize(
+    ("tried", "by_host"), [([0.7, 0.7, 0.7, 0.7], False), ([0.7, 1.3], True), ([0.99], True), ([0.4], False)]
+)
+def test_a_trial_is_repeated_while_steps_differ_by_more_than_it_shows(tried: list[float], by_host: bool) -> None:
+    """The mean of the trials counts, and steps vary less in it. No trial follows once nothing speaks for a change."""
+    under_test = Trials(ITERATIONS, HOST, False, by_host=True)
+    under_test.observe(seconds(host=1.0), 0.9, ByteCount())
+    under_test.due = True
+    usual = [1.0 + 0.3 * (-1) ** step for step in range(10)]
+    for count, step in enumerate(tried, 1):
+        under_test.decide(100 * count)
+        assert under_test.trial is not None
+        under_test.observe({False: [step, step], True: usual}, 0.9, ByteCount())
+        assert under_test.measured == pytest.approx((sum(tried[:count]) / count, 1.0))
+    assert (under_test.due, under_test.by_host) == (False, by_host)
+
+
+def test_trials_of_another_link_are_forgotten() -> None:
+    under_test = Trials(ITERATIONS, HOST, False, by_host=True)
+    under_test.due = True
+    usual = [1.0 + 0.3 * (-1) ** step for step in range(10)]
+    window(under_test, 100, 0.2, 1.0, 1.0)
+    under_test.observe({False: [0.7, 0.7], True: usual}, 0.2, ByteCount())
+    assert under_test.due and under_test.measured == (0.7, 1.0)
+    under_test.observe(seconds(host=1.0), 0.2, ByteCount())  # no window has shown reductions before
+    under_test.observe(seconds(host=1.0), 0.9, ByteCount())
+    under_test.decide(400)
+    under_test.observe({False: [0.5, 0.5], True: usual}, 0.9, ByteCount())
+    assert under_test.measured == pytest.approx((0.5, 1.0)), "not the mean of both links"
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_steps_that_differ_anyway_are_no_changed_link(spread: float) -> None:
     """A step is a tenth longer than in the trial, and reductions are a small part of it."""

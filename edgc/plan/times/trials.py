@@ -7,7 +7,7 @@ part of them. So a few steps of the run go the other way, and whole steps are co
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from edgc.byte_counts import ByteCount
@@ -55,8 +55,9 @@ class Trials:
         volume_steps: as many steps of the host's sums take all bytes that a volume allows the run; infinite without.
 
     A ``trial`` is the iterations (first, first after) in which the other one sums. ``due``: one is wanted.
-    ``measured``: seconds of a compressed step and of the host's in the last trial; empty before. ``share_of_run``: of
-    the iterations, those whose bytes the volume bounds.
+    ``measured``: seconds of a compressed step and of the host's in the last trial; empty before. Where the other one
+    was faster, but by less than steps vary, another trial is due, and the mean of them counts. ``share_of_run``: of the
+    iterations, those whose bytes the volume bounds.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Trials:
         self.by_host, self.due = by_host, False
         self.trial: tuple[int, int] | None = None
         self.measured: tuple[float, ...] = ()
+        self._undecided: list[tuple[float, float]] = []  # what the last trials have measured that decided nothing
         self.host_steps = 0  # of trials in which the host has summed what would have been compressed
         self.spent = 0.0  # seconds by which steps of trials were longer than usual ones
         self._reduction = self._share = math.nan  # seconds after the last trial, and bytes over those of the host
@@ -116,17 +118,23 @@ class Trials:
                 before = reduce_seconds - longer
                 ratio = math.inf if before <= 0 else reduce_seconds / before
                 if abs(longer) > self._spread and self._changed(reduce_seconds, ratio):
-                    self.due = True
+                    self._ask_anew()
                     return reduce_seconds - max(before, 0.0)
         elif self._changed(reduce_seconds, reduce_seconds / self._reduction, share / self._share):
             before = self._reduction
-            self.due, self._reduction, self._share = True, reduce_seconds, share
+            self._ask_anew()
+            self._reduction, self._share = reduce_seconds, share
             return reduce_seconds - before
         return 0.0
 
     def compress_anew(self) -> None:
         """Gradients are compressed in another way from now on: its time says nothing of the link."""
         self._reduction, self._compared = math.nan, False
+        self._undecided = []
+
+    def _ask_anew(self) -> None:
+        """The link has changed: earlier trials say nothing of it."""
+        self.due, self._undecided = True, []
 
     def _changed(self, reduce_seconds: float, seconds: float, bytes_sent: float = math.nan) -> bool:
         """Whether reductions say that the link is another one, on which the other may be faster. ``seconds`` and
@@ -143,9 +151,14 @@ class Trials:
         usual, tried = (host, compressed) if self.by_host else (compressed, host)
         self.spent += TRIAL_STEPS * max(tried - usual, 0.0)
         self.host_steps += 0 if self.by_host else TRIAL_STEPS
-        before = self.by_host
-        self.by_host = host_sums_next(compressed, host, self._spread, before)
-        self.measured, self.trial, self.due = (compressed, host), None, False
+        self._undecided.append((compressed, host))
+        compressed, host = (fmean(steps) for steps in zip(*self._undecided, strict=True))
+        before, spread = self.by_host, self._spread / math.sqrt(len(self._undecided))
+        self.by_host = host_sums_next(compressed, host, spread, before)
+        undecided = self.by_host == before != host_sums_next(compressed, host, 0.0, before)
+        self.measured, self.trial, self.due = (compressed, host), None, undecided
+        if not undecided:
+            self._undecided = []
         self._compared = True
         if self.by_host != before:
             self._reduction = math.nan
