@@ -60,32 +60,14 @@ RUN=$run/balanced quietly "$run/balanced.out" "${twin[@]}" --edgc-preset balance
 ln -s ../paper/dense "$run/balanced/dense"
 
 say "zero-shot: the order of words in modules that were in no corpus"
-"$python" - >"$run/word_order.jsonl" <<'PYTHON'
-import json
-import random
-from pathlib import Path
-
-random.seed(1)
-modules = sorted(path for folder in ("edgc", "megatron", "tests", "tools") for path in Path(folder).rglob("*.py"))
-modules = [path for path in modules if path.stat().st_size > 1000]
-for path in random.sample(modules, 120):
-    lines = path.read_text(errors="ignore").splitlines(keepends=True)
-    places = [place for place in range(8, len(lines)) if 4 <= len(lines[place].split()) <= 10]
-    for place in random.sample(places, min(4, len(places))):
-        words = lines[place].split()
-        orders = sorted({" ".join(order) for order in (words, *(random.sample(words, len(words)) for _ in range(3)))})
-        if len(orders) == 4:
-            context = "".join(lines[place - 8 : place])[-100:]  # about what the model can read
-            indent = lines[place][: -len(lines[place].lstrip())]
-            print(json.dumps({"context": context + indent, "choices": orders, "answer": orders.index(" ".join(words))}))
-PYTHON
+"$python" tools/make_tasks.py --name code --texts edgc megatron tests tools --glob '*.py' --output "$run/tasks"
 for model in paper/dense paper/edgc balanced/edgc; do
     "$python" tools/export_hf.py --load "$run/$model/checkpoints" --output "$run/$model/hf" >/dev/null
 done
 for preset in paper balanced; do
     say "$preset"
-    HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/$preset/dense/hf" edgc="$run/$preset/edgc/hf" --tasks word_order \
-        --include-path configs/tasks --output "$run/$preset" 2>"$run/evaluate.out" ||
+    HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/$preset/dense/hf" edgc="$run/$preset/edgc/hf" --tasks code_word_order \
+        --include-path "$run/tasks" --output "$run/$preset" 2>"$run/evaluate.out" ||
         { cat -- "$run/evaluate.out" >&2 && exit 1; }
     "$python" tools/report.py "$run/$preset"
     "$python" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["dp_bytes_ratio"] >= 1)' \

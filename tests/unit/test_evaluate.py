@@ -53,6 +53,32 @@ def test_a_difference_of_what_is_no_mean_has_no_error() -> None:
     assert difference(result([1, 1]), other, "task", "acc") == {"value": -0.5, "stderr": None}
 
 
+def test_the_error_of_a_difference_of_bits_per_byte_is_that_of_a_ratio() -> None:
+    """Three documents, of which one has ten times the bytes."""
+    nats = {"dense": [-10.0, -25.0, -180.0], "edgc": [-11.0, -24.0, -190.0]}
+    sizes = [10, 20, 200]
+
+    def bits(name: str) -> float:
+        return -sum(nats[name]) / math.log(2) / sum(sizes)
+
+    def of(name: str) -> dict[str, Any]:
+        found = result([1, 1, 1])
+        found["results"]["task"] = {"bits_per_byte,none": bits(name)}
+        found["samples"]["task"] = [
+            {"doc_id": place, "filter": "none", "bits_per_byte": (value, size)}
+            for place, (value, size) in enumerate(zip(nats[name], sizes, strict=True))
+        ]
+        return found
+
+    gap = bits("edgc") - bits("dense")
+    found = difference(of("dense"), of("edgc"), "task", "bits_per_byte")
+    beside = [((a - b) / math.log(2) - gap * n) / (230 / 3) for a, b, n in zip(*nats.values(), sizes, strict=True)]
+    assert found["value"] == pytest.approx(gap)
+    assert found["stderr"] == pytest.approx(math.sqrt(sum(one**2 for one in beside) / 2 / 3))
+    same = difference(of("dense"), of("dense"), "task", "bits_per_byte")
+    assert same == {"value": 0, "stderr": 0}
+
+
 @pytest.mark.parametrize("names", [["dense"], ["dense", "edgc"], ["a", "b", "c"]])
 def test_the_table_has_a_column_a_model(names: list[str]) -> None:
     rows = summarise({name: result([1, 0, 0, 0]) for name in names})

@@ -20,7 +20,7 @@ ARROWS = {
     "launching": {"shared"},
     "benchmarks": {"shared", "launching"},
     "network": {"shared"},
-    "planning": {"shared", "launching"},
+    "planning": {"shared", "launching", "network"},
     **dict.fromkeys(("data", "evaluation", "experiments", "export", "reports"), {"shared"}),
 }
 # What starts a run on a login node, where there is an old Python and no package.

@@ -1,7 +1,7 @@
 """Scores from lm_eval's results: values, standard errors, and the difference of two models."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -31,6 +31,8 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], task: str, n
         return {s["doc_id"]: s.get(metric) for s in samples if s.get("filter", "none") == (chosen or "none")}
 
     ours, theirs = answers(first), answers(second)
+    if metric == "bits_per_byte" and ours and ours.keys() == theirs.keys():
+        return {"value": gap, "stderr": _error_of_bits(gap, [(ours[one], theirs[one]) for one in ours])}
     numbers = all(isinstance(value, int | float) for value in [*ours.values(), *theirs.values()])
     if len(ours) < 2 or ours.keys() != theirs.keys() or not numbers:
         return {"value": gap, "stderr": None}
@@ -38,6 +40,17 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], task: str, n
     if not math.isclose(fmean(gaps), gap, abs_tol=1e-9):
         return {"value": gap, "stderr": None}
     return {"value": gap, "stderr": stdev(gaps) / math.sqrt(len(gaps))}
+
+
+def _error_of_bits(gap: float, pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float | None:
+    """The standard error of a difference of bits per byte, a ratio of sums over documents. Each document of a pair has
+    its log-likelihood, in nats, and its bytes, which are the same for both models.
+    """
+    if len(pairs) < 2:
+        return None
+    mean_bytes = fmean(size for (_, size), _ in pairs)
+    beside = [((one - other) / math.log(2) - gap * size) / mean_bytes for (one, size), (other, _) in pairs]
+    return stdev(beside) / math.sqrt(len(pairs))
 
 
 def summarise(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
