@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train a GPT of 42 million parameters twice on the same 20 million tokens, dense and with EDGC's default preset, on two
-# CPU processes. Then evaluate both zero-shot, on texts that neither has seen. Takes three to four hours a run.
+# CPU processes. Then evaluate both zero-shot, on texts that neither has seen. Each run takes some hours.
 #
 #     bash scripts/larger_pair.sh
 #

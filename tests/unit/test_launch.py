@@ -81,7 +81,7 @@ def test_flags_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFix
         (["--model", "gpt2_2.5b", "--nodes", "3"], "--global-batch-size 512 does not divide by 6"),
         (["--model", "gpt2_2.5b", "--bf16"], "--bf16 on NVIDIA V100: needs compute capability 8.0, not 7.0"),
         (["--model", "gpt2_12.1b", "--cluster", "v100_32", "--fp8-format", "hybrid"], "--fp8-format hybrid on NVIDIA"),
-        (["--model", "gpt3"], "gpt3.yaml: there is no such file; those that are there: gpt2_12.1b, gpt2_2.5b, gpt2_42m, tiny"),
+        (["--model", "gpt3"], "no such file; those that are there: gpt2_12.1b, gpt2_2.5b, gpt2_42m, tiny"),
         (["--model", "tiny", "--cluster", "moon"], "moon.yaml: there is no such file"),
         (["--model", "tiny", "--method", "zip"], "there is no method zip; methods are dense, edgc, powersgd, optimus"),
         (["--model", "tiny", "--micro-batch-size", "many"], "invalid int value: 'many'"),
