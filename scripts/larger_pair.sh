@@ -24,10 +24,11 @@ mkdir -p -- "$run"
 exec 9>"$run/lock" # held by the trainings, too
 flock --nonblock 9 || { printf 'larger_pair: error: %s: another start is under way there\n' "$run" >&2 && exit 2; }
 
-# English and Go, without a folder of each that is kept for the evaluation.
-shopt -s extglob globstar
-"$python" tools/preprocess_data.py --input $texts/english/!(networking)/**/*.txt $texts/go/!(runtime)/**/*.go \
-    --train-sentencepiece 8192 --validation-fraction 0.02 --output-prefix "$DATA"
+# English and Go, without folders of each that are kept for the evaluation.
+mapfile -t trained < <(find "$texts/english" -name networking -prune -o -name '*.txt' -print | LC_ALL=C sort)
+mapfile -t -O "${#trained[@]}" trained < <(find "$texts/go" -name runtime -prune -o -name '*.go' -print | LC_ALL=C sort)
+"$python" tools/preprocess_data.py --input "${trained[@]}" --train-sentencepiece 8192 --validation-fraction 0.02 \
+    --output-prefix "$DATA"
 "$python" tools/make_tasks.py --name english --texts $texts/english/networking --glob '*.txt' --context 400 \
     --output "$run/tasks"
 "$python" tools/make_tasks.py --name go --texts $texts/go/runtime --glob '*.go' --context 400 --output "$run/tasks"
