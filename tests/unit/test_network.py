@@ -228,8 +228,8 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
     assert found["powersgd"][2:] == [(math.inf, False)] * 2, "at no rate that was timed"
     assert keeps_speed([at("dense", None, 0.0)]) == {}
     page = markdown(points, "a machine")
-    assert f"| dense | at most 100 Mbit/s | from {most[0]:.0f} Mbit/s | from {nine[0]:.0f} Mbit/s |" in page
-    assert "| powersgd | at most 100 Mbit/s | from 160 Mbit/s | at no rate timed | at no rate timed |" in page
+    assert f"| dense | abc1234 | at most 100 Mbit/s | from {most[0]:.0f} Mbit/s | from {nine[0]:.0f} Mbit/s |" in page
+    assert "| powersgd | abc1234 | at most 100 Mbit/s | from 160 Mbit/s | at no rate timed | at no rate timed |" in page
 
 
 def test_the_slowest_rate_that_keeps_the_speed_counts_where_a_faster_one_does_not() -> None:

@@ -111,16 +111,20 @@ def keeps_speed(points: Sequence[Point]) -> dict[str, list[tuple[float, bool]]]:
     Of plain runs, those of a contender of one sweep. A share is of one run, so that the speed of the machine in that
     hour matters little. Between two rates it is taken to be linear in 1 / rate.
     """
-    today = [point for point in points if not point.old]
     found: dict[str, list[tuple[float, bool]]] = {}
     for contender in CONTENDERS:
         kept = sorted(
             (1 / by_rate(point.mbit), 1 - point.communication_seconds / point.step_seconds)
-            for point in sweep(of_contender(today, contender), "plain")
+            for point in _own_sweep(points, contender)
         )
         if len(kept) > 1:
             found[contender] = [_crossing(kept, share) for share in KEPT]
     return found
+
+
+def _own_sweep(points: Sequence[Point], contender: str) -> list[Point]:
+    """Of plain runs of one contender, that today's code repeats."""
+    return sweep([point for point in of_contender(points, contender) if not point.old], "plain")
 
 
 def _crossing(kept: Sequence[tuple[float, float]], share: float) -> tuple[float, bool]:
@@ -140,9 +144,10 @@ def speed_table(points: Sequence[Point]) -> list[str]:
     found = keeps_speed(points)
     if len(found) < 2:
         return []
-    lines = header(["contender", *(f"{share:.0%} of the speed" for share in KEPT)])
+    lines = header(["contender", "commit", *(f"{share:.0%} of the speed" for share in KEPT)])
     for contender, rates in found.items():
-        lines.append(row([contender, *(_least_rate(rate, below) for rate, below in rates)]))
+        of = dated(_own_sweep(points, contender)[0])
+        lines.append(row([contender, of, *(_least_rate(rate, below) for rate, below in rates)]))
     return lines
 
 
