@@ -18,8 +18,8 @@ from edgc.stacking import subtract_all
 T = TypeVar("T")
 # A larger sum in fp32 would gain nothing by company, and joining copies.
 COALESCED_BYTES = 4 * 2**20
-# Of what one process sends another at once on a CPU. Gloo sends and receives more than that in turn, and then a message
-# takes up to twice as long as its bytes need on a slow link.
+# Of what one process sends another at once on a CPU. Gloo seems to send and receive more than that one after the
+# other: on a slow link a message then takes up to twice as long as its bytes need.
 PIECE_BYTES = 2**19
 
 

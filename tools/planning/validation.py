@@ -128,12 +128,12 @@ class _Fit:
         """
         own = _links(self.mode, FITTED_AT, _headers(fitted))[0]
         stage = StageTimes(0.0, 0.0, own.next, ring=own.ring, once=own.once, direct=own.direct)
-        nbytes = sum(sum(stage.seconds(unit)) for unit in _units(self.mode, fitted, 0.0))
+        on_link = sum(sum(stage.seconds(unit)) for unit in _units(self.mode, fitted, 0.0))
         free = self.points.get((fitted["contender"], None))
-        if free is None or _dense(free) or not nbytes:
-            return max(fitted["communication_seconds"] - nbytes, 0.0), 1.0
+        if free is None or _dense(free) or not on_link:
+            return max(fitted["communication_seconds"] - on_link, 0.0), 1.0
         compressing = free["communication_seconds"]
-        return compressing, max((fitted["communication_seconds"] - compressing) / nbytes, 1.0)
+        return compressing, max((fitted["communication_seconds"] - compressing) / on_link, 1.0)
 
 
 def _dense(point: Point) -> bool:
