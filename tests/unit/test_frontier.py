@@ -23,7 +23,7 @@ from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.replay import Replay, cases, compare, replays
-from tools.experiments.results import page_lines
+from tools.experiments.results import not_run, page_lines
 from tools.experiments.signals import rank_correlation
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
@@ -225,6 +225,22 @@ def test_a_difference_is_that_of_common_seeds() -> None:
     assert gain.mean == pytest.approx(1 - 2.02 / 2.04) and size == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/frontier").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_page_shows_the_lines_of_today(path: Path) -> None:
+    runs = load_list(path)
+    lines = page_lines(runs.trials, read_results(frontier.DOCS / RESULTS, (trial.model for trial in runs.trials)))
+    missing = not_run(runs.trials, lines)
+    if not lines:
+        assert not (frontier.DOCS / f"{runs.name}.md").exists()
+        return
+    if runs.study:
+        page, _ = study_page.page(runs.name, runs.title, runs.study, lines, missing)
+    else:
+        page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
+    again = f"python tools/frontier.py --report --config configs/frontier/{path.name}"
+    assert (frontier.DOCS / f"{runs.name}.md").read_text() == page, f"write it again with {again}"
+
+
 def test_the_page_and_the_plot() -> None:
     page = markdown("mine", "A title", LINES, [("good", "worse")])
     assert "| ● | good | 10.0x | 5.0x | +0.50 % ± 6.35 | 1: +1.00, 2: +0.00 | 0.50 | 0123456+ |" in page
@@ -236,6 +252,9 @@ def test_the_page_and_the_plot() -> None:
     assert "Commits: 0123456+." in page
     other = markdown("mine", "A title", [*LINES, line("small", 1, 2.2, 5, model="other", flags="--other")], [])
     assert "| small | `--flag-of small` |" in other and "| small | `--other` |" in other
+    changed = [{**one, "settings": "--changed"} if one["name"] == "worse" else one for one in LINES]
+    of_changed = markdown("mine", "A title", changed, [])
+    assert "Flags of worse: `--changed`" in of_changed and "Flags of all runs" not in of_changed
     assert draw(LINES).startswith(b"\x89PNG")
 
 

@@ -63,7 +63,7 @@ def markdown(
     for where in dict.fromkeys(entry.setting for entry in found):
         here = [line for line in lines if setting(line) == where]
         page += [f"## {where}", "", *_table([entry for entry in found if entry.setting == where], here), ""]
-        page += [f"Flags of all{_whose(text, here)} runs: `{text}`" for text in _shared(here)]
+        page += [f"Flags of {_whose(text, here)}: `{text}`" for text in _shared(here)]
         page.append("")
     if comparisons:
         page += ["## Side by side", "", "| | against | setting | loss lower by | bytes |", "|---|---|---|---|---|"]
@@ -149,8 +149,14 @@ def _shared(lines: Sequence[Line]) -> list[str]:
 
 
 def _whose(text: str, lines: Sequence[Line]) -> str:
-    """`` old`` for flags that no other runs have."""
-    return "" if any(line["settings"] == text and not old(line) for line in lines) else " old"
+    """Which runs of a setting had these flags: ``all runs``, or where runs of today had others as well, their entries."""
+    today = [line for line in lines if not old(line)]
+    own = [line for line in today if line["settings"] == text]
+    if not own:
+        return "all old runs"
+    if len(own) == len(today):
+        return "all runs"
+    return ", ".join(dict.fromkeys(line["name"] for line in own))
 
 
 def precision(lines: Sequence[Line]) -> str:
