@@ -149,7 +149,7 @@ def _shared(lines: Sequence[Line]) -> list[str]:
 
 
 def _whose(text: str, lines: Sequence[Line]) -> str:
-    """Which runs of a setting had these flags: ``all runs``, or where runs of today had others as well, their entries."""
+    """Whose flags these are: of all runs, or of these entries, where runs of today had others as well."""
     today = [line for line in lines if not old(line)]
     own = [line for line in today if line["settings"] == text]
     if not own:
