@@ -23,7 +23,7 @@ from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
 from tools.experiments.replay import Replay, cases, compare, replays
-from tools.experiments.results import not_run, page_lines
+from tools.experiments.results import page_lines
 from tools.experiments.signals import rank_correlation
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
@@ -226,19 +226,16 @@ def test_a_difference_is_that_of_common_seeds() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/frontier").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_page_shows_the_lines_of_today(path: Path) -> None:
-    runs = load_list(path)
-    lines = page_lines(runs.trials, read_results(frontier.DOCS / RESULTS, (trial.model for trial in runs.trials)))
-    missing = not_run(runs.trials, lines)
-    if not lines:
-        assert not (frontier.DOCS / f"{runs.name}.md").exists()
-        return
-    if runs.study:
-        page, _ = study_page.page(runs.name, runs.title, runs.study, lines, missing)
-    else:
-        page = markdown(runs.name, runs.title, lines, runs.comparisons, missing, runs.trends)
-    again = f"python tools/frontier.py --report --config configs/frontier/{path.name}"
-    assert (frontier.DOCS / f"{runs.name}.md").read_text() == page, f"write it again with {again}"
+def test_pages_are_those_of_the_lines_that_are_kept(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = frontier.DOCS
+    (tmp_path / RESULTS).symlink_to(kept / RESULTS)
+    monkeypatch.setattr(frontier, "DOCS", tmp_path)
+    assert frontier.main(["--config", str(path), "--report"]) == 0
+    for page in tmp_path.glob("*.md"):
+        again = f"python tools/frontier.py --report --config configs/frontier/{path.name}"
+        assert (kept / page.name).read_text() == page.read_text(), f"write it again with {again}"
 
 
 def test_the_page_and_the_plot() -> None:
