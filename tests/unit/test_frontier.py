@@ -18,7 +18,7 @@ from edgc.plan.by_volume.noise import noise_of_format
 from tools import frontier
 from tools._root import REPOSITORY
 from tools.experiments import lists, results, series, studies, study_page, training
-from tools.experiments.entries import Interval, difference, entries, old, trend
+from tools.experiments.entries import difference, entries, old, trend
 from tools.experiments.lists import ListError, Trial, load_list
 from tools.experiments.page import markdown
 from tools.experiments.plot import FAMILIES, draw, draw_trends
@@ -27,6 +27,7 @@ from tools.experiments.results import page_lines
 from tools.experiments.signals import rank_correlation
 from tools.experiments.store import IDENTITY, RESULTS, identity, read_results, record_result
 from tools.shared import changes
+from tools.shared.intervals import Interval
 from tools.shared.runs import Run, RunError
 
 LIST = """
@@ -265,7 +266,7 @@ def test_a_trend_is_the_gap_by_what_settings_differ_in() -> None:
         (256, pytest.approx(0.001)),
     ], "of the first seed, which both have"
     assert found["good"][128].change is None
-    assert found["good"][256].change == Interval(pytest.approx(-0.009), math.inf, 1)
+    assert found["good"][256].change == Interval(pytest.approx(-0.009), math.inf)
     alone = trend(LINES, {"m, DP 2, 10 iterations": 128})
     assert alone["good"][128].gap.mean == pytest.approx(0.005), "all seeds of a single point"
     others = [{**one, "seed": one["seed"] + 7} for one in large]

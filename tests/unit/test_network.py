@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tools import bench_network
@@ -20,7 +21,17 @@ from tools.network.pictures import loss_over_time, over_time, picture
 from tools.network.points import EVEN, FALLING, FREED, LIMITED, RISING, Curve, Point
 from tools.network.runs import seconds_of_training
 from tools.network.setups import CONTENDERS, MODES, flags, meaning
-from tools.network.tables import _crossing, changing_table, curve_table, keeps_speed, newest, repeated, sweep, table
+from tools.network.tables import (
+    _crossing,
+    by_link,
+    changing_table,
+    curve_table,
+    keeps_speed,
+    newest,
+    repeated,
+    sweep,
+    table,
+)
 from tools.shared import checkout
 from tools.shared.changes import CHANGES
 from tools.shared.processes import IN_HEAP
@@ -149,7 +160,11 @@ def test_the_page_has_the_newest_code_of_each_contender_and_another_page_the_res
     assert sorted((point.commit, point.contender) for point in older) == [("1", "balanced"), ("1", "dense")]
     assert newest([*first, *at("3", "dense")])[0] == [*first[1:], first[0], *at("3", "dense")], "dense repeats nothing"
     page, rest = (
-        [tuple(cell.strip() for cell in line.split("|")[2:4]) for line in text.splitlines() if "135 Mbit/s |" in line]
+        [
+            tuple(cell.strip() for cell in line.split("|")[2:4])
+            for line in text.split("## Plain")[1].splitlines()
+            if "135 Mbit/s |" in line
+        ]
         for text in (markdown([*second, *first], "a machine"), older_markdown(points))
     )
     assert page == [("1", "dense"), ("1, old", "int8"), ("2", "dense"), ("2, old", "balanced")]
@@ -190,10 +205,25 @@ def test_the_summary_has_medians_over_three_repetitions_of_todays_code() -> None
             "balanced",
             "3",
             "**-40%** (-50% to -25%)",
+            "-38 % ± 31",
             "**-85%** (-88% to -81%)",
+            "-85 % ± 8",
             "40% to 40%",
         ]
     ]
+
+
+def test_the_table_by_link_has_all_plain_runs_of_a_contender() -> None:
+    points = [changed(POINT, repetition=place) for place in range(2)]
+    points += [changed(POINT, contender="balanced", repetition=0, step_seconds=1.0, changes=0)]  # of older code
+    points += [changed(POINT, contender="balanced", repetition=1, step_seconds=1.2, changes=len(CHANGES))]
+    others = [changed(points[-1], contender="fast"), changed(points[-1], repetition=2)]  # the last has no dense run
+    others += [changed(one, mode="overlapped") for one in points]
+    assert cells(by_link([*points, *others], "balanced")) == [
+        ["135 Mbit/s", "2", "**-45%** (-50% to -40%)", "-45 % ± 64", "**+0%** (+0% to +0%)", "+0 % ± 0", "40% to 40%"]
+    ]
+    assert by_link(points[:2], "balanced") == []
+    assert "## `balanced` by link" in markdown(points, "a machine")
 
 
 @pytest.mark.parametrize("other", [{"machine": "another"}, {"window_seconds": (1.0,) * 6}])
@@ -212,7 +242,7 @@ def test_the_rate_that_keeps_the_speed_lies_between_those_that_were_timed() -> N
         point = changed(POINT, contender=contender, mbit=mbit, communication_seconds=communication)
         return replace(point, changes=len(CHANGES))
 
-    points = [at("dense", None, 0.0), at("dense", 800.0, 0.1), at("dense", 100.0, 0.8)]
+    points = [at("dense", None, 1e-9), at("dense", 800.0, 0.1), at("dense", 100.0, 0.8)]
     points += [at("balanced", None, 0.02), at("balanced", 20.0, 0.08), at("int8", 100.0, 0.1)]
     points += [at("powersgd", 400.0, 0.3), at("powersgd", 100.0, 0.5)]
     other_day = replace(at("dense", 135.0, 1.9), commit="def5678")
@@ -324,6 +354,19 @@ def test_the_page_of_stage_ends_has_the_slowest_process_of_each_stage() -> None:
     assert run.begins(1) == pytest.approx([0.6, 10.6]) and run.ends(0) == [1.7, 11.5]
     (row,) = cells(stage_ends.page([run], "a machine", "abc1234").splitlines()[-3:])
     assert row == ["1", "paper-begun", "dense, 40", "0.50", "0.50", "0.90", "**-0.10** (-0.40 to +0.20)", "9.60"]
+
+
+def test_the_page_of_stage_ends_compares_steps_of_the_same_repetition() -> None:
+    def run(contender: str, repetition: int, step: float, wait: float) -> stage_ends.Run:
+        first, second = ((0.0, 1.0), (step, 1.0 + step)), ((0.0, 1.0 - wait), (step, 1.0 + step - wait))
+        return stage_ends.Run(contender, repetition, (8, 8), (first, first, second, second))
+
+    runs = [run("dense", 0, 4.0, 0.5), run("paper-not-aligned", 0, 3.0, 0.5), run("paper-begun", 0, 3.3, 0.1)]
+    runs += [run("dense", 1, 8.0, 0.5), run("paper-not-aligned", 1, 6.0, 0.5), run("paper-begun", 1, 6.6, 0.1)]
+    assert cells(stage_ends.page(runs, "a machine", "abc1234").splitlines()[-4:]) == [
+        ["paper-not-aligned", "-0.50 ± 0.00", "4.50 ± 19.06", "-25.0 % ± 0.0"],
+        ["paper-begun", "-0.10 ± 0.00", "4.95 ± 20.96", "+10.0 % ± 0.0"],
+    ]
 
 
 def test_what_is_measured_is_of_the_steps_after_a_warm_up_of_any_length() -> None:
@@ -453,8 +496,21 @@ def test_residuals_are_what_a_line_leaves() -> None:
     bent = replace(straight, formats="balanced", seconds=(*straight.seconds[:-1], 2 * straight.seconds[-1]))
     assert bent.residuals[-1] > 0.05 and min(bent.residuals) < -0.05
     page = linear.page([straight, bent], "a machine", "abc", "linear")
-    assert "| 135 Mbit/s | fp32 | 100.0 | 10.00 | +0% |" in page
+    assert "| 135 Mbit/s | fp32 | 100.0 ± 0.0 | 10.00 ± 0.00 | +0% |" in page
     assert linear.picture([straight, bent]).startswith(b"\x89PNG")
+
+
+def test_a_line_has_the_intervals_of_least_squares() -> None:
+    ranks = np.asarray(linear.RANKS, dtype=float)
+    noise = np.random.default_rng(0).normal(0.0, 0.05, len(ranks))
+    fit = linear.Fit("60 Mbit/s", "fp32", tuple(2.0 + 0.01 * ranks + noise))
+    _, covariance = np.polyfit(ranks, fit.seconds, 1, cov=True)
+    quantile = 2.365  # of 9 - 2 degrees of freedom
+    assert fit.half_widths == pytest.approx(tuple(quantile * np.sqrt(np.diag(covariance))[::-1]))
+    through_zero = linear.Fit("60 Mbit/s", "fp32", tuple(0.01 * ranks - 0.01))
+    of_c, of_slope = through_zero.half_widths
+    assert of_c == math.inf and 0 < of_slope < 0.001
+    assert "| 60 Mbit/s | fp32 | 0.0 | " in linear.page([through_zero], "a machine", "abc", "linear")
 
 
 def test_every_contender_has_a_flag_and_every_mode_its_processes() -> None:

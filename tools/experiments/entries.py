@@ -1,56 +1,18 @@
 """Entries: the runs of a list over their seeds, against the dense runs and against each other."""
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from tools.shared.changes import EMBEDDING_SUM
+from tools.shared.intervals import Interval
 from tools.shared.runs import times_fewer
-
-# Two-sided 95 % quantiles of Student's t distribution, by degrees of freedom.
-T_95 = (
-    *(math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262),
-    *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),  # beyond, that is a little wide
-)
 
 Line = Mapping[str, Any]  # of the results
 Key = tuple[str, str, str, bool]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds and the half width of its 95 % confidence interval: infinite for one seed."""
-
-    mean: float
-    half_width: float
-    seeds: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Interval":
-        count = len(values)
-        if count < 2:
-            return cls(values[0], math.inf, count)
-        quantile = T_95[min(count, len(T_95)) - 1]
-        return cls(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
-
-    def number(self, digits: int, sign: str = "") -> str:
-        """``-4.36 ± 0.10``; ``sign`` as in a format."""
-        width = f" ± {self.half_width:.{digits}f}" if math.isfinite(self.half_width) else ""
-        return f"{self.mean:{sign}.{digits}f}{width}"
-
-    def percent(self) -> str:
-        """``+0.25 % ± 0.10``."""
-        width = f" ± {100 * self.half_width:.2f}" if math.isfinite(self.half_width) else ""
-        return percent(self.mean) + width
-
-
-def percent(share: float) -> str:
-    """``+0.25 %``."""
-    return f"{100 * share:+.2f} %"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from edgc.observe.averages import mean_of_finite
 from edgc.plan.by_volume.noise import LOST, noise_of_format
-from tools.experiments.entries import Interval, Key, Line, entries, key, line_label
+from tools.experiments.entries import Key, Line, entries, key, line_label
 from tools.experiments.series import kinds, stages, statistic
+from tools.shared.intervals import Interval
 from tools.shared.markdown import header, row
 from tools.shared.pictures import panels, tidy
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.plan.by_entropy.rank_model import StageRankModel
-from tools.experiments.entries import Interval, Line, entries, key, line_label, percent, setting
+from tools.experiments.entries import Line, entries, key, line_label, setting
 from tools.experiments.replay import WARMUPS, WINDOWS, cases, compare, replays
 from tools.experiments.series import (
     Series,
@@ -32,6 +32,7 @@ from tools.experiments.series import (
     trajectory,
 )
 from tools.experiments.signals import fidelity
+from tools.shared.intervals import Interval, percent
 from tools.shared.markdown import header, row
 from tools.shared.pictures import GREY, panels, tidy
 

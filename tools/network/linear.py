@@ -4,6 +4,7 @@ As a module this is one of the processes:  python -m tools.network.linear GROUPS
 """
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,6 +25,7 @@ from edgc.plan.times.comm_cost import LinearCost
 from edgc.specs import Parameter
 from tools.network.links import Links
 from tools.network.runs import failed, started
+from tools.shared.intervals import T_95, Interval
 from tools.shared.markdown import header, row
 from tools.shared.pictures import BLUE, VERMILION, panels, tidy, to_png
 from tools.shared.processes import under_way
@@ -72,6 +75,18 @@ class Fit:
     def residuals(self) -> list[float]:
         """Of what was measured over what the line says, less 1, at each rank."""
         return [seconds / self.cost.at(rank) - 1 for rank, seconds in zip(RANKS, self.seconds, strict=True)]
+
+    @property
+    def half_widths(self) -> tuple[float, float]:
+        """Of the 95 % intervals of c and η, by the seconds that the line leaves; infinite for a c that was set to 0."""
+        cost, ranks = self.cost, np.asarray(RANKS, dtype=float)
+        left = sum((seconds - cost.at(rank)) ** 2 for rank, seconds in zip(RANKS, self.seconds, strict=True))
+        if cost.intercept == 0:
+            freedom = len(ranks) - 1
+            return math.inf, T_95[freedom] * math.sqrt(left / freedom / float(ranks @ ranks))
+        freedom, centred = len(ranks) - 2, ranks - ranks.mean()
+        slope = T_95[freedom] * math.sqrt(left / freedom / float(centred @ centred))
+        return slope * math.sqrt(float(ranks @ ranks) / len(ranks)), slope
 
 
 def measure(name: str) -> list[Fit]:
@@ -151,6 +166,8 @@ def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
         f"- A time is that of the slowest process, the median of {REPETITIONS} reductions. It includes computing.",
         "- *Formats*: the factors travel in fp32, or in the formats of `balanced`.",
         "- *c* and *η* belong to the line T = c + η r. It is fitted to the times T at all ranks r of the table.",
+        "  After ± stands half of the 95 % interval, by what the line leaves of these times. A *c* that would be below",
+        "  0 is set to 0, and has none.",
         "- The column of a rank shows how far the time lies above (+) or below (-) the line there.",
         "",
         f"![Time against rank]({name}.png)",
@@ -161,7 +178,9 @@ def page(fits: Sequence[Fit], machine: str, commit: str, name: str) -> str:
     ]
     for fit in fits:
         cost = fit.cost
-        figures = [f"{1e3 * cost.intercept:.1f}", f"{1e3 * cost.slope:.2f}", *(f"{one:+.0%}" for one in fit.residuals)]
+        of_c, of_slope = fit.half_widths
+        c, slope = Interval(1e3 * cost.intercept, 1e3 * of_c), Interval(1e3 * cost.slope, 1e3 * of_slope)
+        figures = [c.number(1), slope.number(2), *(f"{one:+.0%}" for one in fit.residuals)]
         lines.append(row([fit.links, fit.formats, *figures]))
     return "\n".join([*lines, ""])
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tools.network.pictures import SMOOTH
 from tools.network.points import CHANGING, EVEN, LINKS, Curve, Point
 from tools.network.setups import MODES, SEQUENCES, UNRECORDED, WINDOW, has_volume
-from tools.network.tables import changing_table, curve_table, newest, repeated, speed_table, table
+from tools.network.tables import by_link, changing_table, curve_table, newest, repeated, speed_table, table
 
 GLOO = (
     "Over gloo a reduce-scatter sends as many bytes as an all-reduce, so the interface of the dense run counts more",
@@ -77,8 +77,19 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
     ]
     if summary := repeated(points):
         lines += ["## Repeated", ""]
-        lines += ["Medians over the repetitions of the newest code that has three, with the least and the most.", ""]
-        lines += [*summary, ""]
+        lines += [
+            "Changes against dense over the repetitions of the newest code that has three: the median, with the least",
+            "and the most, and the mean ± half its 95 % confidence interval.",
+            *("", *summary, ""),
+        ]
+    if rates := by_link(points, "balanced"):
+        lines += [
+            "## `balanced` by link",
+            "",
+            "The same of all plain runs of `balanced`, those of older code included. Intervals take the runs to be",
+            "independent. Dense steps of *mapped* runs are longer, which flatters `balanced`.",
+            *("", *rates, ""),
+        ]
     if speeds := speed_table(points):
         lines += [
             "## Which link keeps the speed",

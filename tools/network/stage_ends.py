@@ -12,6 +12,7 @@ from edgc.observe.events import read_events
 from tools.network.links import Links
 from tools.network.runs import failed, started
 from tools.network.setups import CONTENDERS, MODES, WINDOW, arguments
+from tools.shared.intervals import Interval
 from tools.shared.markdown import header, row
 from tools.shared.processes import under_way
 
@@ -44,6 +45,10 @@ class Run:
         """From the sums of each step, of all stages, to those of the next."""
         ends = [max(own) for own in zip(*(self.ends(stage) for stage in range(MODE.pipeline)), strict=True)]
         return [after - before for before, after in pairwise(ends)]
+
+    def later(self) -> list[float]:
+        """Of each step: by how much the last stage's sums come after those of the first."""
+        return [last - first for first, last in zip(self.ends(0), self.ends(MODE.pipeline - 1), strict=True)]
 
     def _steps(self, stage: int) -> list[tuple[tuple[float, float], ...]]:
         own = self.times[stage * MODE.replicas : (stage + 1) * MODE.replicas]
@@ -107,7 +112,7 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
     ]
     for run in sorted(runs, key=lambda one: (one.repetition, COMPARED.index(one.contender))):
         lead = [first - second for first, second in zip(run.begins(0), run.begins(1), strict=True)]
-        later = [second - first for first, second in zip(run.ends(0), run.ends(1), strict=True)]
+        later = run.later()
         reductions = [
             median(end - begin for begin, end in zip(run.begins(stage), run.ends(stage), strict=True))
             for stage in range(MODE.pipeline)
@@ -125,4 +130,27 @@ def page(runs: Sequence[Run], machine: str, commit: str) -> str:
                 ]
             )
         )
+    if repetitions > 1:
+        lines += [
+            "",
+            "Over the repetitions: means of these medians ± half their 95 % confidence interval.",
+            "",
+            *header(["contender", "stage 2 ends later by, s", "a step, s", "a step, against the contender above"]),
+            *_means(runs),
+        ]
     return "\n".join([*lines, ""])
+
+
+def _means(runs: Sequence[Run]) -> list[str]:
+    """A row for each contender."""
+    rows: list[str] = []
+    before: dict[int, float] = {}
+    for contender in COMPARED:
+        own = [run for run in runs if run.contender == contender]
+        later = Interval.of([median(run.later()) for run in own])
+        steps = {run.repetition: median(run.step_seconds()) for run in own}
+        changes = [steps[one] / before[one] - 1 for one in steps if one in before]
+        cells = [later.number(2, "+"), Interval.of(list(steps.values())).number(2)]
+        rows.append(row([contender, *cells, Interval.of(changes).percent(1) if changes else ""]))
+        before = steps
+    return rows

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from tools.network.points import EVEN, Curve, Point, before_and_after, changes_after
 from tools.network.setups import CONTENDERS, MODES
+from tools.shared.intervals import Interval
 from tools.shared.markdown import header, rank_in_words, row
 
 KEPT = (0.5, 0.8, 0.9, 0.95)  # shares of the speed without reductions
@@ -74,34 +76,76 @@ def _ranks(point: Point) -> str:
     return ", ".join(map(rank_in_words, point.ranks))
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A run and the dense run beside it."""
+
+    point: Point
+    dense: Point
+
+    @property
+    def step(self) -> float:
+        """How much longer its steps are, as a share: below 0 if they are shorter."""
+        return self.point.step_seconds / self.dense.step_seconds - 1
+
+    @property
+    def communication(self) -> float:
+        """The same of its reductions."""
+        return self.point.communication_seconds / self.dense.communication_seconds - 1
+
+
+def compared(points: Sequence[Point], mode: str) -> list[Compared]:
+    """All runs of one mode on even links that have a dense run of the same repetition, by rate and then by time."""
+    found = []
+    for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
+        for dense in of_contender(run, "dense")[:1]:
+            found += [Compared(point, dense) for point in run if point.contender != "dense"]
+    return found
+
+
 def repeated(points: Sequence[Point]) -> list[str]:
-    """A row for each contender with three repetitions or more of one code, the newest such: medians of the changes
-    against dense. Of what compresses, that code is today's, but for what presets stand for.
+    """A row for each contender with three repetitions or more of one code, the newest such: changes against dense. Of
+    what compresses, that code is today's, but for what presets stand for.
     """
-    lines = header(
-        ["mode", "link", "commit", "contender", "repetitions", "step", "communication", "share of a dense step"]
-    )
+    lines = header(["mode", "link", "commit", "contender", "repetitions", *_CHANGES])
     for mode in MODES:
-        pairs: dict[tuple[float, str, tuple[str, str, int]], list[tuple[Point, Point]]] = {}
-        for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
-            dense = of_contender(run, "dense")
-            for point in run if dense else ():
-                if point.contender != "dense" and not point.old:
-                    alike = point.session[:3]  # all but the repetition
-                    pairs.setdefault((by_rate(point.mbit), point.contender, alike), []).append((point, dense[0]))
+        pairs: dict[tuple[float, str, tuple[str, str, int]], list[Compared]] = {}
+        for one in compared(points, mode):
+            if not one.point.old:
+                alike = one.point.session[:3]  # all but the repetition
+                pairs.setdefault((by_rate(one.point.mbit), one.point.contender, alike), []).append(one)
         # runs are in the order of time, so that newer code takes the place of older
         newest = {(rate, contender): own for (rate, contender, _), own in pairs.items() if len(own) >= 3}
         for (rate, contender), own in newest.items():
-            steps = [p.step_seconds / d.step_seconds - 1 for p, d in own]
-            sums = [p.communication_seconds / d.communication_seconds - 1 for p, d in own]
-            shares = [d.communication_seconds / d.step_seconds for _, d in own]
-            cells = [mode, rate_name(rate), dated(own[0][0]), contender, len(own), *map(_spread, (steps, sums))]
-            lines.append(row([*cells, f"{min(shares):.0%} to {max(shares):.0%}"]))
+            lines.append(row([mode, rate_name(rate), dated(own[0].point), contender, len(own), *_changes(own)]))
     return lines if len(lines) > 2 else []
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"**{median(values):+.0%}** ({min(values):+.0%} to {max(values):+.0%})"
+def by_link(points: Sequence[Point], contender: str) -> list[str]:
+    """A row for each rate at which a contender ran in plain mode: changes against dense of all its runs, those of older
+    code included.
+    """
+    at: dict[float, list[Compared]] = {}
+    for one in compared(points, "plain"):
+        if one.point.contender == contender:
+            at.setdefault(by_rate(one.point.mbit), []).append(one)
+    found = [row([rate_name(rate), len(own), *_changes(own)]) for rate, own in at.items()]
+    return [*header(["link", "runs", *_CHANGES]), *found] if found else []
+
+
+_CHANGES = ("step", "step, mean", "communication", "communication, mean", "share of a dense step")
+
+
+def _changes(own: Sequence[Compared]) -> list[str]:
+    """The cells of ``_CHANGES``: medians with the least and the most, and means with their intervals."""
+    shares = [one.dense.communication_seconds / one.dense.step_seconds for one in own]
+    cells = []
+    for changes in ([one.step for one in own], [one.communication for one in own]):
+        cells += [
+            f"**{median(changes):+.0%}** ({min(changes):+.0%} to {max(changes):+.0%})",
+            Interval.of(changes).percent(0),
+        ]
+    return [*cells, f"{min(shares):.0%} to {max(shares):.0%}"]
 
 
 def keeps_speed(points: Sequence[Point]) -> dict[str, list[tuple[float, bool]]]:
