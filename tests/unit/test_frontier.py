@@ -592,7 +592,24 @@ def test_the_study_of_replays_has_a_row_for_each_window_and_share() -> None:
     page, _ = study_page.page("mine", "A title", "replay", [replayed("dense", 1.0), replayed("sampled", 0.1)])
     rows = [row for row in page.splitlines() if row.startswith("| sampled")]
     assert len(rows) == len(list(cases(replayed("sampled", 0.1))))
-    assert "| sampled | stage 1 | 10 % | 50 | 5 | 1.000 |" in page
+    assert "| sampled | stage 1 | 1 | 10 % | 50 | 5 | 1.000 |" in page
+
+
+def test_a_replay_is_compared_with_the_whole_run_of_its_own_seed() -> None:
+    lines = []
+    for seed, noise in ((1, 0.01), (2, 0.3)):
+        lines += [{**replayed("dense", 1.0, noise), "seed": seed}, {**replayed("sampled", 0.1, noise), "seed": seed}]
+    lines.append({**replayed("sampled", 0.1, 9.0), "seed": 3})  # without a whole run to compare with
+    page, _ = study_page.page("mine", "A title", "replay", lines)
+    rows = [line for line in page.splitlines() if line.startswith("| sampled | stage 1 | 2 | 10 % | 100 |")]
+    assert len(rows) == 3
+    assert "| sampled | stage 1 | 2 | 10 % | 50 | 5 | 1.000 ± 0.000 | 1.00 ± 0.00 | 0.000 ± 0.000 |" in page
+    quiet, loud = (
+        compare(replays(lines[2 * seed + 1], 0, 100, 0.5), replays(lines[2 * seed], 0, 50, 1.0)) for seed in (0, 1)
+    )
+    mean = (quiet.difference + loud.difference) / 2
+    assert f"| {mean:.3f} ± {12.706 * abs(quiet.difference - loud.difference) / 2:.3f} |" in rows[1]
+    assert "The picture shows seed 1." in page
 
 
 def test_a_replay_may_begin_before_entropy_has_fallen() -> None:
@@ -677,7 +694,7 @@ def test_noise_counts_by_the_energy_of_a_gradient_and_the_learning_rate_of_a_win
 
 def test_the_study_of_ranks_does_without_a_dense_run_that_failed() -> None:
     page, _ = study_page.page("mine", "A title", "ranks", [seen("r4", 10, [4, 4])])
-    assert "| r4 | 4 | 4 kB | 0.1000 | 7.46 | – |" in page
+    assert "| r4 | 4 | 1 | 4 kB | 0.1000 | 7.46 | – |" in page
 
 
 def test_a_finished_run_is_kept_wherever_the_command_is_started(
@@ -779,8 +796,19 @@ def test_ranks_suggests_bounds() -> None:
     ]
     lines[1]["val_loss"] = 3.0
     page, _ = study_page.page("mine", "A title", "ranks", lines)
-    assert "| r4 | 4 | 4 kB | 0.1000 | 20.09 | +50.00 % |" in page
+    assert "| r4 | 4 | 1 | 4 kB | 0.1000 | 20.09 | +50.00 % |" in page
     assert "r_max = 16 " in page and "r_min = 16 " in page
+
+
+def test_a_rank_has_its_mean_over_seeds() -> None:
+    lines = [
+        {**seen(name, 10, [rank, rank]), "seed": seed} for name, rank in (("dense", None), ("r4", 4)) for seed in (1, 2)
+    ]
+    lines[2]["val_loss"], lines[3]["val_loss"] = 1.02 * lines[0]["val_loss"], 0.99 * lines[1]["val_loss"]
+    page, _ = study_page.page("mine", "A title", "ranks", lines)
+    perplexity = (math.exp(lines[2]["val_loss"]) + math.exp(lines[3]["val_loss"])) / 2
+    assert f"| r4 | 4 | 2 | 4 kB | 0.1000 | {perplexity:.2f} | +0.50 % ± {12.706 * 1.5:.2f} |" in page
+    assert "r_min = 4 " in page, "the mean counts"
 
 
 def test_windows_of_a_run_enter_its_line_without_the_plan() -> None:

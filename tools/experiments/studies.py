@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.plan.by_entropy.rank_model import StageRankModel
-from tools.experiments.entries import Line, entries, key, line_label, setting
-from tools.experiments.replay import WARMUPS, WINDOWS, cases, compare, replays
+from tools.experiments.entries import Key, Line, entries, key, line_label, setting
+from tools.experiments.replay import WARMUPS, WINDOWS, Replay, cases, compare, replays
 from tools.experiments.series import (
     Series,
     correlation,
@@ -141,24 +141,29 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     figure, (time, perplexity) = _panels(2)
     fixed = sorted((line for line in lines if fixed_rank(line)), key=fixed_rank)
     dense = [line for line in lines if line["name"] == "dense"]
-    gaps = {entry.key: entry.gap.mean for entry in entries(lines)}  # none without a dense run
-    table = header(["run", "rank", "bytes a step", "reduction (s)", "perplexity", "gap"])
+    gaps = {entry.key: entry.gap for entry in entries(lines)}  # none without a dense run
+    table = header(["run", "rank", "seeds", "bytes a step", "reduction (s)", "perplexity", "gap"])
+    runs: dict[Key, list[Line]] = {}
     for line in [*dense, *fixed]:
-        cells = [line["name"], fixed_rank(line) or "–", f"{step_bytes(line) / 1e3:.0f} kB"]
-        cells += [f"{reduce_seconds(line):.4f}", f"{math.exp(line['val_loss']):.2f}"]
-        table.append(row([*cells, percent(gaps[key(line)]) if key(line) in gaps else "–"]))
+        runs.setdefault(key(line), []).append(line)
+    for of, own in runs.items():
+        cells = [own[0]["name"], fixed_rank(own[0]) or "–", len(own), f"{fmean(map(step_bytes, own)) / 1e3:.0f} kB"]
+        cells += [f"{fmean(map(reduce_seconds, own)):.4f}", f"{fmean(map(_perplexity, own)):.2f}"]
+        table.append(row([*cells, gaps[of].percent() if of in gaps else "–"]))
+    several = [own for own in runs.values() if fixed_rank(own[0])]
     for axes, value, label in (
         (time, step_bytes, "bytes a step"),
-        (perplexity, lambda line: math.exp(line["val_loss"]), "validation perplexity"),
+        (perplexity, _perplexity, "validation perplexity"),
     ):
-        axes.plot([fixed_rank(line) for line in fixed], [value(line) for line in fixed], marker="o", label="fixed rank")
-        for line in dense:
-            axes.axhline(value(line), color=GREY, label="dense")
+        points = [(fixed_rank(own[0]), fmean(map(value, own))) for own in several]
+        axes.plot(*zip(*points, strict=True), marker="o", label="fixed rank")
+        if dense:
+            axes.axhline(fmean(map(value, dense)), color=GREY, label="dense")
         axes.set(xlabel="rank", ylabel=label)
         axes.set_xscale("log", base=2)
         axes.legend(frameon=False)
     fewer = [fixed_rank(line) for line in fixed if all(step_bytes(line) < step_bytes(other) for other in dense)]
-    good = [fixed_rank(line) for line in fixed if gaps.get(key(line), math.inf) <= ACCEPTED_GAP]
+    good = [fixed_rank(line) for line in fixed if key(line) in gaps and gaps[key(line)].mean <= ACCEPTED_GAP]
     table += [
         "",
         f"Suggested: r_max = {max(fewer, default='none')} (largest rank tried that sends fewer bytes than dense), "
@@ -166,6 +171,10 @@ def ranks(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
         "Seconds are those of loopback on a shared CPU.",
     ]
     return figure, table
+
+
+def _perplexity(line: Line) -> float:
+    return math.exp(line["val_loss"])
 
 
 def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
@@ -197,15 +206,20 @@ def agreement(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
 def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
     """What windows and sampling make of the same run: the paper's algorithm fed with the entropies of dense runs."""
     lines = [line for line in lines if line["engine"] == "dense" and "matrices" in line and any(cases(line))]
-    # the reference: all that the run with most measurements knows, under its shortest window
-    reference = max(lines, key=lambda line: line["iteration_sampling_rate"], default=None)
-    lines = [line for line in lines if reference is not None and _same_gradients(line, reference)]
+    # the reference of a seed: all that the run with most measurements knows, under its shortest window
+    most = max((line["iteration_sampling_rate"] for line in lines), default=0.0)
+    references = {line["seed"]: line for line in lines if line["iteration_sampling_rate"] == most}
+    lines = [line for line in lines if line["seed"] in references and _same_gradients(line, references[line["seed"]])]
+    runs: dict[str, list[Line]] = {}
+    for line in lines:
+        runs.setdefault(line["name"], []).append(line)
     figure, (entropies, *of_warmups) = _panels(1 + len(WARMUPS))
     ranks = dict(zip(WARMUPS, of_warmups, strict=True))
     table = header(
         [
             "run",
             "of",
+            "seeds",
             "warm-up",
             "window",
             "measured",
@@ -218,48 +232,70 @@ def replay(lines: Sequence[Line]) -> tuple[Figure, list[str]]:
             "equal",
         ]
     )
-    for stage in range(len(reference["windows"][0]["entropy"]) if reference else 0):
-        assert reference is not None
-        shortest = next(window for _, window, _ in cases(reference))
-        truths = {warmup: replays(reference, stage, shortest, 1.0, warmup) for warmup in WARMUPS}
-        for line in lines:
-            for warmup, window, kept in cases(line):
-                one = replays(line, stage, window, kept, warmup)
-                found = compare(one, truths[warmup])
+    first = next(iter(references.values()), None)
+    for stage in range(len(first["windows"][0]["entropy"]) if first else 0):
+        assert first is not None
+        shortest = next(window for _, window, _ in cases(first))
+        truths = {
+            (seed, warmup): replays(line, stage, shortest, 1.0, warmup)
+            for seed, line in references.items()
+            for warmup in WARMUPS
+        }
+        for place, (name, own) in enumerate(runs.items()):
+            for warmup, window, kept in cases(own[0]):
+                several = [replays(line, stage, window, kept, warmup) for line in own]
+                found = [compare(one, truths[line["seed"], warmup]) for one, line in zip(several, own, strict=True)]
+                one = several[0]
                 if kept == 1:
-                    label = f"{stage_name(line, stage)}: {line['name']}, windows of {one.window}"
-                    color, style = f"C{len(lines) * stage + lines.index(line)}", STYLES[WINDOWS.index(window)]
+                    label = f"{stage_name(own[0], stage)}: {name}, windows of {one.window}"
+                    color, style = f"C{len(runs) * stage + place}", STYLES[WINDOWS.index(window)]
                     ranks[warmup].step(one.ends, one.ranks, style, color=color, linewidth=1, label=label)
                     if warmup == WARMUPS[0]:
                         entropies.plot(one.ends, one.entropy, style, color=color, linewidth=1)
-                mean, own = found.mean_ranks
-                cells = [f"{100 * warmup:g} %", one.window, f"{one.measured:g}", f"{found.correlation:.3f}"]
-                cells += [f"{found.of_changes:.2f}", f"{found.difference:.3f}", f"{mean:.1f}"]
-                cells.append("–" if math.isnan(mean) else f"{np.nanmin(one.ranks):g}")
-                cells += [f"{own:.1f}", "–" if math.isnan(found.equal) else f"{100 * found.equal:.0f} %"]
-                table.append(row([line["name"], stage_name(line, stage), *cells]))
+                cells = [len(own), f"{100 * warmup:g} %", one.window, f"{one.measured:g}"]
+                cells += [
+                    _over_seeds([other.correlation for other in found], 3),
+                    _over_seeds([other.of_changes for other in found], 2),
+                    _over_seeds([other.difference for other in found], 3),
+                    _over_seeds([other.mean_ranks[0] for other in found], 1),
+                    _least(several),
+                    _over_seeds([other.mean_ranks[1] for other in found], 1),
+                    _over_seeds([100 * other.equal for other in found], 0, " %"),
+                ]
+                table.append(row([name, stage_name(own[0], stage), *cells]))
     entropies.set(xlabel="iteration", ylabel="entropy that is known (nats)")
     for warmup, panel in ranks.items():
         panel.set(xlabel="iteration", ylabel=f"rank, after a warm-up of {100 * warmup:g} %")
     of_warmups[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    shown = f" The picture shows seed {first['seed']}." if first is not None and len(references) > 1 else ""
     table += [
         "",
-        "Measured: iterations of a window. Least: the smallest rank. Each row is compared, at all times, with the row "
-        "of its stage and warm-up that has the shortest window and all measurements of the run that measures most. Of "
-        "changes: the correlation of the changes from one window of the row to the next, by which ranks change; the "
-        "other row is averaged over the same iterations. Equal: for how much of the time in which either compresses "
-        "the ranks are the same. Stages are not aligned here.",
+        "Measured: iterations of a window. Least: the smallest rank of all seeds. Each row is compared, at all times, "
+        "with the row of its seed, stage and warm-up that has the shortest window and all measurements of the run that "
+        "measures most. Of changes: the correlation of the changes from one window of the row to the next, by which "
+        "ranks change; the other row is averaged over the same iterations. Equal: for how much of the time in which "
+        f"either compresses the ranks are the same. Stages are not aligned here.{shown}",
     ]
     return figure, table
 
 
+def _over_seeds(values: Sequence[float], digits: int, unit: str = "") -> str:
+    """The mean of those that are known, with its interval."""
+    known = [value for value in values if not math.isnan(value)]
+    return f"{Interval.of(known).number(digits)}{unit}" if known else "–"
+
+
+def _least(several: Sequence[Replay]) -> str:
+    """The smallest rank of all."""
+    ranks = np.concatenate([one.ranks for one in several])
+    return f"{np.nanmin(ranks):g}" if np.isfinite(ranks).any() else "–"
+
+
 def _same_gradients(one: Line, other: Line) -> bool:
-    """Whether two dense runs see the same gradients, in windows of the same iterations."""
-    return (
-        setting(one) == setting(other)
-        and one["seed"] == other["seed"]
-        and [window["iteration"] for window in one["windows"]] == [window["iteration"] for window in other["windows"]]
-    )
+    """Whether two dense runs of a seed see the same gradients, in windows of the same iterations."""
+    return setting(one) == setting(other) and [window["iteration"] for window in one["windows"]] == [
+        window["iteration"] for window in other["windows"]
+    ]
 
 
 def normality(lines: Sequence[Line]) -> tuple[Figure, list[str]]:

@@ -36,12 +36,14 @@ ABOUT: Mapping[str, tuple[str, ...]] = {
     ),
     "ranks": (
         "With this page you can see what a fixed rank costs in loss and saves in bytes. *Gap* is the",
-        "validation loss against the dense run.",
+        "validation loss against the dense run of the same seed, ± half the 95 % confidence interval of the",
+        "mean. All other numbers are means over the seeds.",
     ),
     "replay": (
         "With this page you can see which ranks other windows and fewer measurements would have led to. The",
         "entropies of dense runs were given to the paper's algorithm. *Mean rank* is that of the row,",
         "*reference* that of the row with which it is compared.",
+        _BY_SEED,
     ),
     "sampling": (
         "With this page you can see how close the entropy of sampled gradients comes to that of whole ones.",
