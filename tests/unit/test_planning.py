@@ -623,6 +623,10 @@ def test_points_are_predicted_from_others() -> None:
     assert abs(found.error) < 1e-6
     (found,) = (one for one in check([*points, *waiting[1:]]) if one.contender == "bf16")
     assert found.error < -0.1
+    # of repetitions the one with the median step counts
+    repeated = [{**points[1], "repetition": place} for place in range(3)]
+    repeated[0]["step_seconds"], repeated[2]["step_seconds"] = 99.0, 0.1
+    assert all(abs(one.error) < 1e-6 for one in check([*points[:1], *repeated, *points[2:]]))
     points[1]["step_seconds"] = 2 * points[1]["step_seconds"]  # type: ignore[operator]
     assert {one.contender: one for one in check(points)}["dense"].error == pytest.approx(-0.5)
 
