@@ -30,13 +30,14 @@ SEQUENCES = 32  # of a data-parallel process and step: 4,096 tokens
 class Mode:
     """How a model is trained.
 
-    ``pipeline``: stages, each of ``replicas`` processes. ``sharing``: so many processes share a namespace, and so a
-    link to the others.
+    ``pipeline``: stages, each of ``replicas`` processes and with ``chunks`` of the model. ``sharing``: so many
+    processes share a namespace, and so a link to the others.
     """
 
     flags: str
     replicas: int = 2
     pipeline: int = 1
+    chunks: int = 1
     sharing: int = 1
 
     @property
@@ -55,6 +56,9 @@ MODES = {
     "distributed optimizer, overlapped": Mode("--use-distributed-optimizer --overlap-grad-reduce"),
     "distributed optimizer, weights in bf16": Mode("--use-distributed-optimizer --bf16"),
     "pipeline": Mode("--pipeline-model-parallel-size 2", pipeline=2),
+    "interleaved pipeline": Mode(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", pipeline=2, chunks=2
+    ),
     "four workers": Mode("", replicas=4),
     "two racks of two workers": Mode("", replicas=4, sharing=2),
     # where low rank computes long: short sequences, so that the passes do not

@@ -20,7 +20,7 @@ TCP = 1.067  # bytes on a link for one of a message: those of a dense plain step
 INSIDE = 10.0  # Gbit/s between the processes of a namespace; not measured, and much faster than their link
 # Modes, and by whose points each is fitted. Two racks compute and send what four workers do, over other links.
 FITTED_BY = {
-    **{name: name for name in ("plain", "overlapped", "distributed optimizer", "pipeline")},
+    **{name: name for name in ("plain", "overlapped", "distributed optimizer", "pipeline", "interleaved pipeline")},
     **{"four workers": "four workers", "two racks of two workers": "four workers"},
 }
 
@@ -98,7 +98,8 @@ class _Fit:
         if free is None:
             return cls(mode, points, dense["step_seconds"] - cls(mode, points, 0.0).seconds(mode, dense))
         computing = free["step_seconds"] - free["communication_seconds"]
-        return cls(mode, points, computing * MICRO_BATCHES / (MICRO_BATCHES + mode.pipeline - 1))
+        passes = MICRO_BATCHES * mode.chunks  # of each kind; a stage waits for as many as there are others
+        return cls(mode, points, computing * passes / (passes + mode.pipeline - 1))
 
     def seconds(self, mode: Mode, point: Point) -> float:
         """A step of this point, in a mode that may have other links."""
@@ -107,7 +108,7 @@ class _Fit:
         if _dense(point):
             compressing, idle = 0.0, 1.0
         units = _units(mode, point, compressing)
-        each = self.passes / MICRO_BATCHES
+        each = self.passes / MICRO_BATCHES / mode.chunks
         stages = [
             StageTimes(
                 each / 3,
@@ -125,7 +126,7 @@ class _Fit:
             for own in _links(mode, point["mbit"], _headers(fitted) * idle)
         ]
         overlapped = "--overlap-grad-reduce" in mode.flags
-        return simulate(stages, MICRO_BATCHES, overlapped=overlapped, beside=False).seconds
+        return simulate(stages, MICRO_BATCHES, mode.chunks, overlapped, beside=False).seconds
 
     def _compressing(self, fitted: Point) -> tuple[float, float]:
         """What a reduction computes, and how many times as long as its bytes need it keeps the link.
@@ -151,7 +152,7 @@ def _dense(point: Point) -> bool:
 def _links(mode: Mode, mbit: float, headers: float) -> list[StageLinks]:
     """Of each stage. Processes that share a namespace are a node, whose link they share."""
     network = Network(mode.links, mode.sharing, mbit / 1e3 / mode.sharing, INSIDE, latency=0.0)
-    stages = Placement(1, mode.replicas, mode.pipeline).links(network)
+    stages = Placement(1, mode.replicas, mode.pipeline).links(network, wraps=mode.chunks > 1)
     return [StageLinks(*(replace(link, headers=headers) for link in links)) for links in stages]
 
 
@@ -174,7 +175,7 @@ def _messages(mode: Mode, point: Point) -> float | None:
 
 def _pairs(mode: Mode) -> float:
     """Of messages in a step, one to the next stage and one back, the mean of all processes."""
-    return MICRO_BATCHES * (1 - 1 / mode.pipeline)
+    return MICRO_BATCHES * (mode.chunks - 1 / mode.pipeline)
 
 
 def _gradient_message(mode: Mode, point: Point) -> float:
@@ -208,9 +209,9 @@ def page(checked: Sequence[Checked], source: str, name: str) -> str:
         "Of several repetitions of a point the one counts whose step is the median. The runs of each commit are",
         "fitted by themselves. The simulation is told how many bytes a point has sent, and whether it compressed. The",
         "gradients of a stage are one unit. Two racks are fitted to four workers that have a link each. Four processes",
-        "share two cores: `pipeline`, `four workers` and `two racks of two workers`. There a process computes faster",
-        "while another waits, which the simulation does not know. In the other modes each process has a core.",
-        "Interleaved schedules and several units are not checked.",
+        "share two cores: the pipelines, `four workers` and `two racks of two workers`. There a process computes",
+        "faster while another waits, which the simulation does not know. In the other modes each process has a core.",
+        "Several units are not checked.",
         "",
         f"**The median error is {median(errors):.0%}, the worst {max(errors):.0%}.** The targets were 10 % and 20 %.",
         "",
