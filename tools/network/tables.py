@@ -94,7 +94,7 @@ class Compared:
         return self.point.communication_seconds / self.dense.communication_seconds - 1
 
 
-def compared(points: Sequence[Point], mode: str) -> list[Compared]:
+def against_dense(points: Sequence[Point], mode: str) -> list[Compared]:
     """All runs of one mode on even links that have a dense run of the same repetition, by rate and then by time."""
     found = []
     for run in _runs([point for point in points if (point.mode, point.links) == (mode, EVEN)]):
@@ -110,7 +110,7 @@ def repeated(points: Sequence[Point]) -> list[str]:
     lines = header(["mode", "link", "commit", "contender", "repetitions", *_CHANGES])
     for mode in MODES:
         pairs: dict[tuple[float, str, tuple[str, str, int]], list[Compared]] = {}
-        for one in compared(points, mode):
+        for one in against_dense(points, mode):
             if not one.point.old:
                 alike = one.point.session[:3]  # all but the repetition
                 pairs.setdefault((by_rate(one.point.mbit), one.point.contender, alike), []).append(one)
@@ -126,7 +126,7 @@ def by_link(points: Sequence[Point], contender: str) -> list[str]:
     code included.
     """
     at: dict[float, list[Compared]] = {}
-    for one in compared(points, "plain"):
+    for one in against_dense(points, "plain"):
         if one.point.contender == contender:
             at.setdefault(by_rate(one.point.mbit), []).append(one)
     found = [row([rate_name(rate), len(own), *_changes(own)]) for rate, own in at.items()]
