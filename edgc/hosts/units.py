@@ -7,20 +7,20 @@ from torch import Tensor
 
 from edgc.compress.reducer import GradientReducer
 
-# A step of a unit costs several hundred launches and four to seven messages, however little it holds. More units would
-# start earlier in the backward pass; of three, the last one, which starts when that pass ends, has a third.
+# Two units hold more than half of the gradients' memory where a step of the paper's models sends 24 times fewer bytes,
+# and four take more than 2,000 launches: docs/bench/units.md.
 MAX_UNITS = 3
 MIN_UNIT_BYTES = 25 * 2**20  # DDP's own bucket size
 
 T = TypeVar("T")
 
 
-def cut(gradients: Iterable[tuple[T, int]], least: int = MIN_UNIT_BYTES) -> list[list[T]]:
-    """Cut what comes in this order, each with its bytes, into units: three at most, alike in bytes, or fewer of
+def cut(gradients: Iterable[tuple[T, int]], least: int = MIN_UNIT_BYTES, most: int = MAX_UNITS) -> list[list[T]]:
+    """Cut what comes in this order, each with its bytes, into units: ``most`` at most, alike in bytes, or fewer of
     about ``least`` bytes.
     """
     listed = list(gradients)
-    size = max(least, -(-sum(nbytes for _, nbytes in listed) // MAX_UNITS))
+    size = max(least, -(-sum(nbytes for _, nbytes in listed) // most))
     units: list[list[T]] = []
     before, last = 0, -1
     for one, nbytes in listed:

@@ -1,6 +1,6 @@
 """A counted step of a model's stage, and what it would take on a GPU by the model of ``gpu_model``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,12 +8,13 @@ from edgc.comm.collectives import all_reduce_bytes
 from edgc.compress.sent_bytes import rank_of_volume
 from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
+from edgc.hosts.units import MAX_UNITS
 from edgc.plan.rank_plan import NO_RANK
 from edgc.plan.selection import Selection
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
-from tools.benchmarks.step_counts import count_step, parameters, transient_bytes
+from tools.benchmarks.step_counts import BY_MATRIX, count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.shared.gpus import GPU, GPU_OF
 from tools.shared.paper_rank import paper_rank
@@ -35,7 +36,7 @@ class Count:
     link_gbps: float
     method: str
     ranks: tuple[int, ...]  # 0 where the method has none
-    units: bool
+    units: int  # at most; 0: by matrix
     launches: int
     collectives: int
     gradient_bytes: int  # of the stage, in fp32
@@ -58,11 +59,7 @@ def gradient_bytes(stage: Stage) -> int:
 
 def all_ways(name: str) -> Iterator[Count]:
     """The page's rows of a model on its cluster: by matrix and in units, with their memory. Raises ``LaunchError``."""
-    model = read(Model, MODELS, name)
-    cluster, stage = read(Cluster, CLUSTERS, model.cluster), Stage.of(name, None)
-    if cluster.link_gbps is None or cluster.compute_capability not in GPU_OF:
-        raise LaunchError(f"{name}: its cluster {cluster.name} has no link_gbps, or no GPU whose constants are known")
-    count = partial(_count, replace(stage, title=model.title), GPU_OF[cluster.compute_capability], cluster.link_gbps)
+    stage, count = _on_its_cluster(name)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (
         *(("paper", PAPER_AT_RANK, (rank,)) for rank in (*SINGLE, 2 * SINGLE[-1], paper_rank(stage.matrices))),
@@ -71,14 +68,34 @@ def all_ways(name: str) -> Iterator[Count]:
         ("balanced", BALANCED_AT_RANK, (max(MIXED),)),
         ("balanced", BALANCED_AT_RANK, (balanced_rank(stage),)),
     ):
-        for units in (False, True):
-            if not units and ranks != (RANK,):
-                continue
-            memory = transient_bytes(stage, config, ranks) if units else None
-            yield count(method, config, ranks, units, memory, warm_up)
+        if ranks == (RANK,):
+            yield count(method, config, ranks, BY_MATRIX, None, warm_up)
+        yield count(method, config, ranks, MAX_UNITS, transient_bytes(stage, config, ranks), warm_up)
     for method, config in ROUNDED.items():
         memory = transient_bytes(stage, config, (NO_RANK,))
-        yield count(method, config, (NO_RANK,), True, memory, warm_up)
+        yield count(method, config, (NO_RANK,), MAX_UNITS, memory, warm_up)
+
+
+def by_units(name: str, numbers: Sequence[int]) -> Iterator[Count]:
+    """Steps of a model on its cluster, cut into so many units, with their memory. Raises ``LaunchError``."""
+    stage, count = _on_its_cluster(name)
+    for method, config, rank in (
+        ("paper", PAPER_AT_RANK, RANK),
+        ("balanced", BALANCED_AT_RANK, RANK),
+        ("balanced", BALANCED_AT_RANK, balanced_rank(stage)),
+        ("int4", ROUNDED["int4"], NO_RANK),
+    ):
+        for units in numbers:
+            yield count(method, config, (rank,), units, transient_bytes(stage, config, (rank,), units))
+
+
+def _on_its_cluster(name: str) -> tuple[Stage, Callable[..., Count]]:
+    model = read(Model, MODELS, name)
+    cluster, stage = read(Cluster, CLUSTERS, model.cluster), Stage.of(name, None)
+    if cluster.link_gbps is None or cluster.compute_capability not in GPU_OF:
+        raise LaunchError(f"{name}: its cluster {cluster.name} has no link_gbps, or no GPU whose constants are known")
+    gpu = GPU_OF[cluster.compute_capability]
+    return stage, partial(_count, replace(stage, title=model.title), gpu, cluster.link_gbps)
 
 
 def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
@@ -106,11 +123,11 @@ def _count(
     method: str,
     config: EDGCConfig,
     ranks: Sequence[int],
-    units: bool = True,
+    units: int = MAX_UNITS,
     memory: int | None = None,
     warm_up: int | None = None,
 ) -> Count:
-    counts = count_step(stage, config, ranks, by_matrix=not units)
+    counts = count_step(stage, config, ranks, units)
     time = step_time(counts, gpu, link_gbps)
     gradients = gradient_bytes(stage)
     return Count(

@@ -21,13 +21,14 @@ from edgc.comm.overlap import Overlap
 from edgc.compress.engines.base import LowRank
 from edgc.compress.reducer import GradientReducer
 from edgc.config import EDGCConfig
-from edgc.hosts.units import cut
+from edgc.hosts.units import MAX_UNITS, cut
 from edgc.plan.selection import select
 from edgc.specs import Parameter
 from tools.benchmarks.operations import Passes, TensorMemory, is_view
 from tools.benchmarks.stage import Stage
 
 META = torch.device("meta")
+BY_MATRIX = 0  # in the place of a number of units
 # Of torch's fused kernels for lists: tensors and values that one launch takes at the most.
 _LIST_TENSORS, _LIST_VALUES = 48, 320 * 65536
 _WITHOUT_LAUNCH = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view")
@@ -124,16 +125,16 @@ def parameters(stage: Stage) -> list[Parameter]:
     return found
 
 
-def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix: bool = False) -> StepCounts:
+def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], most_units: int = MAX_UNITS) -> StepCounts:
     """One step in which nothing is measured, with Cholesky factorisations as on CUDA.
 
     Code that made the CPU wait for a value would fail here, where there are none.
 
-    ``ranks``: of the matrices, in turn over the layers. ``by_matrix``: a reduction for each matrix and what follows it,
-    as Megatron's buckets of a wide model are, in the place of units.
+    ``ranks``: of the matrices, in turn over the layers. ``most_units``: ``BY_MATRIX`` for a reduction for each matrix
+    and what follows it, as Megatron's buckets of a wide model are, in the place of units.
     """
     config = replace(config, basis_cycle=1)  # a step of a longer cycle asks for the same
-    with _reducers(stage, config, ranks, by_matrix) as (traffic, reducers):
+    with _reducers(stage, config, ranks, most_units) as (traffic, reducers):
         counted = StepCounts()
         for iteration in range(3):  # until there are errors, scales and bases
             counted = StepCounts()
@@ -146,12 +147,14 @@ def count_step(stage: Stage, config: EDGCConfig, ranks: Sequence[int], by_matrix
         return counted
 
 
-def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None) -> int:
+def transient_bytes(
+    stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None, most_units: int = MAX_UNITS
+) -> int:
     """The most that a step in units takes beside gradients and state, as the hosts overlap them.
 
     ``ranks``: as of ``count_step``, or formats in the place of some; None: not compressed yet.
     """
-    with _reducers(stage, config, ranks, by_matrix=False) as (_, reducers), torch.no_grad(), TensorMemory() as memory:
+    with _reducers(stage, config, ranks, most_units) as (_, reducers), torch.no_grad(), TensorMemory() as memory:
         overlap = Overlap(META)
         most = 0
         for iteration in range(config.basis_cycle + 2):
@@ -168,18 +171,18 @@ def transient_bytes(stage: Stage, config: EDGCConfig, ranks: Sequence[int | str]
 
 @contextmanager
 def _reducers(
-    stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None, by_matrix: bool
+    stage: Stage, config: EDGCConfig, ranks: Sequence[int | str] | None, most_units: int
 ) -> Iterator[tuple[Traffic, list[tuple[GradientReducer, dict[str, Tensor]]]]]:
     """What counts the bytes, and reducers with their gradients."""
     listed = parameters(stage)
-    if by_matrix:
+    if most_units == BY_MATRIX:
         units: list[list[Parameter]] = []
         for parameter in listed:
             if len(parameter.shape) > 1:
                 units.append([])
             units[-1].append(parameter)
     else:
-        units = cut((parameter, 4 * parameter.elements) for parameter in listed)
+        units = cut(((parameter, 4 * parameter.elements) for parameter in listed), most=most_units)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=stage.data_parallel)
     try:
         assert dist.group.WORLD is not None
