@@ -404,15 +404,19 @@ def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else()
     curve = Curve(135.0, "plain", "balanced", (1.0,) * 40, (1.0,) * 40, 2.0, 4e9, "abc1234", 1)
     assert curve.older_preset and not replace(curve, preset_settings=settings).older_preset
 
-    def told(*points: Point) -> str:
-        return next(
-            (line for line in markdown([POINT, *points], "a machine").splitlines() if "older presets" in line), ""
-        )
-
-    assert told(today) == ""
-    assert told(unknown, other).startswith("**All rows of presets with a volume (`safe`, ")
-    assert told(unknown, today).endswith("are of older presets, except those of `balanced` (def5678).**")
-    assert "`error_gain 1.0` of `balanced` (abc1234)" in markdown([POINT, unknown, other], "a machine")
+    assert "older preset" not in markdown([POINT, today], "a machine")
+    points = [
+        POINT,
+        other,
+        replace(today, started=other.started + 99),
+        changed(POINT, commit="def5678", started=POINT.started + 99),
+    ]
+    shown, older = markdown(points, "a machine"), older_markdown(points)
+    assert "| def5678 | balanced |" in shown and "older preset" not in shown
+    assert "    - `error_gain 1.0` in `balanced` (abc1234);" in older and "in all others" not in older
+    assert "| abc1234, older preset | balanced |" in older
+    text = markdown([POINT, unknown], "a machine")
+    assert "within the same volume, in all others." in text and "| abc1234, older preset | balanced |" in text
     assert keeps_speed([unknown, replace(unknown, mbit=20.0)]), "summaries keep what is known of them"
     steps = [Run(name, 0, (1.0,), 0.0, {}) for name in COMPARED[:3]]
     page = overhead.page([*steps, Run("balanced", 0, (1.0,), 0.0, None)], "a machine", "abc1234")
@@ -483,7 +487,7 @@ def test_whole_runs_are_compared_with_the_dense_one() -> None:
     rows = cells(curve_table([older, other, dense]))[1:]
     assert [row[2:8] for row in rows] == [
         ["dense", "abc", "560", "", "2.0000", ""],
-        ["balanced", "abc, old", "280", "-50%", "2.0100", "+0.50%"],
+        ["balanced", "abc, old, older preset", "280", "-50%", "2.0100", "+0.50%"],
     ]
     assert loss_over_time([dense, other]).startswith(b"\x89PNG")
     assert "## Loss over time" in markdown([POINT], "a machine", [dense])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tools.network.pictures import SMOOTH
 from tools.network.points import CHANGING, EVEN, LINKS, Curve, Point
-from tools.network.setups import MODES, SEQUENCES, UNRECORDED, WINDOW, has_volume
+from tools.network.setups import MODES, PLANNED, SEQUENCES, UNRECORDED, WINDOW
 from tools.network.tables import by_link, changing_table, curve_table, newest, repeated, speed_table, table
 
 GLOO = (
@@ -29,9 +29,9 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         f"directions. The model is a GPT of 4 layers, width 256, {128 * SEQUENCES:,} tokens a process and step, on a",
         f"CPU ({machine}). [Targets, and what was reached](targets.md).",
         "",
-        *of_older_presets([*points, *curves]),
-        f"- A run has a window of warm-up, and then two windows or more of {WINDOW} steps. A step's time is the",
-        "  median over these windows of the median step, with the steps of trials.",
+        f"- A run is the beginning of one of {PLANNED} iterations, so that EDGC plans for that many. It has a window",
+        f"  of warm-up, and then two windows or more of {WINDOW} steps. EDGC takes the median step of each window. A",
+        "  step's time in the tables is the median of these values. Steps of trials count.",
         "- *Mean* is the time of all these steps, with the exchanges at the ends of windows, over their number. Older",
         "  runs did not keep it.",
         "- *Communication* is the time of the reductions, of the process in which they are shortest. The brackets give",
@@ -64,12 +64,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
         "  dense* compares with the dense run of the same repetition, the nearest one above.",
         "- The picture shows the repetition whose step is the median. Each mode shows the commit that was timed at the",
         "  largest number of rates.",
-        "- Rows are *old* where today's code",
-        "  [compresses otherwise](../frontier/lists.md#old-rows) with the same preset, or where runs had other flags.",
-        "- Rows are *mapped* where glibc could map each large tensor anew. That makes dense steps longer, but hardly",
-        "  those of runs whose link EDGC has probed, because the probe frees large buffers ([page",
-        "  faults](overhead.md)). So these rows overstate what `safe`, `balanced` and `fast` save. Today tensors stay",
-        "  in the heap in all runs.",
+        *marks([*shown, *curves]),
         "- Each contender is there with the newest code that ran it. [Older runs](older.md) have a page of their own.",
         "",
         "![Step time against the rate of the links](step.png)",
@@ -118,6 +113,7 @@ def markdown(points: Sequence[Point], machine: str, curves: Sequence[Curve] = ()
 
 def older_markdown(points: Sequence[Point]) -> str:
     """The page of what ``markdown`` leaves out of its tables."""
+    _, older = newest(points)
     lines = [
         "# Older times on limited links",
         "",
@@ -125,31 +121,35 @@ def older_markdown(points: Sequence[Point]) -> str:
         "links](README.md) has those runs, and says what the columns mean. The machine is shared, and it was slower or",
         "faster on other days. So compare only what one commit has in one repetition.",
         "",
-        *of_older_presets(points),
-        *tables(newest(points)[1]),
+        *marks(older),
+        "",
+        *tables(older),
     ]
     return "\n".join(lines)
 
 
-def of_older_presets(runs: Sequence[Point | Curve]) -> list[str]:
-    """What a reader must know of presets that stood for something else; nothing where none did."""
-    own = [run for run in runs if has_volume(run.mode, run.contender)]
-    if not any(run.older_preset for run in own):
-        return []
-    names = ", ".join(f"`{name}`" for name in ("safe", "balanced", "fast"))
-    today = _where([run for run in own if not run.older_preset])
-    which = f"Rows of presets with a volume ({names}) are of older presets"
-    which = f"{which}, except those of {today}" if today else f"All {which[0].lower()}{which[1:]}"
-    differences = []
-    for one in sorted({run.older_preset for run in own if run.older_preset}):
-        where = _where([run for run in own if run.older_preset == one])
-        differences.append(one if one == UNRECORDED else f"`{one}` of {where}")
-    return [
-        f"**{which}.**",
-        f"What differs there: {'; '.join(differences)}.",
-        *([] if today else ["Whether a step of today's presets takes as long was not timed."]),
-        "",
-    ]
+def marks(runs: Sequence[Point | Curve]) -> list[str]:
+    """What the words beside a commit mean, of those that are in the rows of these runs."""
+    lines = []
+    if any(run.old for run in runs):
+        lines += [
+            "- Rows are *old* where today's code [compresses otherwise](../frontier/lists.md#old-rows) with the same",
+            "  preset, or where runs had other flags.",
+        ]
+    presets = sorted({run.older_preset for run in runs if run.older_preset}, key=lambda one: (one == UNRECORDED, one))
+    if presets:
+        lines.append("- Rows are of an *older preset* where the preset had other settings than today:")
+    for one in presets:
+        where = _where([run for run in runs if run.older_preset == one])
+        lines.append(f"    - {one}, in all others." if one == UNRECORDED else f"    - `{one}` in {where};")
+    if not all(run.in_heap for run in runs):
+        lines += [
+            "- In rows that are *mapped*, glibc could allocate each large tensor by a new `mmap`. Dense steps then",
+            "  take longer, because of [page faults](overhead.md). Runs that have probed the link hardly do, because",
+            "  the probe frees large buffers. So these rows overstate what `safe`, `balanced` and `fast` save. Today",
+            "  tensors stay in the heap in all runs.",
+        ]
+    return lines
 
 
 def _where(runs: Sequence[Point | Curve]) -> str:

@@ -69,7 +69,8 @@ def two_rates(point: Point) -> list[str]:
 
 
 def dated(run: Point | Curve) -> str:
-    return run.commit + (", old" if run.old else "") + ("" if run.in_heap else ", mapped")
+    marks = {"old": run.old, "older preset": run.older_preset, "mapped": not run.in_heap}
+    return ", ".join([run.commit, *(mark for mark, holds in marks.items() if holds)])
 
 
 def _ranks(point: Point) -> str:
