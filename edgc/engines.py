@@ -20,9 +20,20 @@ def _share(argument: str) -> None:
         raise ValueError("the share of the entries or rows that travel must lie in (0, 1]")
 
 
-def _rounding(argument: str) -> None:
-    if argument not in ("", "stochastic", "rotated"):
-        raise ValueError("the argument may be stochastic (without bias) or rotated (by a Hadamard matrix)")
+def _rounding(format_name: str) -> Callable[[str], None]:
+    """The check of an engine that rounds to this format."""
+    ways = {}
+    if format_name not in ("int3", "int2", "int1"):
+        ways["stochastic"] = "without bias"
+    if format_name != "bf16":  # it has no scale
+        ways["rotated"] = "by a Hadamard matrix"
+    told = " or ".join(f"{name} ({meaning})" for name, meaning in ways.items())
+
+    def check(argument: str) -> None:
+        if argument and argument not in ways:
+            raise ValueError(f"the argument may be {told}")
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class EngineEntry:
 
 
 def _rounds_to(format_name: str) -> EngineEntry:
-    return EngineEntry("edgc.compress.engines.rounding:Rounding", fixed=format_name, check=_rounding)
+    return EngineEntry("edgc.compress.engines.rounding:Rounding", fixed=format_name, check=_rounding(format_name))
 
 
 DEFAULT_ENGINE = "powersgd"

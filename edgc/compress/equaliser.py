@@ -22,8 +22,8 @@ SCALE_DECAY = 0.95
 # scales of the next hundred steps. Not tuned.
 LARGEST_GROWTH = 10.0
 SIDES = "rows", "columns"
-# The smallest row or column scale, relative to the root mean square over all, keeps the division harmless where a row
-# has hardly any gradient. Not tuned.
+# The smallest row or column scale, relative to the root mean square over all. A row that has hardly any gradient for
+# long, and then has one, outweighs the others until its scale has grown: docs/algorithm.md, 5. Not tuned.
 SCALE_FLOOR = 1e-3
 # Where rows have a gradient only when their tokens occur, the row of a rare token has a small scale until then: divided
 # by it, the row would outweigh all others, and what compression leaves out of it would fall upon them. Trials with 0.3

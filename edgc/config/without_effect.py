@@ -17,7 +17,8 @@ OF_ERRORS = {"error_dtype", "error_gain", "whole_error_fraction"}
 
 
 def with_effect(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a preset still sets beside the given settings."""
+    """What a preset still sets beside the given settings. None is one of these only where the preset sets a value."""
+    given = {name: value for name, value in given.items() if value is not None or name in preset}
     engine, void = given.get("engine", DEFAULT_ENGINE), set[str]()
     # who gives a setting of ranks that entropy sets wants it to set them
     by_entropy = BY_ENTROPY - {"align"} - ({"rmax"} if "volume" in preset else set())

@@ -53,7 +53,7 @@ class Agreement:
 
     @property
     def noise(self) -> float:
-        """Energy of s that does not lie along g, over that which does; infinite if none does."""
+        """Energy of s that does not lie along g, over that which does; infinite if none does, NaN if g or s is zero."""
         cosine = self.cosine
         return math.inf if cosine <= 0 else 1 / cosine**2 - 1
 

@@ -106,7 +106,8 @@ def descent(matrix: MatrixSpec, energy: float) -> float:
 def fewest_bytes_ranks(
     matrices: Sequence[MatrixSpec], energies: Mapping[str, Sequence[float]], rank: int, min_saving: float
 ) -> dict[str, int]:
-    """The fewest values that leave out no more energy, over all matrices, than one common rank does.
+    """The fewest values that leave out no more energy, over all matrices, than one common rank does, up to half a step
+    of error for each matrix.
 
     ``energies`` as for ``water_filled_ranks``. Ranks are multiples of 4. Source: L-GreCo (Alimohammadi et al., MLSys
     2024): dynamic programming over layers and a tolerated error in small steps. An error is absolute, so a matrix with

@@ -93,7 +93,10 @@ class ConstantRank(Policy):
         return self.allocation.with_ranks(iteration, plan, self._everywhere(self._rank(iteration)))
 
     def resume(self, plan: RankPlan, by_entropy: bool) -> RankPlan:
-        if self.config.study.rank_tilt:
+        first = self.first()
+        # its first iteration moves on with its ranks
+        goes_on = plan.reasons == first.reasons and plan.first_iteration >= first.first_iteration
+        if self.config.study.rank_tilt and goes_on:
             return _changed(plan, ranks=self._kept(plan))
         return self._begun_anew(plan, self.allocation.uniform)
 

@@ -194,6 +194,13 @@ def test_what_low_rank_cannot_hold_is_rounded_once_that_is_seen() -> None:
     assert all(isinstance(one, SendLowRank) for one in planner.choices[:-1])
 
 
+@pytest.mark.parametrize(("share", "rows", "travel"), [(0.07, 100, 7), (0.14, 50, 7), (0.07, 101, 8), (0.01, 3, 1)])
+def test_a_share_of_the_rows_is_rounded_up_but_not_for_what_binary_fractions_lack(
+    share: float, rows: int, travel: int
+) -> None:
+    assert SendRows(share, 4).parts(MatrixSpec("w", rows, 8)) == travel
+
+
 def test_rows_are_chosen_where_few_hold_most_and_given_up_where_they_do_not() -> None:
     layers = [parameter(str(place), 128, 512, steepness=1.7, by_rows=0.3) for place in range(4)]
     words = parameter("words", 2048, 128, steepness=1.2, by_rows=1.3)

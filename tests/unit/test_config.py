@@ -90,6 +90,12 @@ from edgc.engines import ENGINES, engine_class
         ),
         ({"engine": "topk:some"}, "--edgc-engine = topk:some: the share"),
         ({"engine": "int4:random"}, "--edgc-engine = int4:random: the argument may be stochastic"),
+        (
+            {"engine": "int3:stochastic"},
+            r"--edgc-engine = int3:stochastic: the argument may be rotated \(by a Hadamard",
+        ),
+        ({"engine": "onebit:stochastic"}, "--edgc-engine = onebit:stochastic: the argument may be rotated"),
+        ({"engine": "bf16:rotated"}, "--edgc-engine = bf16:rotated: the argument may be stochastic"),
         ({"engine": "powersgd:4"}, "--edgc-engine = powersgd:4: this engine takes no argument"),
         ({"engine": "zip"}, "--edgc-engine = zip: must be one of powersgd, "),
         ({"engine": "int4", "static_rank": 8}, r"--edgc-static-rank = 8: the engine int4 has no rank"),
@@ -368,3 +374,10 @@ def test_what_is_sampled_costs_at_most_a_thousandth_of_a_dense_run() -> None:
     entries = sum(len(sampler.indices(f"{place}", size, torch.device("cpu"))) for place, size in enumerate(sizes))
     sent = SUMS_PER_ENTRY * entries * config.ranks.iteration_sampling_rate
     assert 0 < sent / sum(sizes) <= 0.001
+
+
+def test_none_changes_a_preset_only_where_the_preset_has_another_value() -> None:
+    balanced = EDGCConfig.from_preset()
+    assert EDGCConfig.from_preset(rmin=None) == EDGCConfig.from_preset(static_rank=None) == balanced
+    assert EDGCConfig.from_preset(volume=None).ranks.volume is None
+    assert EDGCConfig.from_preset("optimus", static_rank=None).ranks.static_rank is None

@@ -260,6 +260,23 @@ def test_a_tilted_rank_stays_within_its_range_in_a_window_that_is_cut_short() ->
     assert first_stage(play(c, [math.nan])) == [92]  # in the middle of the last ten iterations
 
 
+def test_a_tilted_rank_after_one_by_entropy_begins_with_a_warm_up_of_its_own() -> None:
+    settings = {"static_rank": 32, "rmin": None, "rmax": None, "align": True, "rank_tilt": 0.5}
+    by_entropy, tilted = controller(), controller(**settings)
+    play(by_entropy, WARM[:1])
+    tilted.load_state_dict(json.loads(json.dumps(by_entropy.state_dict())))
+    assert tilted.plan.first_iteration == 1000 and tilted.plan.reasons == ("static",)
+    assert tilted.plan.summing(200) is Summing.DENSE
+    play(by_entropy, [*WARM[1:], -5.2])
+    tilted.load_state_dict(json.loads(json.dumps(by_entropy.state_dict())))
+    assert by_entropy.plan.reasons == ("entropy",) and tilted.plan.reasons == ("static",)
+    moved, again = controller(**settings), controller(**settings)
+    play(moved, [math.nan] * 60)
+    assert moved.plan.ranks != again.plan.ranks
+    again.load_state_dict(moved.state_dict())
+    assert again.plan.ranks == moved.plan.ranks, "a plan of today goes on"
+
+
 def test_dense_engine_stays_dense() -> None:
     assert first_stage(play(controller(engine="dense"), [*WARM, -5.2])) == [None] * 11
 
@@ -289,9 +306,14 @@ def test_alignment_counts_the_messages_that_carry_the_last_gradient_back() -> No
     seen = StageObservation(entropy=-5.2, micro_backward_seconds=0.004)
     c.observe(WindowObservation([seen, seen, replace(seen, message_rank=1)]))
     assert c.decide(12 * WINDOW).ranks == (16, 28, 36)  # 5 ms instead of 8: 37, a multiple of four
+    saved = json.loads(json.dumps(c.state_dict()))
     again = Controller(config, 10_000, [STAGE] * 3)
-    again.load_state_dict(json.loads(json.dumps(c.state_dict())))
-    assert again.times.message_costs == c.times.message_costs
+    again.load_state_dict(saved)
+    assert again.times.message_costs == c.times.message_costs, "they were not timed today"
+    faster = StageCost(LinearCost(0.0, 0.001), 0.002, 0.002)
+    again = Controller(config, 10_000, [STAGE, *[ControlledStage(MATRICES, COST, faster)] * 2])
+    again.load_state_dict(saved)
+    assert again.times.message_costs == [None, faster, faster], "nothing in training would correct older ones"
 
 
 def test_alignment_moves_within_the_step_limit_and_never_below_the_first_stage() -> None:

@@ -214,6 +214,12 @@ def test_a_model_without_a_matrix_for_low_rank_is_told_so_and_a_volume_rounds_it
     assert first.formats[0] is not None and first.formats[0].keys() == {"w", "bias"} and not first.by_host
 
 
+def test_no_link_bounds_a_tied_embedding_beside_layers_without_a_matrix() -> None:
+    tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (1000, 256), embedding=True),))
+    plan = plan_run(EDGCConfig.from_preset(), RUN, [[*own, tied] for own in without_matrices()])
+    assert plan.config.ranks.rmax is not None and plan.config.ranks.rmax > 64
+
+
 def test_a_warm_up_in_a_reduce_scatter_counts_as_that() -> None:
     config = EDGCConfig.from_preset(dense_wire="int8", warmup_fraction=0.2)
     plan_run(config, replace(RUN, scatters=True), processes(CHEAP, CHEAP))

@@ -53,6 +53,14 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup
     dist.destroy_process_group()
 
 
+def test_a_unit_is_rounded_in_nine_portions_at_most_whatever_its_tensors_sizes() -> None:
+    values = 9 * elementwise.PORTION * 8
+    pieces = [("a", 0, 1), ("b", 0, values - 1)]
+    portions = list(elementwise._portions([pieces], elementwise.portion_of(values)))
+    assert len(portions) == elementwise.MOST_PORTIONS
+    assert sum(end - start for (portion,) in portions for _, start, end in portion) == values
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_step_takes_at_most_half_of_the_gradients_in_memory_beside_them_and_the_state(
     preset: str, two_processes: dist.ProcessGroup

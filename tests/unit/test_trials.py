@@ -381,6 +381,21 @@ def test_a_resumed_run_goes_on_with_what_was_decided() -> None:
     assert state["due"], "a trial under way is due again"
 
 
+def test_a_resumed_run_counts_the_trials_that_have_decided_nothing() -> None:
+    usual = [1.0, 1.06, 0.94, 1.03, 0.97, 1.0]
+    before = trials()
+    before.trial = (101, 104)
+    before.observe({False: usual, True: [0.985, 0.985]}, 0.3, ByteCount(100.0, 400.0, 400.0))
+    again, elsewhere = trials(), trials()
+    again.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    elsewhere.load_state_dict(before.state_dict(), timed_anew=True)
+    for one in (before, again, elsewhere):
+        one.trial = (201, 204)
+        one.observe({False: usual, True: [0.98, 0.98]}, 0.3, ByteCount(200.0, 800.0, 800.0))
+    assert (before.by_host, before.due) == (again.by_host, again.due) == (True, False)
+    assert elsewhere.due and not elsewhere.by_host, "one trial on this link decides nothing"
+
+
 def test_a_resumed_run_counts_the_bytes_of_its_first_window_alone() -> None:
     before, again = trials(), trials()
     for iteration in (100, 200):
@@ -397,6 +412,7 @@ def test_every_number_of_trials_comes_back() -> None:
         "by_host": True,
         "due": True,
         "measured": [1.0, 0.9],
+        "undecided": [[1.0, 0.9]],
         "host_steps": 6,
         "spent": 1.5,
         "counted": {"sent": 1.0, "host": 2.0, "fp32": 3.0},

@@ -1,6 +1,5 @@
 """Row sparsity: the rows of a matrix that hold most energy travel, in few bits."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from edgc.comm.collectives import Communicator, Exchange
 from edgc.comm.wire import wire
 from edgc.compress.engines.base import Sums, Thinning
 from edgc.config import EDGCConfig
+from edgc.plan.by_volume.choices import rows_that_travel
 from edgc.specs import MatrixSpec
 from edgc.stacking import all_finite
 
@@ -59,7 +59,7 @@ class Rows(Thinning):
         finite = all_finite(norms)
         # stable: of rows with equal norms all processes have to take the same ones
         ordered = [norm.nan_to_num().sort(descending=True, stable=True).indices for norm in norms]
-        chosen = [indices[: math.ceil(self.share * len(indices))].sort().values for indices in ordered]
+        chosen = [indices[: rows_that_travel(self.share, len(indices))].sort().values for indices in ordered]
         largest = [matrix[rows] for matrix, rows in zip(tensors, chosen, strict=True)]
         sums, shares = yield from communicator.sum(largest, self.wire)
         return ChosenRows(chosen, sums, shares, finite & all_finite(sums))

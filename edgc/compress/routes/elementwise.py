@@ -118,7 +118,8 @@ def _size(pieces: Sequence[Piece]) -> int:
 
 def portion_of(elements: int) -> int:
     """How many of so many values are rounded at once, at most."""
-    return max(PORTION, -(-elements // (MOST_PORTIONS * GROUP)) * GROUP)
+    # a portion may end up to a group early, where a tensor ends within one
+    return max(PORTION, (-(-elements // (MOST_PORTIONS * GROUP)) + 1) * GROUP)
 
 
 def _portions(parts: Sequence[Sequence[Piece]], size: int) -> Iterator[list[list[Piece]]]:

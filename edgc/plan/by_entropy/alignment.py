@@ -109,15 +109,21 @@ class StageTimes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Where costs are or were computed, today's stay: the link is another."""
+        """Go on where ``state_dict`` was taken. Where costs are or were computed, today's stay: the link is another.
+
+        Those of messages stay wherever there are some today. Nothing in training corrects them.
+        """
         computed = self.computed or state["computed"]
         self.micro_backward_seconds = state["micro_backward_seconds"]
         self.costs, self.message_costs = (
             [
-                cost if saved is None or (computed and cost is not None) else _as_cost(saved)
+                cost if saved is None or (today and cost is not None) else _as_cost(saved)
                 for cost, saved in zip(costs, state[name], strict=True)
             ]
-            for name, costs in (("costs", self.costs), ("message_costs", self.message_costs))
+            for name, costs, today in (
+                ("costs", self.costs, computed),
+                ("message_costs", self.message_costs, True),
+            )
         )
 
 

@@ -14,6 +14,7 @@ from edgc.plan.by_volume.choices import (
     SendRows,
     ranks_to_try,
     rounded_format,
+    rows_that_travel,
 )
 from edgc.plan.by_volume.noise import LARGEST_NOISE, EnergySpectrum, RoundingNoise
 from edgc.plan.ranks import nearest_rank
@@ -141,7 +142,7 @@ class PlannedParameter:
         if self.rows is None or len(shares) != len(ROW_SHARES) + 1 or not all(0 < share <= 1.001 for share in shares):
             return self
         *parts, evenness = shares
-        counts = (math.ceil(part * self.matrix.rows) for part in ROW_SHARES)
+        counts = (rows_that_travel(part, self.matrix.rows) for part in ROW_SHARES)
         measured = {count: min(share, 1.0) for count, share in zip(counts, parts, strict=True)}
         of_rows = replace(self.rows.spectrum, measured_shares=tuple(measured.items()))
         known = replace(self, rows=replace(self.rows, spectrum=of_rows))

@@ -57,7 +57,7 @@ def choose_by_link(config: EDGCConfig, run: Run, known: Sequence[ProcessStage], 
             config = config.replace(pp="off")
     if compresses or tries:
         # where steps will try, the link of now is no bound for that of later
-        bound = lowest if compresses and not rounds else usable
+        bound = lowest if compresses and not rounds and not untimed else usable
         matrices = [matrix for stage in known for matrix in select(stage.parameters, config).matrices]
         config = resolve_ranks(config, bound, width(matrices))
     else:

@@ -184,6 +184,7 @@ class Trials:
             "by_host": self.by_host,
             "due": self.due or self.trial is not None,
             "measured": list(self.measured),
+            "undecided": [list(steps) for steps in self._undecided],
             "host_steps": self.host_steps,
             "spent": self.spent,
             "counted": asdict(self._counted),
@@ -199,7 +200,8 @@ class Trials:
         self.spent, self._compared = state["spent"], state["compared"]
         self.trial, self._counted = None, ByteCount(**state["counted"])
         if timed_anew:  # steps of before are of another link, of which the times that were taken now know
-            self._compared, self.due = False, self.due or bool(self.measured)
+            self._compared, self.due, self._undecided = False, self.due or bool(self.measured), []
         else:  # another link is then seen by its reductions
+            self._undecided = [tuple(steps) for steps in state["undecided"]]
             self.host_seconds = state["host_seconds"]
             self._reduction, self._share = state["reduction"], state["share"]
