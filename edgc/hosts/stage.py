@@ -105,7 +105,8 @@ class Stage:
         means = [mean_of_finite(one.entropy) for one in measurements]
         known = [(mean, size) for mean, size in zip(means, sizes, strict=True) if math.isfinite(mean)]
         whole = sum(size for _, size in known)
-        return sum(mean * (size / whole) for mean, size in known) if known else math.nan
+        # a resumed run may have entropies of matrices that it no longer compresses
+        return sum(mean * (size / whole) for mean, size in known) if whole else math.nan
 
     @property
     def gradient_bytes(self) -> ByteCount:

@@ -127,6 +127,9 @@ def test_the_entropy_of_a_stage_is_a_mean_over_entries_however_they_are_cut_into
         seen.append(SimpleNamespace(observer=observer, state=SimpleNamespace(bytes=lambda: 0)))
     stage.units = [SimpleNamespace(reducer=one) for one in seen]  # type: ignore[assignment]
     assert stage.take_window(math.nan).entropy == pytest.approx(-3 - 0.5 / 21)
+    for reducer in stage.reducers:
+        reducer.observer.matrices = []
+    assert math.isnan(stage.take_window(math.nan).entropy), "entropies of a run before, and no matrix today"
 
 
 def test_a_word_embedding_has_sparse_rows_unless_it_is_the_output_layer_as_well() -> None:
