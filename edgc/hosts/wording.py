@@ -77,7 +77,7 @@ def _contents(stage: StagePlan, config: EDGCConfig, value_bytes: int) -> Iterato
     """What of a stage is compressed, and in what the rest travels."""
     key, selection = stage.key, stage.selection
     if stage.dense_because:
-        yield f"{key} in {config.formats.dense_wire} throughout: {stage.dense_because}"
+        yield f"{key} not compressed: {stage.dense_because}"
         return
     policy = config.rank_policy
     verb = "measured" if policy is RankPolicy.NONE else "compressed"
@@ -120,9 +120,10 @@ def window_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> 
 
 def _stage_lines(report: WindowReport, before: RankPlan, config: EDGCConfig) -> Iterator[str]:
     plan, dense_wire = report.plan, config.formats.dense_wire
-    dense = "dense" if dense_wire == "fp32" else dense_wire
-    name = partial(_rank_name, dense, "rounded" if config.low_rank else config.engine)
     for index, seen in enumerate(report.stages):
+        # a stage that no other process has is summed, and rounded, by none
+        dense = "dense" if dense_wire == "fp32" or not seen.bytes.host else dense_wire
+        name = partial(_rank_name, dense, "rounded" if config.low_rank else config.engine)
         was = "the host's sum" if before.by_host else name(report.ranks[index])
         if plan.by_host:
             move = was if before.by_host else f"{was} -> the host's sum (its steps are shorter)"

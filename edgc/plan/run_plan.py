@@ -81,14 +81,16 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
         config = config.replace(window=_window(config, run.iterations))
         _check_learning_rate(run)
     known = [stage for own in processes for stage in own]
-    if by_volume and not (run.alone and all(stage.key.kind is not StageKind.EMBEDDING for stage in known)):
+    if run.alone and all(stage.key.kind is StageKind.LAYERS for stage in known):
+        config = config.replace(dense_wire="fp32")  # nothing is summed
+    elif by_volume:
         _check_warmup(config, run)
     # by shape: a large run has thousands of processes with hundreds of parameters each
     named = [one for stage in known for one in stage.parameters]
     distinct = {(one.shape, one.embedding, config.study.takes(one.name)): one for one in named}.values()
     usable = largest_rank(select(distinct, config, RANK_MULTIPLE).matrices, config.study.min_saving)
     _check_ranks(config, select(distinct, config, 1).matrices, usable)
-    # with a volume and no replicas the one sum left, of a tied embedding, was not timed
+    # with a volume and no replicas the sums left, of experts or of a tied embedding, were not timed
     if config.rank_depends_on_link and not (by_volume and run.alone):
         choice = choose_by_link(config, run, known, usable)
     else:
@@ -97,8 +99,6 @@ def plan_run(config: EDGCConfig, run: Run, processes: Sequence[Sequence[ProcessS
     if choice.compresses or choice.tries:
         warnings += _too_short(config, run, choice.compresses)
     stages = tuple(_planned(key, config, run, known) for key in sorted({stage.key for stage in known}))
-    if run.alone:  # the host's own sum over one process changes nothing; rounding would
-        config = config.replace(dense_wire="fp32")
     return RunPlan(**{**vars(choice), "config": config, "warnings": warnings}, stages=stages)
 
 
@@ -114,13 +114,12 @@ def _check_learning_rate(run: Run) -> None:
 
 def _check_warmup(config: EDGCConfig, run: Run) -> None:
     """Raises ``ConfigError`` where the share of the run that the warm-up was given alone sends more than the volume."""
-    volume, fraction = config.ranks.volume, config.ranks.warmup_fraction
-    form = "fp32" if run.alone else config.formats.dense_wire  # as the run will have it
+    volume, fraction, form = config.ranks.volume, config.ranks.warmup_fraction, config.formats.dense_wire
     assert volume is not None
     # in fp32 the host sums, or what sends as much; scales of rounded values are left out
     value_bytes = run.uncompressed_value_bytes(None if form == "fp32" else bits_of(form) / 8)
     if fraction * value_bytes / 4 >= 1 / volume:
-        fewer = "" if run.alone or bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
+        fewer = "" if bits_of(form) <= 4 else f", or {flag('dense_wire')} int4"
         raise ConfigError(
             f"{flag('volume')} = {volume:g}: the warm-up of {100 * fraction:g} % of the run in {form} alone sends more "
             f"than that allows; give a smaller {flag('warmup_fraction')}{fewer}"

@@ -455,6 +455,10 @@ def test_a_stage_says_how_many_times_fewer_bytes_and_progress_how_long_still() -
     report = replace(REPORT, stages=(replace(STAGE, bytes=ByteCount(1e6, 25e6)),))
     line, *_ = wording.window_lines(report, PLAN, EDGCConfig())
     assert "| sent 1 MB of 25 MB (25.0x fewer) |" in line
+    for host, what in ((25e6, "int8"), (0.0, "dense")):  # nothing is summed, and rounded, where the host sums nothing
+        report = replace(REPORT, stages=(replace(STAGE, bytes=ByteCount(host, host)),), ranks=(None,))
+        line, *_ = wording.window_lines(report, PLAN, EDGCConfig.of(dense_wire="int8"))
+        assert f" | {what} -> " in line
     assert wording.progress_line(100, 400, [0.5, 9.0, 0.5]) == "100/400 iterations | 0.500 s/step | 2 m 30 s left"
 
 

@@ -151,14 +151,17 @@ def test_stages_beyond_the_share_stay_dense_and_their_link_does_not_count() -> N
     assert controller.excluded == {1} and controller.matrices[1] == ()
 
 
-def test_without_copies_the_warm_up_is_in_fp32_and_counts_as_such() -> None:
-    alone = replace(RUN, replicas=1)
+@pytest.mark.parametrize("kind", [StageKind.EMBEDDING, StageKind.EXPERTS])
+def test_where_no_layers_are_summed_the_warm_up_of_what_is_has_its_format_and_counts(kind: StageKind) -> None:
+    alone = replace(RUN, replicas=1, expert_replicas=2)
     config = EDGCConfig.from_preset(volume=48.0)
-    plan_run(config, RUN, processes(CHEAP, CHEAP))
-    plan_run(config, alone, processes(None, None))  # nothing is sent
-    tied = ProcessStage(StageKey(StageKind.EMBEDDING, 0), (Parameter("word", (512, 64), embedding=True),))
+    summed = ProcessStage(StageKey(kind, 0), (Parameter("word", (512, 64), embedding=True),))
+    known = [[*own, summed] for own in processes(None, None)]
+    assert plan_run(config, alone, known).config.formats.dense_wire == config.formats.dense_wire != "fp32"
+    in_fp32 = config.replace(dense_wire="fp32")
     with pytest.raises(ConfigError, match=r"the warm-up of 2.5 % of the run in fp32 alone sends more"):
-        plan_run(config, alone, [[*own, tied] for own in processes(None, None)])
+        plan_run(in_fp32, alone, known)
+    plan_run(in_fp32, alone, processes(None, None))  # nothing is sent
 
 
 def test_a_process_without_copies_keeps_its_gradients_as_they_are() -> None:

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
 from edgc.byte_counts import ByteCount, RunBytes
+from edgc.comm.overlap import Overlap
 from edgc.compress.router import Router
 from edgc.config import EDGCConfig
 from edgc.errors import StepError
@@ -23,6 +25,7 @@ from edgc.observe.measurements import Measurements
 from edgc.plan.controller import ControlledStage, Controller
 from edgc.plan.observation import StageObservation, WindowObservation
 from edgc.plan.rank_plan import RankPlan
+from edgc.plan.run import Run
 from edgc.plan.selection import select
 from edgc.plan.stages import StageKey, StageKind
 from edgc.plan.times.comm_cost import LinearCost, StageCost
@@ -99,6 +102,18 @@ class EventSpans(Spans):
         start = self.mark()
         self.now += seconds
         self.add(start)
+
+
+def test_layers_that_no_other_process_has_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(MegatronStage, "process_group", dist.group.WORLD)
+        monkeypatch.setattr(MegatronStage, "units_of_parameters", [[Parameter("word", (1000, 64), embedding=True)]])
+        stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
+        stage.attach(EDGCConfig.of(dense_wire="int8"), Overlap(CPU), lambda: None, Run(iterations=9, replicas=1))  # type: ignore[arg-type, return-value]
+        assert [reducer.plain for reducer in stage.reducers] == [True]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_step_takes_what_all_its_reductions_take_together() -> None:
