@@ -105,8 +105,10 @@ class Session:
 
         Every process calls this; no step may follow.
         """
-        self._end_early()
-        self.seam.close()
+        try:
+            self._end_early()
+        finally:
+            self.seam.close()
 
     def install(self, chunks: list[nn.Module]) -> list[nn.Module]:
         """Take over the gradient reduction of the wrapped model chunks, and return them: a ``post_wrap_hook``.

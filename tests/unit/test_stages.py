@@ -240,6 +240,16 @@ def test_the_entropy_of_a_tied_embedding_is_that_of_the_gradient_that_its_bucket
     assert told == [0.25 * (loss_scale or 1.0)]
 
 
+def test_megatron_gets_its_functions_back_also_where_the_last_report_fails() -> None:
+    owner, session = SimpleNamespace(function=1), Session.__new__(Session)
+    session.seam = Seam()
+    session.seam.replace(owner, "function", 2)
+    session.completed = 5  # no run, so to ask for its length fails
+    with pytest.raises(AttributeError):
+        session.close()
+    assert owner.function == 1
+
+
 def test_the_memory_of_a_stage_has_the_shards_of_weights_that_are_kept() -> None:
     stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
     shards = torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)
