@@ -36,13 +36,16 @@ def embedding_line(size: float, apart: str, config: EDGCConfig) -> str:
 def messages_line(which: str, messages: EDGCConfig) -> str:
     """How those between stages travel. ``which``: of both directions."""
     what = "gradients and activations" if which == "both" else "gradients"
+    return f"{what} between stages: {message_form(messages)}"
+
+
+def message_form(messages: EDGCConfig) -> str:
+    """The form of messages between stages, by the settings of their controller."""
     ranks = messages.ranks
-    if messages.low_rank:
-        by_entropy = messages.rank_policy is RankPolicy.ENTROPY
-        how = f"rank {ranks.rmin} to {ranks.resolved_rmax}" if by_entropy else f"rank {ranks.resolved_static_rank}"
-    else:
-        how = "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
-    return f"{what} between stages: {how}"
+    if not messages.low_rank:
+        return "uncompressed" if messages.rank_policy is RankPolicy.NONE else messages.engine
+    by_entropy = messages.rank_policy is RankPolicy.ENTROPY
+    return f"rank {ranks.rmin} to {ranks.resolved_rmax}" if by_entropy else f"rank {ranks.resolved_static_rank}"
 
 
 def weights_line(name: str | None, times: GatherTimes | None) -> str:
@@ -188,6 +191,10 @@ def guard_text(before: RankPlan, plan: RankPlan, config: EDGCConfig) -> str:
         return f"{why}: steps may now send {plan.relief:g} times their budget"
     if plan.relief < before.relief:
         how = f"{plan.relief:g} times their budget" if plan.relief > 1 else "their budget again"
+        if plan.loss_rise > 0 == before.loss_rise:
+            return (
+                f"{risen}. Steps may send {how} all the same: the learning rate is small, or all gradients are rounded"
+            )
         why = "enough of the gradient arrives and the loss does not rise, the learning rate is small, or all gradients"
         return f"steps may send {how}: {why} are rounded"
     if plan.loss_rise == 0:

@@ -163,6 +163,82 @@ def test_a_resumed_run_says_that_messages_go_on_as_they_were_and_not_as_they_are
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "how"),
+    [
+        ({"engine": "dense"}, {"rmin": 4, "rmax": 16}, "uncompressed"),
+        ({"rmin": 4, "rmax": 16}, {"engine": "dense"}, "rank 4 to 16"),
+        ({"rmin": 4, "rmax": 16}, {"rmin": 4, "rmax": 12}, "rank 4 to 16"),
+        ({"rmin": 4, "rmax": 16}, {"rmin": 4, "rmax": 16}, ""),
+    ],
+)
+def test_a_resumed_run_says_at_which_ranks_messages_go_on_where_the_probe_has_said_otherwise(
+    before: dict[str, Any],
+    now: dict[str, Any],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+    from megatron.edgc.checkpoint.index import REQUESTED_SETTINGS_OF_MESSAGES, RESOLVED, SavedMessages
+    from megatron.edgc.messages.plan import message_config, without_compression
+
+    asked, boundary = EDGCConfig.from_preset("paper", pp="backward:powersgd"), Boundary("backward", 1, 0)
+
+    def timed(settings: dict[str, Any]) -> Controller:
+        config = without_compression(asked) if "engine" in settings else message_config(asked).replace(**settings)
+        return Controller(config, 100, [ControlledStage([MatrixSpec(boundary.id, 8, 8)])])
+
+    requested, saved, controller = asked.subset(REQUESTED_SETTINGS_OF_MESSAGES), timed(before), timed(now)
+    kept = SavedMessages([boundary.id], requested, saved.config.subset(RESOLVED), saved.state_dict())
+    messages = SimpleNamespace(boundaries=[boundary])
+    own = resume(run_state(asked, messages=messages, message_controller=controller), index_of(asked, messages=kept))
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    own._resume_messages()
+    said = f"messages between stages go on as in iter_0000007, whatever was timed now: {how}\n"
+    assert capsys.readouterr().out == (said if how else "")
+
+
+@pytest.mark.parametrize(("before", "now"), [(64, 48), (64, 64)])
+def test_a_resumed_run_says_which_largest_rank_stays(
+    before: int, now: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+    from megatron.edgc.checkpoint.index import RESOLVED
+
+    key, saved, own_controller = StageKey(StageKind.LAYERS, 0), controller(), controller()
+    saved.adopt_ranks(saved.state_dict(), rmax=before)
+    own_controller.adopt_ranks(own_controller.state_dict(), rmax=now)
+    stage = SimpleNamespace(key=key, process_group=None)
+    asked = EDGCConfig.from_preset()
+    index = index_of(
+        asked,
+        stages=[key.id],
+        resolved=saved.config.subset(RESOLVED),
+        controller=json.loads(json.dumps(saved.state_dict())),
+    )
+    own = resume(run_state(asked, keys=[key], stages=[stage], controller=own_controller), index)
+    own.usable.stages[key] = SimpleNamespace(processes=2)
+    monkeypatch.setattr(checkpoint_loading.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    own._resume_gradients()
+    said = f"--edgc-rmax stays {before} as in iter_0000007, whatever was timed now\n"
+    assert capsys.readouterr().out == (said if before != now else "")
+
+
+def test_experts_that_start_anew_are_named_whichever_stage_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+
+    layers, experts = ([StageKey(kind, stage) for stage in (0, 1)] for kind in (StageKind.LAYERS, StageKind.EXPERTS))
+    own = resume(run_state(keys=[*layers, *experts]), index_of(EDGCConfig(), stages=[key.id for key in layers]))
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    own.warn_of_losses(messages=False)
+    said = "iter_0000007 has nothing of stage 1 experts, stage 2 experts: their state starts anew\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
     ("asked_before", "asked_now", "before", "now", "link", "goes_on"),
     [
         ("auto:int8", "auto:int8", "int8", "off", None, True),
@@ -242,7 +318,8 @@ def test_only_a_volume_keeps_the_ranks_of_the_probe_before(
 
     settings = EDGCConfig.from_preset(preset)
     key, found = StageKey(StageKind.LAYERS, 0), []
-    run = run_state(settings, keys=[key], stages=[SimpleNamespace(key=key, process_group=None)], controller=object())
+    stage, controller = SimpleNamespace(key=key, process_group=None), SimpleNamespace(config=settings)
+    run = run_state(settings, keys=[key], stages=[stage], controller=controller)
     own = resume(run, index_of(settings, stages=[key.id]))
     own.usable.stages[key] = SimpleNamespace(processes=processes)
     monkeypatch.setattr(loading.dist, "get_world_size", lambda group: 2)

@@ -299,6 +299,7 @@ def test_a_loss_that_rises_warns_once_with_what_edgc_does_about_it(
     [
         # the learning rate has become small while the loss is still high
         ({"volume": VOLUME}, {"relief": 4.0, "loss_rise": 0.3}, {"loss_rise": 0.3}, "their budget again"),
+        ({"volume": VOLUME}, {"relief": 4.0}, {"loss_rise": 0.3}, "30 % above"),
         # no stage is compressed yet
         ({"preset": "paper", "rmin": 4, "rmax": 16}, {}, {"loss_rise": 0.3, "ranks": (None,)}, "what they have sent"),
     ],

@@ -11,6 +11,7 @@ from edgc.byte_counts import RunBytes
 from edgc.config import ConfigError, RankPolicy, flag
 from edgc.hosts.checkpoint import STATE_VERSION, load_stage, misfit, restore_measurements, resume_controller
 from edgc.hosts.user_warnings import warn
+from edgc.hosts.wording import message_form
 from edgc.plan.controller import Controller
 from edgc.plan.stages import StageKey, StageKind
 from megatron.edgc.checkpoint.index import (
@@ -123,8 +124,7 @@ class Resume:
 
     def _load_stage(self, stage: MegatronStage, state: Mapping[str, Any]) -> None:
         own = self.usable.stages.get(stage.key)
-        if own is None:  # experts that had no copies to reduce over
-            warn(f"{self.folder} has nothing of {stage.key}: its state starts anew")
+        if own is None:
             return
         load_stage(
             stage,
@@ -184,8 +184,11 @@ class Resume:
         # Else parameters were selected by the ranks of now.
         alike &= self.run.requested.rank_policy is RankPolicy.VOLUME
         settings = {name: index.resolved[name] for name in RANK_SETTINGS} if alike and not others else {}
+        timed = run.controller.config
         if self._resume(run.controller, index.controller, settings) and others:
             warn(f"{self.name} was written with other ranks or another link given: this run's settings hold")
+        if (kept := run.controller.config) != timed:
+            warn(f"{flag('rmax')} stays {kept.ranks.resolved_rmax} as in {self.name}, whatever was timed now")
 
     def _resume_messages(self) -> None:
         """The controller of messages."""
@@ -206,7 +209,11 @@ class Resume:
         if not follows and controller.adopt_excluded(kept.controller):
             stay = ", ".join(str(messages.boundaries[index]) for index in sorted(controller.excluded)) or "none"
             warn(f"messages between stages go on as in {self.name}, whatever was timed now: uncompressed stay {stay}")
+        timed = controller.config
         self._resume(controller, kept.controller, settings)
+        if controller.config != timed:
+            how = message_form(controller.config)
+            warn(f"messages between stages go on as in {self.name}, whatever was timed now: {how}")
 
     def _resume(self, controller: Controller, state: dict[str, Any], settings: Mapping[str, Any]) -> bool:
         """Whether it goes on. With it go the ``settings`` that a probe of the link had decided then."""
@@ -229,8 +236,11 @@ class Resume:
                 f"{self.name} has other messages between stages, or of other replicas: what was left unsent of them "
                 "starts anew"
             )
-        # Experts of which no copies are left are not summed, so that nothing can send what is owed to them.
         keys = self.run.keys
+        anew = [str(key) for key in keys if key.kind is StageKind.EXPERTS and key.id not in self.index.stages]
+        if anew:  # they had no copies to reduce over
+            warn(f"{self.name} has nothing of {', '.join(anew)}: their state starts anew")
+        # Experts of which no copies are left are not summed, so that nothing can send what is owed to them.
         experts = [StageKey(StageKind.EXPERTS, key.pipeline_stage) for key in keys if key.kind is StageKind.LAYERS]
         if lost := [str(key) for key in experts if key.id in self.index.stages and key not in keys]:
             warn(
