@@ -86,7 +86,11 @@ def test_a_whole_node_has_no_problem_and_keeps_the_kernels_of_apex() -> None:
         ),
         ({"failed": NO_APEX}, [*LOCAL, "--sequence-parallel"], "leave out --sequence-parallel"),
         ({"versions": {**VERSIONS, "megatron-core": None}}, [], "megatron-core is not installed"),
-        ({"failed": {node.TENSORBOARD: "it is not installed"}}, [], "TensorBoard is not installed, to which Megatron"),
+        (
+            {"failed": {node.TENSORBOARD: "it is not installed"}},
+            ["--tensorboard-dir", "runs"],
+            "TensorBoard is not installed, to which Megatron",
+        ),
         ({"wrong_flags": "EDGC has no flag --edgc-windw"}, [], "EDGC has no flag --edgc-windw"),
         ({"failed": {"torch": "OSError: libcudart.so.12"}}, [], "torch cannot be imported (OSError: libcudart.so.12)"),
     ],
@@ -98,6 +102,10 @@ def test_each_thing_that_is_missing_is_one_line_with_what_mends_it(
     assert len(lines) == 1
     assert says in lines[0]
     assert "\n" not in lines[0]
+
+
+def test_a_run_that_writes_no_tensorboard_files_needs_no_tensorboard() -> None:
+    assert found(replace(WHOLE, failed={node.TENSORBOARD: "it is not installed"})) == []
 
 
 def test_a_cpu_run_asks_for_no_gpu() -> None:

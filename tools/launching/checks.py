@@ -23,6 +23,7 @@ def shape_of(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--distributed-backend", default="nccl")
     parser.add_argument("--fp8-format")
+    parser.add_argument("--tensorboard-dir")
     for name in ("bf16", "sequence-parallel", "use-tp-pp-dp-mapping", "edgc-cpu"):
         parser.add_argument(f"--{name}", action="store_true")
     try:

@@ -47,7 +47,7 @@ def problems(facts: Facts, shape: Namespace, processes: int) -> list[str]:
         found.append("megatron-core is not installed: bash scripts/setup_env.sh, or pip install -e '.[megatron]'")
     if facts.wrong_flags:
         found.append(facts.wrong_flags)
-    if TENSORBOARD in facts.failed:
+    if shape.tensorboard_dir and TENSORBOARD in facts.failed:
         found.append("TensorBoard is not installed, to which Megatron writes the losses: pip install tensorboard")
     if "gloo" not in facts.backends:
         found.append(f"{torch} was built without gloo: install another torch")
