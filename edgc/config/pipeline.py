@@ -16,7 +16,7 @@ class Messages:
     """How messages between pipeline stages are compressed.
 
     ``which``: see ``MESSAGES``. ``engine``: see ``MESSAGE_ENGINES``. ``rank`` and ``wire``: of low rank alone; None:
-    the controller's rank, the pipeline's own format.
+    the controller's rank; fp32, or bf16 for messages in 16 bits.
     """
 
     which: str = "off"
