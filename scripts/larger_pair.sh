@@ -36,7 +36,7 @@ mapfile -t -O "${#trained[@]}" trained < <(find "$texts/go" -name runtime -prune
 bash scripts/pretrain_gpt2_12b_baseline.sh
 bash scripts/pretrain_gpt2_12b_edgc.sh
 for name in dense edgc; do
-    "$python" tools/export_hf.py --load "$run/$name/checkpoints" --output "$run/$name/hf"
+    "$python" tools/export_hf.py --load "$run/$name/checkpoints" --output "$run/$name/hf" --overwrite
 done
 HF_HUB_OFFLINE=1 "$python" tools/evaluate.py dense="$run/dense/hf" edgc="$run/edgc/hf" --include-path "$run/tasks" \
     --tasks english_perplexity,go_perplexity,english_word_order,go_word_order --output "$run"

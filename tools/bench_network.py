@@ -55,7 +55,9 @@ from tools.shared.megatron import corpus_flags
 POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
 CURVES = REPOSITORY / "runs" / "network" / "curves.jsonl"
 QUICK = REPOSITORY / "runs" / "network" / "quick.json"
-CODE = ("edgc", "megatron", "tools/network", "pretrain_gpt.py")  # what times depend on
+CODE = (  # what times depend on
+    *("edgc", "megatron", "tools/network", "tools/shared/processes.py", "pretrain_gpt.py", "constraints.txt"),
+)
 QUICK_RATE = 135.0
 RATES = (20.0, 60.0, 135.0, 400.0, 0.0)
 RANGE = ("dense", "int8", "powersgd", "balanced")
@@ -174,19 +176,21 @@ def sweep(
     windows: int,
     repetitions: int,
 ) -> None:
-    """All combinations; what is compared runs one after the other, in turn forwards and backwards."""
+    """All combinations; what is compared runs one after the other, in turn forwards and backwards. So where some of it
+    is missing, as after an interruption, all of it runs again, and the newest runs count.
+    """
     check()
     now, machine = commit(REPOSITORY, *CODE), device_name(on_gpu=False)
     known = read() if not now.endswith("+") else []  # local changes may be others by now
     kept = set(map(_identity, known))
     for repetition in range(repetitions):
         for mode in modes:
-            for rate in rates:
+            for rate in (rate or None for rate in rates):
+                session = now, machine, windows, repetition
+                if all((rate, mode, contender, links, *session) in kept for contender in contenders):
+                    continue
                 for contender in contenders[:: -1 if repetition % 2 else 1]:
-                    if (rate or None, mode, contender, links, now, machine, windows, repetition) in kept:
-                        continue
-                    point = timed(rate or None, mode, contender, links, repetition, windows)
-                    _keep(POINTS, point)
+                    _keep(POINTS, timed(rate, mode, contender, links, repetition, windows))
 
 
 def whole_runs(rates: Sequence[float], modes: Sequence[str], contenders: Sequence[str]) -> None:

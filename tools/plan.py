@@ -52,8 +52,9 @@ ORDERS = {"Megatron's": "", "`--use-tp-pp-dp-mapping`": "--use-tp-pp-dp-mapping"
 def predict_all(
     training: Training, compressing: Mapping[str, Compressing], links: Sequence[StageLinks]
 ) -> list[Prediction]:
-    """A step of each contender."""
-    return [predict(training, one, compressing, links) for one in CONTENDERS]
+    """A step of each contender that the model can have."""
+    able = [one for one in CONTENDERS if training.pipeline > 1 or not one.fuses]
+    return [predict(training, one, compressing, links) for one in able]
 
 
 def reduced(training: Training) -> list[Stage]:

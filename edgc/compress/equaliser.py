@@ -117,7 +117,10 @@ class Equaliser:
 def squared_norms(matrix: Tensor, part: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
     """Squared norms of each row (rows,) and column (cols,), of what lies in ``part`` of the flattened matrix."""
     rows, cols = matrix.shape
-    start, stop = part or (0, rows * cols)
+    if part is None:
+        squares = matrix.square()
+        return squares.sum(dim=1), squares.sum(dim=0)
+    start, stop = part
     first, last = start // cols, -(-stop // cols)
     squares = matrix[first:last].square()
     flat = squares.view(-1)

@@ -403,6 +403,9 @@ def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else()
         assert not replace(changed(POINT, contender=contender), preset_settings=None).older_preset, "no volume"
     curve = Curve(135.0, "plain", "balanced", (1.0,) * 40, (1.0,) * 40, 2.0, 4e9, "abc1234", 1)
     assert curve.older_preset and not replace(curve, preset_settings=settings).older_preset
+    rises = next(place for place, one in enumerate(CHANGES) if one.label == "few bytes while the learning rate rises")
+    assert replace(curve, changes=rises).old, "whole runs have a warm-up of the learning rate"
+    assert not replace(curve, changes=len(CHANGES)).old
 
     assert "older preset" not in markdown([POINT, today], "a machine")
     points = [
@@ -457,14 +460,16 @@ def test_a_sweep_times_what_is_not_there_and_keeps_it(tmp_path: Path, monkeypatc
     assert len(bench_network.read()) == 6
     bench_network.sweep(*asked, windows=4, repetitions=1)
     assert len(timed) == 8, "with more windows it is another run"
+    bench_network.sweep([135.0], ["plain"], ["dense", "fast"], "even", windows=3, repetitions=1)
+    assert timed[8:] == [("dense", 0), ("fast", 0)], "none is set against a run of another time"
     code = "abc1234+"
     for _ in range(2):
         bench_network.sweep(*asked, windows=3, repetitions=1)
-    assert len(timed) == 12, "what had local changes may have had others"
+    assert len(timed) == 14, "what had local changes may have had others"
     code = checkout.commit(tmp_path)  # no repository
     for _ in range(2):
         bench_network.sweep(*asked, windows=3, repetitions=1)
-    assert len(timed) == 16, "nobody knows what code that was"
+    assert len(timed) == 18, "nobody knows what code that was"
 
 
 def test_whole_runs_are_compared_with_the_dense_one() -> None:

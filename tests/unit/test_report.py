@@ -214,7 +214,7 @@ def test_a_run_that_cannot_be_reported_gives_one_line_and_no_files(
     assert not (runs / "summary.json").exists() and not (runs / "report.png").exists()
 
 
-@pytest.mark.parametrize(("what", "value"), [("iterations", 20), ("world_size", 8), ("gradient_bytes", 2)])
+@pytest.mark.parametrize(("what", "value"), [("iterations", 20), ("world_size", 8), ("gradient_bytes", 2), ("seed", 8)])
 def test_runs_that_cannot_be_compared_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, value: int
 ) -> None:

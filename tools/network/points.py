@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.network.setups import flags, is_old, older_preset
+from tools.network.setups import WHOLE, flags, is_old, older_preset
 
 EVEN, UNEVEN = "even", "one at a third"
 FALLING, RISING = "a third from the middle on", "a third until the middle"
@@ -112,7 +112,7 @@ class Curve:
     @property
     def old(self) -> bool:
         """Whether today's code compresses otherwise with the same preset."""
-        return is_old(self.mode, self.contender, self.changes)
+        return is_old(self.mode, self.contender, self.changes, WHOLE)
 
     @property
     def older_preset(self) -> str:

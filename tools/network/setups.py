@@ -94,9 +94,12 @@ CONTENDERS = {
 UNRECORDED = "no error waits, and small parameters travel in 5 or 6 bits, within the same volume"
 
 
-def is_old(mode: str, contender: str, changes: int) -> bool:
-    """Whether today's code compresses otherwise than that with so many of ``tools.shared.changes.CHANGES``."""
-    given = shlex.split(CONTENDERS[contender])
+def is_old(mode: str, contender: str, changes: int, more: Sequence[str] = ()) -> bool:
+    """Whether today's code compresses otherwise than that with so many of ``tools.shared.changes.CHANGES``.
+
+    ``more``: flags of the run beside the contender's.
+    """
+    given = [*more, *shlex.split(CONTENDERS[contender])]
     engine = dict(pairwise(given)).get("--edgc-engine", EDGCConfig.engine)
     return bool(changed(engine, MODES[mode].pipeline, given, changes))
 

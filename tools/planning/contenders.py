@@ -6,6 +6,7 @@ from typing import Any
 from edgc.config.presets import PRESETS
 from edgc.config.ranks import Ranks
 from edgc.plan.rank_plan import NO_RANK
+from tools.shared.methods import equalised
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,9 @@ class Contender:
     this ``rank_share`` of the largest rank that is not slower than the host's own sum; ``stage_share``: of the stages,
     which are compressed. ``messages``: the method that compresses gradients between stages, if any. One in low rank
     does so for those that a stage waits for idle, at ``message_rank``; None: at the rank of its reductions, where that
-    saves time. ``weights``: the method that rounds gathered weights; ``warm_up``: the one that rounds gradients in the
-    warm-up, if any, which has this ``warm_up_share`` of the run.
+    saves time. ``fuses``: it asks for one sum of a tied embedding's copies, so for a pipeline. ``weights``: the method
+    that rounds gathered weights; ``warm_up``: the one that rounds gradients in the warm-up, if any, which has this
+    ``warm_up_share`` of the run.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Contender:
     stage_share: float = 1.0
     messages: str = ""
     message_rank: int | None = None
+    fuses: bool = False
     weights: str = ""
     warm_up: str = ""
     warm_up_share: float = 0.0
@@ -45,7 +48,7 @@ def _preset(name: str) -> Contender:
         volume=own["volume"],
         messages=messages,
         weights=weights,
-        warm_up=own["dense_wire"],
+        warm_up=equalised(own["dense_wire"]),
         warm_up_share=own["warmup_fraction"],
     )
 
@@ -78,6 +81,7 @@ CONTENDERS = (
         stage_share=PRESETS["optimus"]["stage_share"],
         messages=FP32_FACTORS,
         message_rank=int(PRESETS["optimus"]["pp"].rpartition(":")[2]),
+        fuses=PRESETS["optimus"]["fuse_embedding_sync"],
     ),
     *map(_preset, ("safe", "balanced", "fast")),
 )

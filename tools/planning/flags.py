@@ -41,7 +41,7 @@ def _parser() -> _Parser:
     parser.add_argument("--moe-router-topk", type=int, default=2)
     parser.add_argument("--optimizer", default="adam")
     switches = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16", "--fp16", "--sequence-parallel")
-    for flag in (*switches, "--accumulate-allreduce-grads-in-fp32"):
+    for flag in (*switches, "--accumulate-allreduce-grads-in-fp32", "--untie-embeddings-and-output-weights"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     return parser
@@ -74,8 +74,10 @@ def read_flags(given: Sequence[str]) -> argparse.Namespace:
 
 
 def check_names(flags: Sequence[str]) -> None:
-    """Raises ``LaunchError`` for flags that neither the planner nor, if it is there, Megatron or EDGC has."""
+    """Raises ``LaunchError`` for EDGC's flags, and for those that neither the planner nor an installed Megatron has."""
     named = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    if of_edgc := sorted(flag for flag in set(named) if flag == "--edgc" or flag.startswith("--edgc-")):
+        raise LaunchError(f"{', '.join(of_edgc)}: the planner compares the presets and engines as they are")
     others = set(named) - set(_parser()._option_string_actions) - set(NOT_PLANNED)
     if not others:
         return
@@ -83,11 +85,9 @@ def check_names(flags: Sequence[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments  # which takes seconds
-
-            from megatron.edgc import add_arguments as add_edgc
     except ImportError:
         return
-    known = add_edgc(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))._option_string_actions
+    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
     if unknown := sorted(others - set(known)):
         raise LaunchError(f"{', '.join(unknown)}: pretrain_gpt.py has no such flag")
 

@@ -152,6 +152,7 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
     experts = ""
     if (own := training.experts) is not None:
         experts = f"EP {own.parallel}, {own.count} experts in each layer of which a token goes to {own.per_token}, "
+    changed = f" With `{training.changed}`." if training.changed else ""
     optimizer = ", distributed optimizer" if training.scatters else ""
     overlap = ", reductions overlapped with the backward pass" if training.overlapped else ""
     each_way = training.micro_batches * training.chunks  # of a step
@@ -165,7 +166,7 @@ def section(training: Training, predictions: Sequence[Prediction], places: Seque
         f"TP {training.tensor}, PP {training.pipeline}, DP {training.replicas}, {experts}"
         f"{training.micro_batches} micro-batches of {training.micro_batch} x {training.sequence} tokens; "
         f"{3 * training.forward_seconds() * each_way:.2f} s of passes{tensor} a step"
-        f"{optimizer}{overlap}.",
+        f"{optimizer}{overlap}.{changed}",
         "",
         *table(predictions),
         "",
@@ -231,8 +232,9 @@ def page(sections: Sequence[Sequence[str]], name: str, costs: str) -> str:
         "- A volume gives every matrix the one rank that it pays for. In training EDGC's planner also sends some in",
         "  few bits.",
         "- `paper` is shown at its r_max and at its r_min, a quarter of it, between which entropy sets the rank. r_max",
-        "  is the largest rank at which reductions take at most as long as the host's own sum, and at which every",
-        "  matrix sends at most half of its bytes. `optimus` compresses three quarters of the stages.",
+        "  is the largest rank at which reductions take at most as long as the host's own sum, and at which any",
+        "  matrix sends at most half of its bytes. Matrices that would send more travel whole, in fp32. `optimus`",
+        "  compresses three quarters of the stages.",
         "- A stage waits idle for some of the gradients that the next stage sends. `paper` and `optimus` send these in",
         "  low rank, with factors in 16 bits. `optimus` has rank 16. `paper` has the rank of its reductions, or a",
         "  smaller one if needed: a message must become half as large, and take no longer between any two stages.",

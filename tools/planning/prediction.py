@@ -17,7 +17,8 @@ from tools.planning.contenders import FP32_FACTORS, Contender
 from tools.planning.placement import StageLinks
 from tools.planning.simulation import Link, StageTimes, Step, Unit, simulate
 from tools.planning.training import OPTIMIZER_BYTES, Training
-from tools.shared.paper_rank import LEAST_SAVING
+from tools.shared.methods import equalised
+from tools.shared.paper_ranks import LEAST_SAVING
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def predict(
     """One step on these links. ``methods``: what each method takes; one that is not known reduces dense."""
     if contender.message_rank is not None and training.chunks > 1:  # EDGC refuses that
         contender = replace(contender, flags=f"{contender.flags} --edgc-pp off", messages="", message_rank=None)
+    if contender.fuses and not training.tied:  # and that
+        contender = replace(contender, flags=f"{contender.flags} --edgc-no-fuse-embedding-sync")
     reductions = _Reductions(training, links, factors_in_fp32=contender.method == FP32_FACTORS)
     sent = reductions.dense_bytes * contender.bits / 32
     units, rank, warm_up = [reductions.dense(sent)] * len(links), None, None
@@ -201,7 +204,7 @@ def _chosen(
     whole = reductions.training.dense_bytes
     most = reductions.rank_of(compressing, whole / contender.volume)
     rank = _rank_worth_its_time(most, low_rank, MAX_TIME_RATIO * host)
-    if (rounding := methods.get(ROUNDED)) is not None:
+    if (rounding := methods.get(equalised(ROUNDED))) is not None:
         times = LinkTimes(
             ReductionTime(host, reductions.half),
             ReductionTime(

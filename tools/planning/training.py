@@ -1,6 +1,7 @@
 """What a step depends on, from a model of configs/models/, a cluster of configs/clusters/ and more flags."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from tools.planning.placement import Network, Placement, StageLinks
 from tools.planning.simulation import Link
 from tools.shared.gpus import GPU, GPU_OF
 from tools.shared.layer import Layer
-from tools.shared.paper_rank import paper_rank
+from tools.shared.paper_ranks import paper_ranks
 
 # Assumptions, none of them measured here: the share of a GPU's peak in 16 bits that a training step reaches; bytes of a
 # parameter that its optimizer reads and writes at its memory's speed; seconds of latency of a collective among nodes.
@@ -56,6 +57,8 @@ class Training:
     loss_scale: bool
     experts: Experts | None = None
     sequence_parallel: bool = True
+    tied: bool = True  # whether the word embedding is the output layer, too
+    changed: str = ""  # flags beside those of the files
 
     @classmethod
     def of(cls, model_name: str, cluster_name: str | None, extra: Sequence[str] = ()) -> "Training":
@@ -115,6 +118,8 @@ class Training:
             loss_scale=flags.fp16,
             experts=experts,
             sequence_parallel=flags.sequence_parallel,
+            tied=not flags.untie_embeddings_and_output_weights,
+            changed=shlex.join(extra),
         )
 
     @property
@@ -219,9 +224,16 @@ class Training:
 
     @property
     def paper_rank(self) -> int:
-        """The largest rank at which every matrix sends at most half of its bytes."""
+        """The largest rank at which any matrix sends at most half of its bytes. With experts, the smaller one of theirs
+        and of the other matrices, since beyond that nothing is counted.
+        """
         own = self.layer if self.experts is None else replace(self.layer, inside=self.experts.width)
-        return paper_rank([MatrixSpec(name, *shape) for name, shape in own.matrices(self.tensor).items()])
+        matrices = [MatrixSpec(name, *shape) for name, shape in own.matrices(self.tensor).items()]
+        if self.experts is None:
+            return paper_ranks(matrices)[-1]
+        of_experts = [matrix for matrix in matrices if matrix.name in ("fc1", "fc2")]
+        others = [matrix for matrix in matrices if matrix not in of_experts]
+        return min(paper_ranks(of_experts)[-1], paper_ranks(others)[-1])
 
     @property
     def copies(self) -> int:
@@ -244,7 +256,8 @@ class Training:
             side = min(rows, cols)
             layer += STORED.tensor_bytes(min(rank, side) * side) * (of_mlp if name in ("fc1", "fc2") else 1.0)
         in_turn = int(PRESETS["balanced"]["basis_cycle"])
-        return layer * self.layers / self.pipeline * in_turn * self.copies
+        # a step replaces one of them, of which a copy is kept
+        return layer * self.layers / self.pipeline * (in_turn + self.copies - 1)
 
     @property
     def message_bytes(self) -> float:

@@ -40,11 +40,11 @@ def load_runs(folder: Path) -> tuple[dict[str, Run], list[str]]:
 def summarise(runs: Mapping[str, Run]) -> dict[str, Any]:
     """The figures of all runs, with machine and versions; ratios and gap are those of ``edgc``.
 
-    Raises ``RunError`` for runs that differ in length, processes or precision.
+    Raises ``RunError`` for runs that differ in length, processes, precision or seed.
     """
     dense, edgc = runs["dense"], runs["edgc"]
-    for what in ("iterations", "world_size", "gradient_bytes"):
-        found = {name: run.start.get(what) for name, run in runs.items()}
+    for what in ("iterations", "world_size", "gradient_bytes", "seed"):
+        found = {name: {**run.start["config"], **run.start}.get(what) for name, run in runs.items()}
         if len(set(found.values())) > 1:
             raise RunError(
                 f"these runs cannot be compared: {what} = {', '.join(f'{v} ({n})' for n, v in found.items())}"

@@ -24,7 +24,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em aut
 table {{ border-collapse: collapse }} th, td {{ padding: .3em 1em; text-align: right; border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left; font-weight: 600 }} img {{ max-width: 100%; margin: 1em 0 }}
 </style>
-<h1>EDGC against dense, same tokens</h1>
+<h1>EDGC against dense</h1>
 <table>{line(header, "th")}{"".join(line(row, "td") for row in rows)}</table>
 <p>{BYTES} {CAVEAT}</p>
 <img alt="Entropy, ranks, delay, loss and bytes over iterations"
