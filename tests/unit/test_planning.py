@@ -255,7 +255,6 @@ def test_presets_with_a_volume_equalise_what_they_round(training: Training) -> N
     plain, equalised = (found[name].at(NO_RANK) for name in ("int4", "int4, equalised"))
     assert 1.2 * plain < equalised < 1.6 * plain, "dividing by scales and back takes more passes"
     balanced, links = next(one for one in CONTENDERS if one.name == "balanced"), training.apart(400.0)
-    slow = {**found, "int4, equalised": replace(found["int4, equalised"], seconds=(99.0,))}
     assert predict(training, balanced, found, links).rank != NO_RANK
     fast = {**found, "int4, equalised": replace(found["int4, equalised"], seconds=(0.0,))}
     assert predict(training, balanced, fast, links).rank == NO_RANK, "it rounds by the time of this, not of plain int4"
