@@ -16,7 +16,7 @@ from edgc.hosts.user_warnings import warn_of_new_plans, warn_of_spent_budget
 from edgc.observe.measurements import Measurements
 from edgc.plan.controller import Controller
 
-STATE_VERSION = 25  # of what every host saves; goes up where an earlier state can no longer be read
+STATE_VERSION = 26  # of what every host saves; goes up where an earlier state can no longer be read
 ERROR = "error."  # a parameter's name follows
 Layout = Mapping[str, Mapping[str, Any]]  # by name of a tensor, what it holds: by key shape, wire format and bytes
 

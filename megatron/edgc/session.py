@@ -37,7 +37,7 @@ from edgc.plan.times.gather_times import GatherTimes
 from edgc.stacking import all_finite
 from edgc.timing import Spans
 from megatron.edgc.checkpoint.hooks import CheckpointHooks
-from megatron.edgc.checkpoint.index import RunState
+from megatron.edgc.checkpoint.index import RunState, layers_of_stages
 from megatron.edgc.checkpoint.saving import CheckpointSaver
 from megatron.edgc.compatibility import (
     check_ddp,
@@ -123,7 +123,8 @@ class Session:
             )
         self._take_model(chunks)
         self.run = described_run(self.args)
-        device = next(chunks[0].parameters()).device
+        parameter = next((one for chunk in chunks for one in chunk.parameters()), None)  # a chunk may have no layers
+        device = torch.device("cpu") if parameter is None else parameter.device  # then ``_plan`` refuses the stage
         warn_of_kernels(self.config, device)
         plan = self._plan(device)
         self.config, self.keys = plan.config, plan.keys
@@ -200,6 +201,7 @@ class Session:
             self.windows.controller,
             self.messages,
             self.windows.message_controller,
+            layers_of_stages(self.chunks),
         )
         self.saver = CheckpointSaver(state)
         CheckpointHooks(state, self.chunks, self.saver, self._resume).install(self.seam)
@@ -365,6 +367,8 @@ class Session:
 
     def _end_early(self) -> None:
         if not self.completed or self.completed == self.run.iterations:
+            return
+        if not dist.is_initialized():  # Megatron has ended it, as after --exit-signal-handler-for-training
             return
         if self.report is None or self.report.iteration < self.completed:
             self.reporter.window(self.windows.exchange(self.completed), last=True)

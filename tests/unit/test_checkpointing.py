@@ -50,7 +50,7 @@ def index_of(config: EDGCConfig, **parts: Any) -> Any:
     }
     usual |= {"resolved": config.subset(RESOLVED), "stages": [], "controller": {}, "messages": None, "replicas": 0}
     usual["weights"] = dict.fromkeys(("requested", "resolved"), config.formats.param_wire)
-    return Index(**{**usual, "bytes": {}, "saved": {}, **parts})
+    return Index(**{**usual, "bytes": {}, "saved": {}, "layers": [], **parts})
 
 
 def resume(run: Any, index: Any) -> Any:
@@ -223,6 +223,33 @@ def test_a_resumed_run_says_which_largest_rank_stays(
     own._resume_gradients()
     said = f"--edgc-rmax stays {before} as in iter_0000007, whatever was timed now\n"
     assert capsys.readouterr().out == (said if before != now else "")
+
+
+def test_state_is_not_taken_for_layers_that_another_stage_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters have the names of their places in their stage, so those of other layers would fit."""
+    from megatron.edgc.checkpoint import index as checkpoint_index
+    from megatron.edgc.checkpoint import loading as checkpoint_loading
+
+    def chunk(*numbers: int) -> torch.nn.Module:
+        layers = [torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in numbers]
+        for number, layer in zip(numbers, layers, strict=True):
+            layer.layer_number = layer[0].layer_number = number  # type: ignore[assignment]
+        return torch.nn.ModuleList(layers)
+
+    monkeypatch.setattr(checkpoint_index, "all_gather_objects", lambda own: [(1, [[4, 5]]), own])
+    monkeypatch.setattr(checkpoint_index.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    layers = checkpoint_index.layers_of_stages([chunk(1, 2), chunk(3)])
+    assert layers == [[[1, 2], [3]], [[4, 5]]]
+    monkeypatch.setattr(checkpoint_loading, "parallel_sizes", lambda args: {})
+    monkeypatch.setattr(checkpoint_loading, "warn", lambda line: print(line))
+    run = run_state(layers=layers)
+    for then, taken in ((layers, True), ([[[1, 2], [3, 4]], [[5]]], False)):
+        entry = {"index": index_of(EDGCConfig(), layers=then).to_dict()}
+        assert (checkpoint_loading.resumed(entry, run, "/checkpoints/iter_0000007") is not None) == taken
+        said = "iter_0000007 has the layers split otherwise among the pipeline stages: the EDGC state starts anew\n"
+        assert capsys.readouterr().out == ("" if taken else said)
 
 
 def test_experts_that_start_anew_are_named_whichever_stage_has_them(

@@ -250,6 +250,14 @@ def test_megatron_gets_its_functions_back_also_where_the_last_report_fails() -> 
     assert owner.function == 1
 
 
+def test_a_session_that_ends_after_megatron_has_ended_the_process_group_closes_without_a_report() -> None:
+    """As after --exit-signal-handler-for-training."""
+    session = Session.__new__(Session)
+    session.seam, session.completed = Seam(), 5
+    session.run, session.report = Run(iterations=9, replicas=2), None
+    session.close()
+
+
 def test_the_memory_of_a_stage_has_the_shards_of_weights_that_are_kept() -> None:
     stage = MegatronStage(StageKey(StageKind.LAYERS, 0), [], CPU)
     shards = torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)

@@ -3,13 +3,15 @@
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
 
 from edgc.byte_counts import RunBytes
-from edgc.comm.objects import broadcast_object, gather_objects
+from edgc.comm.objects import all_gather_objects, broadcast_object, gather_objects
 from edgc.config import EDGCConfig
 from edgc.hosts.checkpoint import ERROR, STATE_VERSION, Layout
 from edgc.plan.controller import Controller
@@ -32,7 +34,7 @@ class RunState:
     """What of a run a checkpoint keeps the state of, and the settings that decide what a resumed run takes of it.
 
     ``requested`` are the settings as given, ``config`` as resolved. ``keys`` are the stages of the plan, ``stages``
-    those of this process. Controllers are on global process 0 alone.
+    those of this process. Controllers are on global process 0 alone. ``layers``: see ``layers_of_stages``.
     """
 
     args: Namespace
@@ -43,6 +45,7 @@ class RunState:
     controller: Controller | None
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None
+    layers: list[list[list[int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Index:
     replicas: int  # how many processes have left something of the same messages unsent; 0: there is no pipeline
     bytes: dict[str, RunBytes]  # so far: the mean over the processes, by a stage's id, and of messages
     saved: dict[str, SavedStage]  # by ``stage_key``
+    layers: list[list[list[int]]]  # of ``layers_of_stages``
 
     def to_dict(self) -> dict[str, Any]:
         """The index as plain values, as it is saved.
@@ -137,6 +141,7 @@ def gathered_index(
             replicas=0 if run.messages is None else dist.get_world_size(replica_group()),
             bytes=_mean_bytes([count for _, counts in everywhere for count in counts]),
             saved={key: one for described, _ in everywhere for key, one in described.items()},
+            layers=run.layers,
         ).to_dict()
     shared: dict[str, Any] = broadcast_object(index)
     return shared
@@ -159,6 +164,20 @@ def _mean_bytes(counts: Sequence[tuple[str, RunBytes]]) -> dict[str, RunBytes]:
     for key, count in counts:
         by_key.setdefault(key, []).append(count)
     return {key: RunBytes.mean(several) for key, several in by_key.items()}
+
+
+def layers_of_stages(chunks: Sequence[nn.Module]) -> list[list[list[int]]]:
+    """The numbers that the model's layers have in the chunks of each pipeline stage. Parameters are named by the place
+    of their layer in its chunk. Every process calls this.
+    """
+
+    def numbers(chunk: nn.Module) -> list[int]:  # Megatron also numbers what is in a layer
+        found = (getattr(module, "layer_number", None) for module in chunk.modules())
+        return list(dict.fromkeys(number for number in found if isinstance(number, int)))
+
+    own = [numbers(chunk) for chunk in chunks]
+    found = dict(all_gather_objects((parallel_state.get_pipeline_model_parallel_rank(), own)))
+    return [found[stage] for stage in sorted(found)]
 
 
 def parallel_sizes(args: Namespace) -> dict[str, int]:

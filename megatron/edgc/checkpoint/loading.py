@@ -57,6 +57,9 @@ def resumed(entry: Mapping[str, Any] | None, run: RunState, folder: str) -> "Res
             f"{in_words(parallel_sizes(run.args))}: its state starts anew"
         )
         return None
+    if index.layers != run.layers:
+        warn(f"{name} has the layers split otherwise among the pipeline stages: the EDGC state starts anew")
+        return None
     if index.per_token != bool(run.args.calculate_per_token_loss):
         warn(
             f"{name} and this run differ in --calculate-per-token-loss, and so in the unit of gradients: the EDGC "

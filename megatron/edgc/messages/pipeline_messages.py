@@ -238,7 +238,7 @@ class PipelineMessages:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken."""
-        device = next(self.chunks[0].parameters()).device
+        device = next(parameter for chunk in self.chunks for parameter in chunk.parameters()).device
         for key, kept in state["senders"].items():
             direction, _, chunk = key.partition(":")
             on_device = {part: None if tensor is None else tensor.to(device) for part, tensor in kept.items()}
