@@ -169,8 +169,17 @@ def test_a_users_own_model_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "counting a step of A small Llama with these flags on H100 SXM" in capsys.readouterr().err
     norms = 2 * 2 * 256  # two RMSNorms a layer; no biases
     assert found["balanced"].elements == found["paper"].elements == training.stage_elements + norms
-    assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (40.0, 64.0)
-    assert training.paper_rank == 40, "256 x 128 sends half of its bytes at rank 42"
+    assert len(found["balanced"].ranks) == 3 and found["paper"].ranks == (
+        40.0,
+        44.0,
+        52.0,
+        56.0,
+        64.0,
+        68.0,
+        72.0,
+        88.0,
+    )
+    assert training.paper_rank == 88, "640 x 256 sends half of its bytes at rank 91"
     for one in CONTENDERS:
         assert predict(training, one, found, training.apart(1.0)).seconds > 0
     own.write_text(LLAMA.replace("h100_64", "laptop"))  # meant for fewer processes than it is planned for
