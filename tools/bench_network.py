@@ -55,9 +55,8 @@ from tools.shared.megatron import corpus_flags
 POINTS = REPOSITORY / "runs" / "network" / "points.jsonl"
 CURVES = REPOSITORY / "runs" / "network" / "curves.jsonl"
 QUICK = REPOSITORY / "runs" / "network" / "quick.json"
-CODE = (  # what times depend on
-    *("edgc", "megatron", "tools/network", "tools/shared/processes.py", "pretrain_gpt.py", "constraints.txt"),
-)
+# What times depend on.
+CODE = ("edgc", "megatron", "tools/network", "tools/shared/processes.py", "pretrain_gpt.py", "constraints.txt")
 QUICK_RATE = 135.0
 RATES = (20.0, 60.0, 135.0, 400.0, 0.0)
 RANGE = ("dense", "int8", "powersgd", "balanced")

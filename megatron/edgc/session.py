@@ -198,10 +198,10 @@ class Session:
             self.config,
             self.keys,
             self.stages,
+            layers_of_stages(self.chunks),
             self.windows.controller,
             self.messages,
             self.windows.message_controller,
-            layers_of_stages(self.chunks),
         )
         self.saver = CheckpointSaver(state)
         CheckpointHooks(state, self.chunks, self.saver, self._resume).install(self.seam)

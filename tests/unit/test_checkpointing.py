@@ -32,6 +32,7 @@ def run_state(settings: EDGCConfig | None = None, **parts: Any) -> Any:
         "config": settings,
         "keys": [],
         "stages": [],
+        "layers": [],
         "controller": None,
     }
     return RunState(**{**usual, **parts})

@@ -403,7 +403,7 @@ def test_the_page_says_which_rows_are_of_presets_that_stood_for_something_else()
         assert not replace(changed(POINT, contender=contender), preset_settings=None).older_preset, "no volume"
     curve = Curve(135.0, "plain", "balanced", (1.0,) * 40, (1.0,) * 40, 2.0, 4e9, "abc1234", 1)
     assert curve.older_preset and not replace(curve, preset_settings=settings).older_preset
-    rises = next(place for place, one in enumerate(CHANGES) if one.label == "few bytes while the learning rate rises")
+    rises = [label for label, _ in CHANGES].index("few bytes while the learning rate rises")
     assert replace(curve, changes=rises).old, "whole runs have a warm-up of the learning rate"
     assert not replace(curve, changes=len(CHANGES)).old
 

@@ -3,7 +3,7 @@
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class RunState:
     """What of a run a checkpoint keeps the state of, and the settings that decide what a resumed run takes of it.
 
     ``requested`` are the settings as given, ``config`` as resolved. ``keys`` are the stages of the plan, ``stages``
-    those of this process. Controllers are on global process 0 alone. ``layers``: see ``layers_of_stages``.
+    those of this process, ``layers`` as of ``layers_of_stages``. Controllers are on global process 0 alone.
     """
 
     args: Namespace
@@ -42,10 +42,10 @@ class RunState:
     config: EDGCConfig
     keys: Sequence[StageKey]
     stages: Sequence[MegatronStage]
+    layers: list[list[list[int]]]
     controller: Controller | None
     messages: PipelineMessages | None = None
     message_controller: Controller | None = None
-    layers: list[list[list[int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
